@@ -10,7 +10,7 @@ neighbours for the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,10 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule, graft_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule, TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
-    Rule,
     fold_states,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
@@ -31,9 +30,12 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     clear_states,
     move_states,
 )
-from vllm_graft.spec_decode.targets.recurrent.key_decay_layer import TreeKeyDecays, graft_key_decays
-from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState, graft_mamba
-from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import windows_of
+from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
+from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
+    TreeRecurrence,
+    graft_of,
+    windows_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +108,7 @@ class RecurrentState:
         )
 
 
-def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | None:
+def _kind_of(layer: MambaBase) -> type[TreeRecurrence] | None:
     # The modules of these layers bring many kernels: they are there if such a layer is.
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
         KimiGatedDeltaNetAttention,
@@ -117,13 +119,10 @@ def _graft_for(layer: MambaBase) -> Callable[[str, Any, TreeContext], None] | No
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     if isinstance(layer, QwenGatedDeltaNetAttention):
-        return graft_delta_rule
+        return TreeDeltaRule
     if isinstance(layer, KimiGatedDeltaNetAttention):
-        return graft_key_decays
-    return graft_mamba if isinstance(layer, MambaMixer2) else None
-
-
-_GRAFTS = (TreeDeltaRule, TreeKeyDecays, TreeSelectiveState)
+        return TreeKeyDecays
+    return TreeSelectiveState if isinstance(layer, MambaMixer2) else None
 
 
 class RecurrentFamily:
@@ -134,7 +133,7 @@ class RecurrentFamily:
         self._kept: KeptRows | None = None
 
     def claims(self, layer: Any) -> bool:
-        return isinstance(layer, MambaBase) and _graft_for(layer) is not None
+        return isinstance(layer, MambaBase) and _kind_of(layer) is not None
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
         """Let tree rows continue their parents' states.
@@ -149,13 +148,13 @@ class RecurrentFamily:
                 f"layer {name} of the draft is recurrent: use another draft, or remove the "
                 f"graft.tree keys to draft chains"
             )
-        graft = _graft_for(layer)
-        assert graft is not None
-        for part in ("recurrent", "kimi") if graft is graft_key_decays else ("recurrent",):
+        kind = _kind_of(layer)
+        assert kind is not None
+        for part in kind.SEAMS:
             if part not in self._checked:
                 require_seams(part)
                 self._checked.add(part)
-        graft(name, layer, context)
+        kind.graft(name, layer, context)
         self._kept = context.kept
 
     def state(
@@ -193,33 +192,19 @@ class RecurrentFamily:
 
 def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
     """The layer, if it keeps inputs."""
-    for name in ("_forward_core", "_forward", "conv_ssm_forward"):
-        graft = getattr(layer, name, None)
-        # What stands over a pass that interrupts PIECEWISE graphs.
-        graft = getattr(graft, "__wrapped__", graft)
-        if isinstance(graft, _GRAFTS) and graft.inputs is not None:
-            rates, bias, groups, rule = _gates_of(layer, graft)
-            return [
-                FoldedLayer(
-                    graft.inputs,
-                    cache.states,
-                    rates,
-                    bias,
-                    groups,
-                    cache.blocks,
-                    cache.block_size,
-                    rule,
-                )
-            ]
-    return []
-
-
-def _gates_of(
-    layer: Any, graft: TreeDeltaRule | TreeKeyDecays | TreeSelectiveState
-) -> tuple[torch.Tensor | None, torch.Tensor | None, int, Rule]:
-    """Rates, biases, groups and the rule of a layer, as in `FoldedLayer`."""
-    if isinstance(graft, TreeDeltaRule):
-        return layer.A_log, layer.dt_bias, layer.num_k_heads // layer.tp_size, Rule.DELTA
-    if isinstance(graft, TreeKeyDecays):
-        return None, None, len(layer.A_log), Rule.KEY_DECAYS
-    return layer.A, layer.dt_bias, layer.n_groups // layer.tp_size, Rule.SELECTIVE
+    trees = graft_of(layer)
+    if trees is None or trees.inputs is None:
+        return []
+    rates, bias = trees.fold_gates()
+    return [
+        FoldedLayer(
+            trees.inputs,
+            cache.states,
+            rates,
+            bias,
+            trees.groups,
+            cache.blocks,
+            cache.block_size,
+            trees.DECAY,
+        )
+    ]

@@ -1,30 +1,37 @@
-"""What the grafts of all recurrent layers share: their caches, and their metadata in a pass."""
+"""Grafts trees onto recurrent layers: what the grafts of all kinds share.
+
+vLLM sends rows of requests that it verifies drafts of through a convolution and a recurrence of
+their own, each row behind the row before. A graft stands before both and lets each row continue its
+parent. All other rows are computed by the layer itself, as a batch of their own.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, Gates, numbers_of
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import Batch, keep_inputs
+from vllm_graft.spec_decode.targets.recurrent.recurrent_form import allocate_inputs
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
     from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
-class DeltaPart(NamedTuple):
-    """The two parts of a batch of layers with a delta rule.
+class Parted(NamedTuple):
+    """The two parts of a batch with verified requests.
 
     Attributes:
         rows: the rows of requests that drafts are verified of.
@@ -33,86 +40,142 @@ class DeltaPart(NamedTuple):
     """
 
     rows: RecurrentRows
-    others: GDNAttentionMetadata | None
+    others: Any
     max_rows: int = 0
 
 
-def delta_part(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> DeltaPart:
-    """Where trees are, by host values alone.
+@dataclass
+class TreeRecurrence:
+    """In place of a layer's pass: each verified row continues its parent's state.
 
-    Args:
-        metadata: of a batch with verified requests.
-        parents: i32 ``[max_tokens]``, the row that each row of the batch continues.
-    """
-    count = metadata.num_spec_decodes
-    columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
-    accepted = metadata.num_accepted_tokens
-    assert columns is not None
-    assert starts is not None
-    assert accepted is not None
-    if not metadata.num_prefills and not metadata.num_decodes:
-        # A graph holds this form: rows are in the batch's order, padding is behind them.
-        return DeltaPart(RecurrentRows(parents, starts, columns, accepted, count), None)
-    assert metadata.spec_token_indx is not None
-    own = parents.index_select(0, metadata.spec_token_indx)
-    others = dataclasses.replace(
-        metadata,
-        num_spec_decodes=0,
-        num_spec_decode_tokens=0,
-        num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
-        spec_query_start_loc=None,
-        spec_state_indices_tensor=None,
-        spec_sequence_masks=None,
-        spec_sequence_masks_cpu=None,
-        spec_token_indx=None,
-        non_spec_token_indx=None,
-        num_accepted_tokens=None,
-        uniform_spec_sequence_length=None,
-    )
-    return DeltaPart(RecurrentRows(own, starts, columns, accepted, count), others)
+    A pass either writes each row's state to the row's column, or writes no state and keeps the
+    rows' inputs, by which the accepted path's state is made afterwards.
 
+    A kind of layer is a subclass, called in place of the layer's method `PASS`.
 
-def kept_part(metadata: GDNAttentionMetadata, context: TreeContext) -> DeltaPart:
-    """Where trees are, and what is kept of them: to be noted once per pass.
-
-    Args:
-        metadata: of a batch with verified requests.
+    Attributes:
+        layer: the layer.
         context: what the tree parts of the worker share.
+        stock: the layer's own pass.
+        inputs: keeps the rows' inputs; None if every pass writes states.
     """
-    part = delta_part(metadata, context.rows.row_parents)
-    leads = part.others is None
-    batch = Batch(
-        rows=metadata.num_spec_decode_tokens,
-        requests=metadata.num_spec_decodes,
-        most=metadata.uniform_spec_sequence_length or part.rows.columns.shape[1],
-        padded=metadata.num_actual_tokens if leads else 0,
-    )
-    places = None if leads else metadata.spec_token_indx
-    return part._replace(max_rows=keep_inputs(batch, part.rows, places, context))
+
+    PASS: ClassVar[str]
+    """Name of the layer's method."""
+
+    DECAY: ClassVar[Decay]
+    """The kind of decay of its states."""
+
+    SEAMS: ClassVar[tuple[str, ...]] = ("recurrent",)
+    """Parts of the ledger that it relies on."""
+
+    layer: Any
+    context: TreeContext
+    stock: Callable[..., Any]
+    inputs: LayerInputs | None = None
+
+    @classmethod
+    def graft(cls, name: str, layer: Any, context: TreeContext) -> None:
+        """Make the layer `name` compute tree rows besides what it does already.
+
+        Raises:
+            ConfigError: if the layer keeps its states in another way than a column per row, or is
+                computed by kernels that ours don't stand for.
+        """
+        cls.prepare(name, layer)
+        require_columns(name, layer)
+        trees = cls(layer, context, getattr(layer, cls.PASS))
+        if context.recurrent_form != "states":
+            gates = numbers_of(cls.DECAY, trees.key_size), trees.heads
+            trees.inputs = allocate_inputs(layer.conv1d.weight, gates, context, trees.dtype)
+        layer.tree_recurrence = trees
+        setattr(layer, cls.PASS, trees.installed())
+
+    @classmethod
+    def prepare(cls, name: str, layer: Any) -> None:
+        """Refuse the layer, or have it take the pass that is replaced."""
+
+    def installed(self) -> Callable[..., Any]:
+        """What takes the place of the layer's pass."""
+        return self
+
+    @property
+    def heads(self) -> int:
+        """Heads of values of this rank."""
+        return len(self.layer.A_log)
+
+    @property
+    def key_size(self) -> int:
+        """Columns of a state, where decays are by key; else 0, as the gates have no such size."""
+        return 0
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of what is behind the convolution; None for that of its weight."""
+        return None
+
+    @property
+    def groups(self) -> int:
+        """Heads of queries and keys of this rank, or groups of ``B`` and ``C``."""
+        raise NotImplementedError
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Weights of the convolution ``[features, taps]``."""
+        weights: torch.Tensor = self.layer.conv1d.weight.flatten(1)
+        return weights
+
+    @property
+    def silu(self) -> bool:
+        """Whether SiLU follows the convolution; otherwise there is no activation."""
+        return self.layer.activation in ("silu", "swish")
+
+    def fold_gates(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Rates and biases by which states are continued later, as of `FoldedLayer`."""
+        return self.layer.A_log, self.layer.dt_bias
+
+    def recur(self, inputs: torch.Tensor, gates: Gates, part: Parted, out: torch.Tensor) -> None:
+        """Send rows through convolution and recurrence.
+
+        Args:
+            inputs: ``[num_rows, features]``, before the convolution.
+            gates: of the rows.
+            part: which row continues which, and what is kept.
+            out: ``[num_rows, heads, V]``, receives the result.
+        """
+        layer, rows = self.layer, part.rows
+        kept = self.inputs if part.max_rows else None
+        mixed = tree_conv(
+            inputs,
+            windows_of(layer),
+            self.weights,
+            layer.conv1d.bias,
+            rows,
+            silu=self.silu,
+            outputs=None if kept is None else kept.rows[: len(inputs)],
+        )
+        states, groups = layer.kv_cache[1], self.groups
+        if kept is None:
+            tree_recurrence(mixed, gates, states, rows, out, groups=groups)
+            return
+        noted = self.context.kept
+        assert noted is not None
+        tree_chunk(
+            mixed,
+            gates,
+            states,
+            rows,
+            noted,
+            kept.gates,
+            out,
+            groups=groups,
+            max_rows=part.max_rows,
+        )
 
 
-def convolved(
-    layer: Any,
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    rows: RecurrentRows,
-    kept: LayerInputs | None,
-    *,
-    silu: bool,
-) -> torch.Tensor:
-    """What is behind a layer's convolution of a pass's rows.
-
-    Args:
-        layer: has the windows and the bias.
-        inputs: ``[num_rows, features]``, before it.
-        weights: ``[features, taps]``.
-        rows: which row continues which.
-        kept: where the result is kept; None to allocate it.
-        silu: whether the activation is SiLU; otherwise there is none.
-    """
-    outputs = None if kept is None else kept.rows[: len(inputs)]
-    bias = layer.conv1d.bias
-    return tree_conv(inputs, windows_of(layer), weights, bias, rows, silu=silu, outputs=outputs)
+def graft_of(layer: Any) -> TreeRecurrence | None:
+    """What computes a layer's trees; None if it has no graft."""
+    return getattr(layer, "tree_recurrence", None)
 
 
 def windows_of(layer: Any) -> torch.Tensor:

@@ -9,12 +9,6 @@ import triton.language as tl
 
 
 @triton.jit
-def softplus(x):
-    """``log(1 + exp(x))``, which is `x` itself where that is large, as in vLLM's kernels."""
-    return tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
-
-
-@triton.jit
 def request_of(req, query_start_loc, num_accepted, columns, column_stride):
     """Where a request's rows and states are.
 
@@ -76,20 +70,6 @@ def keep(state, row, states, columns, block_stride, place, mask):
     target = tl.load(columns + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * block_stride + place, state, mask=mask)
-
-
-@triton.jit
-def replaced(state, key, value, beta):
-    """A decayed state that holds a share of a value under a key, in place of what it held there.
-
-    Args:
-        state: f32 ``[V, K]``.
-        key: f32 ``[K]``, of length 1.
-        value: f32 ``[V]``.
-        beta: the share.
-    """
-    change = (value - tl.sum(state * key[None, :], 1)) * beta
-    return state + change[:, None] * key[None, :]
 
 
 def require_contiguous(states: torch.Tensor, outputs: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +13,17 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import ruled
-from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import key_ruled
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    Decay,
+    gated,
+    numbers_of,
+    of_length_one,
+    places_of,
+    rate_of,
+    stepped,
+    tile_of,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
-from vllm_graft.spec_decode.targets.recurrent.kernels.selective_state import selected
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import columns_of
 
 _TYPES = {
@@ -26,22 +32,12 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+_BY_KEY = tl.constexpr(int(Decay.BY_KEY))
+_SCALAR = tl.constexpr(int(Decay.SCALAR))
+_SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))
 _ALIGNMENT = 16
 """Bytes. Where addresses are multiples of it the kernel is told so, as Triton tells vLLM's kernel
 for chains: so both are compiled with the same order of sums."""
-
-
-class Rule(enum.Enum):
-    """How a row continues a state."""
-
-    DELTA = "gated delta rule"
-    KEY_DECAYS = "Kimi delta attention"
-    SELECTIVE = "Mamba-2"
-
-
-TILES = {Rule.DELTA: (32, 4), Rule.KEY_DECAYS: (8, 1), Rule.SELECTIVE: (32, 4)}
-"""Rows of a head's state that a program keeps at most, and its warps: so that sums over keys are
-taken in the order of vLLM's kernels for chains."""
 
 
 class FoldedLayer(NamedTuple):
@@ -58,7 +54,7 @@ class FoldedLayer(NamedTuple):
         blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
             address must stay.
         block_size: tokens per block.
-        rule: how a row continues a state.
+        decay: the kind of decay.
     """
 
     inputs: LayerInputs
@@ -68,7 +64,7 @@ class FoldedLayer(NamedTuple):
     groups: int
     blocks: torch.Tensor
     block_size: int
-    rule: Rule = Rule.DELTA
+    decay: Decay
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class FoldTable:
         layers: i64 ``[num_layers, 6]``, addresses of states, of rows, of gates, of rates and of
             biases, and elements from a block of states to the next.
         tables: i64 ``[num_layers, 3]``, as in `StateTable`.
-        rule: as in `FoldedLayer`.
+        decay: as in `FoldedLayer`.
         shape: groups (heads of keys) and heads of values, and the two sizes of a state.
         row_stride: elements from a kept row to the next.
         dtypes: of states, rows, rates and biases; None of what there is none of.
@@ -92,7 +88,7 @@ class FoldTable:
 
     layers: torch.Tensor
     tables: torch.Tensor
-    rule: Rule
+    decay: Decay
     shape: tuple[int, int, int, int]
     row_stride: int
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype | None]
@@ -112,7 +108,7 @@ class FoldTable:
         """
         kinds = {
             (
-                each.rule,
+                each.decay,
                 (each.groups, *each.states.shape[1:]),
                 each.inputs.rows.stride(0),
                 (
@@ -125,7 +121,7 @@ class FoldTable:
         }
         if len(kinds) != 1:
             raise ValueError(f"layers must be alike, got {kinds}")
-        ((rule, shape, row_stride, dtypes),) = kinds
+        ((decay, shape, row_stride, dtypes),) = kinds
         numbers = [_addresses(each) for each in layers]
         size = dtypes[0].itemsize
         aligned = all(
@@ -139,7 +135,7 @@ class FoldTable:
         return cls(
             torch.tensor(numbers, device=device),
             torch.tensor(tables, device=device),
-            rule,
+            decay,
             shape,
             row_stride,
             dtypes,
@@ -180,8 +176,8 @@ def _fold_states_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     BY_PREFIX: tl.constexpr,
-    SELECTIVE: tl.constexpr,
-    BY_KEY: tl.constexpr,
+    DECAY: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
     req = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
@@ -207,21 +203,13 @@ def _fold_states_kernel(
     is_key, is_value = key < KEY, value < VALUE
     both = is_value[:, None] & is_key[None, :]
     element = head * VALUE * KEY + value[:, None] * KEY + key[None, :]
-    if not BY_KEY:
-        rate = tl.load(tl.load(layers + 3).to(tl.pointer_type(RATE)) + head).to(tl.float32)
-        shift = tl.load(tl.load(layers + 4).to(tl.pointer_type(BIAS)) + head).to(tl.float32)
-    group = head // (HEADS // GROUPS)
-    if SELECTIVE:
-        at_value = rows + head * VALUE + value
-        at_key = rows + HEADS * VALUE + group * KEY + key
+    if DECAY == _BY_KEY:
+        # A warp sums four neighbours in a thread first, as vLLM's does, if it is told so.
+        rows = tl.multiple_of(rows, 16)
     else:
-        if BY_KEY:
-            # A warp sums four neighbours in a thread first, as vLLM's does, if it is told so.
-            rows = tl.multiple_of(rows, 16)
-        else:
-            rate = tl.exp(rate)
-        at_key = rows + (GROUPS + group) * KEY + key
-        at_value = rows + 2 * GROUPS * KEY + head * VALUE + value
+        rate = rate_of(tl.load(layers + 3).to(tl.pointer_type(RATE)), head, DECAY)
+        shift = tl.load(tl.load(layers + 4).to(tl.pointer_type(BIAS)) + head).to(tl.float32)
+    _, to_key, to_value = places_of(head, DECAY, GROUPS, HEADS, KEY, VALUE)
     # A prompt that is not at its end has no token drawn: its first row counts.
     count = tl.maximum(tl.load(num_sampled + req), 1)
     length = tl.load(seq_lens + req).to(tl.int64) - num_rows
@@ -230,21 +218,22 @@ def _fold_states_kernel(
     for d in range(0, count):
         node = tl.load(path + req * path_stride + d, mask=d > 0, other=0)
         line = first + node
-        k = tl.load(at_key + line * row_stride, mask=is_key, other=0).to(tl.float32)
-        v = tl.load(at_value + line * row_stride, mask=is_value, other=0).to(tl.float32)
-        if SELECTIVE:
-            step = tl.load(gates + line * HEADS + head) + shift
-            state = selected(state, k, v, step, rate)
-        elif BY_KEY:
-            own = gates + line * (HEADS * (KEY + 1))
+        vectors = rows + line * row_stride
+        k = tl.load(vectors + to_key + key, mask=is_key, other=0).to(tl.float32)
+        v = tl.load(vectors + to_value + value, mask=is_value, other=0).to(tl.float32)
+        own = gates + line * (NUMBERS * HEADS)
+        if DECAY == _BY_KEY:
             decay = tl.load(own + head * KEY + key, mask=is_key, other=0)
-            k = k / tl.sqrt(tl.sum(k * k) + 1e-6)
-            state = key_ruled(state, k, v, decay, tl.load(own + HEADS * KEY + head))
+            share = tl.load(own + HEADS * KEY + head)
         else:
-            x = tl.load(gates + line * (2 * HEADS) + head) + shift
-            beta = tl.sigmoid(tl.load(gates + line * (2 * HEADS) + HEADS + head))
-            k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-            state = ruled(state, k, v, x, beta, rate)
+            beta = None
+            if DECAY == _SCALAR:
+                beta = tl.load(own + HEADS + head)
+            x = tl.load(own + head) + shift
+            decay, share = gated(x, beta, rate, 0.0, DECAY, False)
+        if DECAY != _SELECTIVE:
+            k = of_length_one(k, DECAY)
+        state = stepped(state, k, v, decay, share, DECAY)
         # The next step starts from the last one. Where states are cached by prefix, vLLM also
         # keeps the one that ends a block.
         wanted = d == count - 1
@@ -282,8 +271,7 @@ def fold_states(
     if num_reqs == 0:
         return
     groups, heads, value, key = table.shape
-    most, warps = TILES[table.rule]
-    values = min(most, next_power_of_2(value))
+    values, warps = tile_of(table.decay, value)
     state, row, rate, bias = (_TYPES[dtype] for dtype in table.dtypes)
     _fold_states_kernel[(cdiv(value, values), num_reqs * heads, len(table.layers))](
         table.layers,
@@ -309,7 +297,7 @@ def fold_states(
         KEYS=next_power_of_2(key),
         VALUES=values,
         BY_PREFIX=table.by_prefix,
-        SELECTIVE=table.rule is Rule.SELECTIVE,
-        BY_KEY=table.rule is Rule.KEY_DECAYS,
+        DECAY=int(table.decay),
+        NUMBERS=numbers_of(table.decay, key),
         num_warps=warps,
     )

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.features import in_layer
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule, graft_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -42,7 +42,7 @@ def context() -> TreeContext:
 
 def test_a_layer_is_grafted() -> None:
     layer = layer_of()
-    graft_delta_rule("layers.0", layer, context())
+    TreeDeltaRule.graft("layers.0", layer, context())
     assert isinstance(layer._forward_core, TreeDeltaRule)
     assert layer._forward_core.stock is print
     # The kernel that computes whole chains is left out.
@@ -58,7 +58,7 @@ def test_a_layer_is_grafted() -> None:
 )
 def test_other_layers_are_refused(given: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        graft_delta_rule("layers.0", layer_of(**given), context())
+        TreeDeltaRule.graft("layers.0", layer_of(**given), context())
     assert "--additional-config.graft.tree.topk to 1" in str(raised.value)
     assert "layers.0" in str(raised.value)
 
@@ -104,9 +104,9 @@ def test_prompts_are_a_batch_of_their_own(kept: bool, monkeypatch: pytest.Monkey
         seen.append((known["layers.0"], given["mixed_qkv"].clone()))
         given["core_attn_out"].fill_(2.0)
 
-    def verify(self: Any, mixed: Any, b: Any, a: Any, part: Any, out: Any) -> None:
+    def verify(self: Any, own: Any, part: Any, out: Any) -> None:
         assert part.max_rows == (4 if kept else 0)
-        seen.append((part.rows, mixed.clone()))
+        seen.append((part.rows, own["mixed_qkv"].clone()))
         out.fill_(1.0)
 
     if kept:

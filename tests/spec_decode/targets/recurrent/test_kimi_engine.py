@@ -22,9 +22,9 @@ from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
-from vllm_graft.spec_decode.targets.recurrent import key_decay_layer
+from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.key_decay_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
@@ -109,7 +109,7 @@ def check_layers(llm: Any) -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel of KDA was launched."""
-    return count_launches(monkeypatch, key_decay_layer, "tree_key_decays", "tree_key_decay_chunk")
+    return count_launches(monkeypatch, recurrent_layer, "tree_recurrence", "tree_chunk")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,8 +130,8 @@ def test_trees_answer_as_the_target_alone(
         assert runner.speculator.context.counters.mixed_launches
         assert runner.speculator.context.counters.tree_launches
     assert metrics.accepted_tokens > metrics.drafts
-    assert bool(launches["tree_key_decay_chunk"]) is (form == "inputs")
-    assert bool(launches["tree_key_decays"]) is (form == "states")
+    assert bool(launches["tree_chunk"]) is (form == "inputs")
+    assert bool(launches["tree_recurrence"]) is (form == "states")
 
 
 @pytest.mark.nightly
@@ -153,8 +153,8 @@ def test_forms_take_turns(target: Path, alone: list[list[int]], launches: dict[s
     more["additional_config"]["graft"]["tree"]["shape"] = "auto"
     with cpu_engine(target, **more) as llm:
         assert answers(llm) == alone
-    assert launches["tree_key_decay_chunk"]
-    assert launches["tree_key_decays"]
+    assert launches["tree_chunk"]
+    assert launches["tree_recurrence"]
 
 
 @pytest.mark.nightly
@@ -191,8 +191,8 @@ def test_answers_differ_without(
     elif spoilt == "latents":
         monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
     else:
-        name = "tree_key_decays" if form == "states" else "tree_key_decay_chunk"
-        stock = getattr(key_decay_layer, name)
+        name = "tree_recurrence" if form == "states" else "tree_chunk"
+        stock = getattr(recurrent_layer, name)
 
         def in_order(*args: Any, **kwargs: Any) -> None:
             [which] = [each for each in args if isinstance(each, RecurrentRows)]
@@ -202,7 +202,7 @@ def test_answers_differ_without(
             spoiled = replace(which, parents=chain)
             stock(*(spoiled if each is which else each for each in args), **kwargs)
 
-        monkeypatch.setattr(key_decay_layer, name, in_order)
+        monkeypatch.setattr(recurrent_layer, name, in_order)
     with cpu_engine(target, **trees(form=form)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 

@@ -19,8 +19,8 @@ from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents, 
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TRITON
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
-from vllm_graft.spec_decode.targets.recurrent.key_decay_layer import TreeKeyDecays, graft_key_decays
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
@@ -73,7 +73,7 @@ def test_layers_are_grafted() -> None:
 
 def test_other_states_are_refused() -> None:
     with pytest.raises(ConfigError, match="--mamba-cache-mode is all"):
-        graft_key_decays("layers.0", delta_layer("all"), context())
+        TreeKeyDecays.graft("layers.0", delta_layer("all"), context())
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_prompts_are_a_batch_of_their_own(form: str, monkeypatch: pytest.MonkeyP
         assert given["beta"].shape == (1, 4, 2)
         given["core_attn_out"].copy_(layer.o_norm(torch.full((4, 2, 3), 20.0), given["g2"]))
 
-    def verify(self: Any, mixed: Any, g: Any, beta: Any, part: Any, out: Any) -> None:
+    def verify(self: Any, own: Any, part: Any, out: Any) -> None:
         assert part.max_rows == (4 if form == "inputs" else 0)
-        seen.append((part.rows, mixed[:, 0].tolist()))
-        assert g.shape == (6, 2, 3)
-        assert beta.shape == (6, 2)
+        seen.append((part.rows, own["mixed_qkv"][:, 0].tolist()))
+        assert own["g1"].shape == (6, 2, 3)
+        assert own["beta"].shape == (6, 2)
         out.fill_(10.0)
 
     pretend(monkeypatch, known)
@@ -152,10 +152,10 @@ def test_inputs_have_the_model_s_dtype() -> None:
     layer.A_log = torch.zeros(2)
     layer.model_config = SimpleNamespace(dtype=torch.bfloat16)
     shared.recurrent_form = "states"
-    graft_key_decays("layers.0", layer, shared)
+    TreeKeyDecays.graft("layers.0", layer, shared)
     assert unbroken(layer._forward).inputs is None
     shared.recurrent_form = "auto"
-    graft_key_decays("layers.0", layer, shared)
+    TreeKeyDecays.graft("layers.0", layer, shared)
     inputs = unbroken(layer._forward).inputs
     assert (inputs.rows.dtype, inputs.rows.shape[1]) == (torch.bfloat16, 96)
     assert (inputs.gates.dtype, inputs.gates.shape[1:]) == (torch.float32, (17, 2))
@@ -244,7 +244,7 @@ def test_passes_interrupt_piecewise_graphs(
     """What a batch is, is known when a graph is replayed: our passes run then, in no graph."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", str(int(breakable)))
     delta, latent = delta_layer(), latent_layer()
-    graft_key_decays("layers.0", delta, context())
+    TreeKeyDecays.graft("layers.0", delta, context())
     graft_kimi_latents("layers.1", latent, context(), is_draft=False)
     postponed: list[Callable[[], None]] = []
     capture = SimpleNamespace(_capturing=True, add_eager=postponed.append)

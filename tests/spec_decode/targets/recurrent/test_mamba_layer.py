@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
-from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState, graft_mamba
+from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -32,7 +32,7 @@ def context() -> TreeContext:
 @pytest.mark.parametrize("mode", ["none", "align"])
 def test_a_layer_is_grafted(mode: str) -> None:
     layer = layer_of(mode=mode)
-    graft_mamba("layers.0", layer, context())
+    TreeSelectiveState.graft("layers.0", layer, context())
     assert isinstance(layer.conv_ssm_forward, TreeSelectiveState)
     assert layer.conv_ssm_forward.stock is print
 
@@ -43,7 +43,7 @@ def test_a_layer_is_grafted(mode: str) -> None:
 )
 def test_other_layers_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        graft_mamba("layers.0", layer_of(**given), context())
+        TreeSelectiveState.graft("layers.0", layer_of(**given), context())
     assert "--additional-config.graft.tree.topk to 1" in str(raised.value)
 
 

@@ -24,7 +24,7 @@ from tests.support.recurrent_models import (
 )
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets import recurrent
-from vllm_graft.spec_decode.targets.recurrent import delta_layer, recurrent_form
+from vllm_graft.spec_decode.targets.recurrent import delta_layer, recurrent_form, recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
@@ -139,14 +139,14 @@ def test_trees_answer_as_the_target_alone(
         planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
         assert planned.get("inputs of tree rows", 0) == runner.speculator.context.kept_bytes
     assert metrics.accepted_tokens > metrics.drafts
-    assert bool(launches["tree_delta_chunk"]) is (form == "inputs")
-    assert bool(launches["tree_delta_rule"]) is (form == "states")
+    assert bool(launches["tree_chunk"]) is (form == "inputs")
+    assert bool(launches["tree_recurrence"]) is (form == "states")
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each kernel of the gated delta rule was launched, layers told apart."""
-    return count_launches(monkeypatch, delta_layer, "tree_delta_rule", "tree_delta_chunk")
+    return count_launches(monkeypatch, recurrent_layer, "tree_recurrence", "tree_chunk")
 
 
 @pytest.mark.nightly
@@ -177,8 +177,8 @@ def test_forms_take_turns(
     more["additional_config"]["graft"]["tree"]["shape"] = "auto"
     with cpu_engine(target, **more) as llm:
         assert answers(llm) == alone
-    assert launches["tree_delta_chunk"]
-    assert launches["tree_delta_rule"]
+    assert launches["tree_chunk"]
+    assert launches["tree_recurrence"]
 
 
 @pytest.mark.nightly
@@ -224,7 +224,9 @@ def test_answers_differ_without(
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:
         module, name = (
-            (delta_layer, "tree_delta_rule") if form == "states" else (recurrent_form, "keep_rows")
+            (recurrent_layer, "tree_recurrence")
+            if form == "states"
+            else (recurrent_form, "keep_rows")
         )
         stock = getattr(module, name)
 

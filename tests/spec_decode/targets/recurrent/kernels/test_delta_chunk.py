@@ -16,7 +16,7 @@ from tests.support.recurrent_samples import (
     random,
     rows_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import FoldTable

@@ -17,7 +17,8 @@ from tests.support.recurrent_samples import (
     rows_of,
     stock_chain_delta_rule,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import path_to, tree_delta_rule_reference
 
@@ -44,7 +45,7 @@ def run(
 ) -> torch.Tensor:
     shape = (len(inputs), heads.value_heads, heads.value)
     out = torch.zeros(shape, device=DEVICE, dtype=inputs.dtype)
-    tree_delta_rule(inputs, gates, states, rows, out, key_heads=heads.key_heads)
+    tree_recurrence(inputs, gates, states, rows, out, groups=heads.key_heads)
     return out
 
 

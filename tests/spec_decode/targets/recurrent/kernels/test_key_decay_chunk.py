@@ -17,7 +17,7 @@ from tests.support.recurrent_samples import (
     random,
     rows_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import KeyDecays
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeyDecays
 from vllm_graft.testing.reference.recurrence_reference import path_to, tree_key_decays_reference
 
 SIZES = [[1], [9, 1, 32, 4], [63, 17]]

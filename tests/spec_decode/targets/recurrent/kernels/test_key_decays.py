@@ -17,7 +17,8 @@ from tests.support.recurrent_samples import (
     rows_of,
     stock_chain_key_decays,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import KeyDecays, tree_key_decays
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeyDecays
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.testing.reference.recurrence_reference import path_to, tree_key_decays_reference
 
@@ -45,7 +46,7 @@ def run(
     rows: RecurrentRows, states: torch.Tensor, inputs: torch.Tensor, gates: KeyDecays
 ) -> torch.Tensor:
     out = torch.zeros(len(inputs), *states.shape[1:3], device=DEVICE, dtype=inputs.dtype)
-    tree_key_decays(inputs, gates, states, rows, out)
+    tree_recurrence(inputs, gates, states, rows, out, groups=states.shape[1])
     return out
 
 

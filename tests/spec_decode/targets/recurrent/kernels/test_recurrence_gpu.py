@@ -20,21 +20,21 @@ from tests.support.recurrent_samples import (
     stock_chain_key_decays,
     triton_selective_update,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
-from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    Decay,
+    DeltaGates,
+    KeyDecays,
+    SelectiveGates,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
-from vllm_graft.spec_decode.targets.recurrent.kernels.key_decays import KeyDecays, tree_key_decays
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.kernels.selective_chunk import tree_selective_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.selective_state import (
-    SelectiveGates,
-    tree_selective_update,
-)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
-    Rule,
     fold_states,
 )
 from vllm_graft.testing.reference.recurrence_reference import (
@@ -64,7 +64,7 @@ def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
     gates, states = gates_of(len(inputs), HEADS, dtype), states_of(rows)
     mine, theirs = states.clone(), states.clone()
     found = torch.zeros(len(inputs), HEADS.value_heads, 128, device="cuda", dtype=dtype)
-    tree_delta_rule(inputs, gates, mine, rows, found, key_heads=HEADS.key_heads)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=HEADS.key_heads)
     expected_states = states.cpu().clone()
     expected = tree_delta_rule_reference(
         inputs.cpu(),
@@ -152,7 +152,7 @@ def test_key_decays(
     states = random(int(rows.columns.max()) + 1, 32, 128, 128, seed=5) * 0.1
     mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
     found = torch.zeros(len(inputs), 32, 128, device="cuda", dtype=dtype)
-    tree_key_decays(inputs, gates, mine, rows, found)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=mine.shape[1])
     expected = tree_key_decays_reference(
         inputs.cpu(),
         KeyDecays(*(gate.cpu() for gate in gates[:4]), lower_bound),
@@ -278,7 +278,7 @@ def test_selective_update(dtype: torch.dtype, kind: str) -> None:
     inputs, gates, states = selective_problem(rows, dtype)
     mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
     found = torch.zeros(count, heads, value, device="cuda", dtype=dtype)
-    tree_selective_update(inputs, gates, mine, rows, found, groups=groups)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=groups)
     expected = tree_selective_update_reference(
         inputs.cpu(),
         SelectiveGates(*(gate.cpu() for gate in gates)),
@@ -318,9 +318,7 @@ def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
     kept = KeptRows.allocate(count, count, "cuda")
     keep_rows(kept, rows, None, 64)
     layer = LayerInputs(inputs, torch.zeros(count, 1, heads, device="cuda"))
-    tree_selective_chunk(
-        inputs, gates, mine, rows, kept, layer.gates, found, groups=groups, max_rows=64
-    )
+    tree_chunk(inputs, gates, mine, rows, kept, layer.gates, found, groups=groups, max_rows=64)
     assert torch.equal(mine, states)
     expected = tree_selective_update_reference(
         inputs.cpu(),
@@ -334,7 +332,7 @@ def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
     torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=near)
     path = deepest(rows, 0, 64)
     folded = FoldedLayer(
-        layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, rule=Rule.SELECTIVE
+        layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, decay=Decay.SELECTIVE
     )
     counts = torch.tensor([len(path), 1, 1, 1, 1, 1], dtype=torch.int32, device="cuda")
     paths = torch.zeros(6, 64, dtype=torch.int32)

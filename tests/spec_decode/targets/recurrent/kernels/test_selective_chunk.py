@@ -22,15 +22,14 @@ from tests.support.recurrent_samples import (
     rows_of,
     triton_selective_update,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, SelectiveGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.kernels.selective_chunk import tree_selective_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.selective_state import SelectiveGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
-    Rule,
     fold_states,
 )
 from vllm_graft.testing.reference.recurrence_reference import (
@@ -47,9 +46,7 @@ def chunk(
     keep_rows(kept, rows, None, most)
     layer = LayerInputs(inputs, torch.zeros(count, 1, HEADS, device=DEVICE))
     out = torch.zeros(count, HEADS, VALUE, device=DEVICE)
-    tree_selective_chunk(
-        inputs, gates, states, rows, kept, layer.gates, out, groups=GROUPS, max_rows=most
-    )
+    tree_chunk(inputs, gates, states, rows, kept, layer.gates, out, groups=GROUPS, max_rows=most)
     return out, kept, layer
 
 
@@ -96,7 +93,7 @@ def test_states_have_the_bits_of_a_chain_of_the_path(dtype: torch.dtype) -> None
     paths = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
     assert all(path != list(range(len(path))) for path in paths)
     folded = FoldedLayer(
-        layer, mine, gates.rates, gates.step_bias, GROUPS, rows.columns, 64, rule=Rule.SELECTIVE
+        layer, mine, gates.rates, gates.step_bias, GROUPS, rows.columns, 64, decay=Decay.SELECTIVE
     )
     given = torch.zeros(2, 13, dtype=torch.int32)
     for req, path in enumerate(paths):

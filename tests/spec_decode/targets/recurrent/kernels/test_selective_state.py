@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests.support.recurrent_samples import DEVICE, random, rows_of, triton_selective_update
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import SelectiveGates
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.kernels.selective_state import (
-    SelectiveGates,
-    tree_selective_update,
-)
 from vllm_graft.testing.reference.recurrence_reference import tree_selective_update_reference
 
 HEADS, GROUPS, VALUE, SIZE = 4, 2, 24, 16
@@ -45,7 +43,7 @@ def run(
     rows: RecurrentRows, inputs: torch.Tensor, gates: SelectiveGates, states: torch.Tensor
 ) -> torch.Tensor:
     out = torch.zeros(len(inputs), HEADS, VALUE, device=DEVICE)
-    tree_selective_update(inputs, gates, states, rows, out, groups=GROUPS)
+    tree_recurrence(inputs, gates, states, rows, out, groups=GROUPS)
     return out
 
 

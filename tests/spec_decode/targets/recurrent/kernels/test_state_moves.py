@@ -17,7 +17,8 @@ from tests.support.recurrent_samples import (
     stock_chain_delta_rule,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
-from vllm_graft.spec_decode.targets.recurrent.kernels.delta_rule import DeltaGates, tree_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     RecurrentCache,
     StateTable,
@@ -125,7 +126,7 @@ def test_the_next_step_goes_on_as_after_a_chain(commit: bool) -> None:
     mine, theirs = (windows.clone(), states.clone()), (windows.clone(), states.clone())
     mixed = tree_conv(inputs, mine[0], weights, None, rows, silu=True)
     out = torch.zeros(9, 4, 16, device=DEVICE)
-    tree_delta_rule(mixed, gates, mine[1], rows, out, key_heads=2)
+    tree_recurrence(mixed, gates, mine[1], rows, out, groups=2)
 
     def chain(number: int, accepted: torch.Tensor):
         return replace(

@@ -25,7 +25,7 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
 from vllm_graft.spec_decode.engine_refusals import level_problems, shape_problems
 from vllm_graft.spec_decode.late_refusals import late_refusals
-from vllm_graft.spec_decode.targets.features import has_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
 from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.trees.shape import num_candidates

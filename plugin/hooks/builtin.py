@@ -139,6 +139,7 @@ def graft_target_families() -> list[TargetFamily]:
             "vllm_graft.spec_decode.targets.recurrent.recurrent_family:RecurrentFamily",
             "the gated delta rule, Kimi delta attention and Mamba-2, which keep states",
             serves=("gated delta rule", "Kimi delta attention", "Mamba-2"),
+            refusals="vllm_graft.spec_decode.targets.recurrent.state_refusals:STATES",
         ),
     ]
 

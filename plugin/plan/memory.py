@@ -19,7 +19,11 @@ from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.ngram_room import text_bytes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import can_keep_inputs, has_key_decays, has_mamba2
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import (
+    can_keep_inputs,
+    has_key_decays,
+    has_mamba2,
+)
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 

@@ -241,7 +241,7 @@ class TreeKeyDecays(DeltaTrees):
     @property
     def dtype(self) -> torch.dtype | None:
         # The convolution's own weights are float32 in a model of 16 bits, too.
-        return self.layer.model_config.dtype  # type: ignore[no-any-return]
+        return self.layer.model_config.dtype
 
     @property
     def silu(self) -> bool:

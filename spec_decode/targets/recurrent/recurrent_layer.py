@@ -74,6 +74,10 @@ class TreeRecurrence:
     stock: Callable[..., Any]
     inputs: LayerInputs | None = None
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a batch as the layer's own pass would."""
+        raise NotImplementedError
+
     @classmethod
     def graft(cls, name: str, layer: Any, context: TreeContext) -> None:
         """Make the layer `name` compute tree rows besides what it does already.

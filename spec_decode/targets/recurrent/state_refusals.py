@@ -7,13 +7,14 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
+from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import (
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import (
+    RECURRENT,
     can_keep_inputs,
     has_mamba2,
     is_recurrent,
-    not_asked_for,
 )
 
 
@@ -22,7 +23,7 @@ def not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     model = target_of(vllm_config)
     if tree.topk == 1 or model is None:
         return
-    for feature, says in not_asked_for(model, tree):
+    for feature, says in not_asked_for(RECURRENT, model, tree):
         key, given = flag("tree", feature.asked), getattr(tree, feature.asked)
         yield (
             f"The target {says}, and {key} is {'not given' if given is None else 'false'}. vLLM "

@@ -1,4 +1,4 @@
-"""What trees on recurrent layers rely on beside what all trees do."""
+"""Rows of the ledger for trees on recurrent layers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,5 @@ RECURRENT: tuple[Seam, ...] = (
         ("model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention.forward", "order", "self._forward(, mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out", "looks it up on the layer at each call"),
         ("model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention._forward", "order", 'attn_metadata_raw.get(self.prefix), spec_sequence_masks is not None, activation="silu", conv_state_indices=spec_conv_indices, num_accepted_tokens=num_accepted_tokens, fused_recurrent_kda(, lower_bound=self.gate_lower_bound, core_attn_out.copy_(self.o_norm(core_attn_out, g2))', "replaced on each layer of the target: what verified rows go through, ours does for trees"),
         ("models.kimi_k3.nvidia.ops.third_party.kda.fused_recurrent.fused_recurrent_kda_fwd", "source", "152ae9780299", "its launch and its arithmetic, which ours keeps: tests compare the bits"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention", "has", "get_attn_backend, head_size, impl, kv_cache, kv_cache_dtype, kv_lora_rank, layer_name, num_heads, qk_nope_head_dim, qk_rope_head_dim, rotary_emb, scale", "tree attention stands before its choice of a form"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention._attention", "order", "positions: torch.Tensor, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, attn_out: torch.Tensor, slot_mapping_by_layer[self.layer_name], torch.bmm(mqa_q_nope.transpose(0, 1), self.W_UK_T), self._decode_concat_cache(", "replaced on each layer of the target; it writes the cache itself"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention._decode_concat_cache", "call", "self, ql_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, slot_mapping", "writes the latents of tree rows"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention._attn_read_kv_cache", "call", "self", "the cache in the format that it is read in"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention.bind_kv_cache", "order", "self.kv_cache = kv_cache.squeeze(1)", "latents as [blocks, block_size, rank + rope]"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention.process_weights_after_loading", "order", 'W_UV.transpose(0, 1), "W_UK_T", W_UK.permute(1, 2, 0)', "absorbs queries of tree rows"),
-        ("models.kimi_k3.nvidia.mla.MultiHeadLatentAttention._v_up_proj", "call", "self, x, out", "turns weighted latents of tree rows into values"),
     ),
 )

@@ -35,12 +35,12 @@ from benchmarks.attention.rows import CALLS, Timer, device_timer, in_turn
 from benchmarks.attention.shapes import DTYPE, SHAPES, KvLayer
 from vllm_graft.base import markdown
 from vllm_graft.bench.common.step_bytes import copy_bandwidth
-from vllm_graft.spec_decode.attention.choice import Point
-from vllm_graft.spec_decode.attention.plain_query import plain_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.choice import Point
+from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 TODAY = ("today", "converted")

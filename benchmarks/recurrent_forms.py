@@ -20,24 +20,22 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.attention.rows import in_turn
-from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
-from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
-from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
+from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
-    Rule,
     fold_states,
 )
-from vllm_graft.spec_decode.kernels.recurrence.state_moves import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     RecurrentCache,
     StateTable,
     move_states,
 )
-from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.tuning.attention_timing import graph_time
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128
@@ -114,13 +112,10 @@ def writing(given: Layer) -> tuple[Callable[[], None], Callable[[], None]]:
     """The pass that writes states, and the move behind it."""
     rows, gates = given.rows, given.gates
 
+    groups = VALUE_HEADS if isinstance(gates, KeyDecays) else KEY_HEADS
+
     def run() -> None:
-        if isinstance(gates, KeyDecays):
-            tree_key_decays(given.inputs, gates, given.states, rows, given.outputs)
-        else:
-            tree_delta_rule(
-                given.inputs, gates, given.states, rows, given.outputs, key_heads=KEY_HEADS
-            )
+        tree_recurrence(given.inputs, gates, given.states, rows, given.outputs, groups=groups)
 
     return run, move(given)
 
@@ -143,24 +138,12 @@ def keeping(given: Layer) -> tuple[Callable[[], None], Callable[[], None]]:
         VALUE_HEADS if by_key else KEY_HEADS,
         rows.columns,
         block_size=64,
-        rule=Rule.KEY_DECAYS if by_key else Rule.DELTA,
+        decay=Decay.BY_KEY if by_key else Decay.SCALAR,
     )
     table = FoldTable.build([folded], by_prefix=False)
 
     def run() -> None:
-        if isinstance(gates, KeyDecays):
-            tree_key_decay_chunk(
-                given.inputs,
-                gates,
-                given.states,
-                rows,
-                kept,
-                inputs.gates,
-                given.outputs,
-                max_rows=most,
-            )
-            return
-        tree_delta_chunk(
+        tree_chunk(
             given.inputs,
             gates,
             given.states,
@@ -168,7 +151,7 @@ def keeping(given: Layer) -> tuple[Callable[[], None], Callable[[], None]]:
             kept,
             inputs.gates,
             given.outputs,
-            key_heads=KEY_HEADS,
+            groups=folded.groups,
             max_rows=most,
         )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
     from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
-    from vllm_graft.spec_decode.targets.dense import DenseFamily
+    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
     from vllm_graft.spec_decode.trees.shape import TreeShape
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CandidateTable": "spec_decode.trees.candidates",
     "ConfigError": "base.errors",
-    "DenseFamily": "spec_decode.targets.dense",
+    "DenseFamily": "spec_decode.targets.dense.dense_family",
     "DraftGraphRunner": "graph_runners.language.draft",
     "Drafter": "spec_decode.drafters.base",
     "EvictionPolicy": "hicache.host.eviction",

@@ -14,7 +14,7 @@ from vllm_graft.activation import PLUGIN_NAME
 from vllm_graft.base.text_table import table
 from vllm_graft.base.values import reason_of, shown
 from vllm_graft.base.version import __version__
-from vllm_graft.hooks.entries import Health
+from vllm_graft.hooks.entries import Health, TargetFamily
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
 from vllm_graft.seams.compare import SeamReport, check_seams, ledger_at, vllm_version
 from vllm_graft.seams.sources import Sources
@@ -47,6 +47,7 @@ def diagnose(manager: Manager) -> list[Finding]:
         _entry_point,
         _seams,
         lambda: _plugins(manager),
+        lambda: _seams_of_families(manager),
         lambda: _health(manager),
     )
     return [finding for check in checks for finding in _guarded(check)]
@@ -134,6 +135,16 @@ def _entry_point() -> Iterator[Finding]:
 
 def _seams() -> Iterator[Finding]:
     yield from _compared(vllm_version(), check_seams())
+
+
+def _seams_of_families(manager: Manager) -> Iterator[Finding]:
+    """What third parties' families of targets rely on."""
+    for offer in manager.offers("graft_target_families"):
+        family = offer.entry
+        if isinstance(family, TargetFamily) and family.seams:
+            for report in check_seams(ledger=family.own_seams()):
+                where = f"seam of {family.name} ({offer.provider.dist})"
+                yield Finding(where, report.ok, report.problem or f"vllm.{report.seam.path}")
 
 
 def _compared(version: str, reports: list[SeamReport]) -> Iterator[Finding]:

@@ -6,10 +6,11 @@ from typing import Any
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, with_section
+from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import not_asked_for, unserved_in_model
+from vllm_graft.spec_decode.targets.features import FEATURES, unserved_in_model
 
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
@@ -34,7 +35,7 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     words = [says for _, says in unserved]
     words += [
         f"{says} (trees on these are tried with {flag(NAME, feature.asked)} true)"
-        for feature, says in not_asked_for(model, tree)
+        for feature, says in not_asked_for(FEATURES, model, tree)
     ]
     if not words:
         return tree

@@ -12,7 +12,8 @@ from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, is_block
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import chunks_of, sparse_in
+from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
+from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""

@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.padded_rows import full_rows, tight_budgets, tight_threshold
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
-from vllm_graft.spec_decode.state_refusals import auto_widths
+from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
 
 
 def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:

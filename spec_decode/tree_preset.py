@@ -20,13 +20,13 @@ from vllm_graft.spec_decode.config.experts import step_has_experts
 from vllm_graft.spec_decode.config.hot_size import hot_size
 from vllm_graft.spec_decode.config.ngram_room import ngram_room
 from vllm_graft.spec_decode.config.node_count import wrong_depth
-from vllm_graft.spec_decode.config.state_room import StateRoom, state_room
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.draft_refusals import other_method
 from vllm_graft.spec_decode.engine_refusals import level_problems, shape_problems
 from vllm_graft.spec_decode.late_refusals import late_refusals
-from vllm_graft.spec_decode.targets.features import has_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.verification_refusals import head_problems

@@ -38,15 +38,15 @@ from benchmarks.attention.rows import CALLS, TOLERANCE, Timer, device_timer, in_
 from benchmarks.attention.shapes import ITEM, SHAPES, LatentLayer
 from vllm_graft.base import markdown
 from vllm_graft.bench.common.step_bytes import copy_bandwidth
-from vllm_graft.spec_decode.attention.choice import Point
-from vllm_graft.spec_decode.attention.latents.latent_two_pass import LATENT_PASSES
-from vllm_graft.spec_decode.kernels.attention.own_latents import (
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.targets.dense.choice import Point
+from vllm_graft.spec_decode.targets.latent.latent_two_pass import LATENT_PASSES
+from vllm_graft.spec_decode.targets.latent.own_latents import (
     OwnTile,
     attend_own_latents,
     own_tile,
 )
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 LAUNCH = 2.5

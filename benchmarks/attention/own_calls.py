@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 
 from benchmarks.attention.shapes import DTYPE
-from vllm_graft.spec_decode.attention.choice import KernelChoice
-from vllm_graft.spec_decode.attention.latents.latent_two_pass import LATENT_PASSES
-from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, TwoPass
-from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_attention
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
+from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, TwoPass
+from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
+from vllm_graft.spec_decode.targets.latent.latent_two_pass import LATENT_PASSES
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
 Calls = list[Callable[[], torch.Tensor]]

@@ -8,10 +8,10 @@ from typing import TypeVar
 import torch
 
 from benchmarks.attention.shapes import DTYPE, KvLayer, LatentLayer, Layer
-from vllm_graft.spec_decode.attention.choice import Point
-from vllm_graft.spec_decode.attention.samples import random_masks
-from vllm_graft.spec_decode.attention.window import first_key
 from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.targets.dense.choice import Point
+from vllm_graft.spec_decode.targets.dense.samples import random_masks
+from vllm_graft.spec_decode.targets.dense.window import first_key
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
 _ABSORBED = 128

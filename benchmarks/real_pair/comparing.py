@@ -203,7 +203,7 @@ def explain(target: Path, request: Request, found: Answer, expected: Answer) -> 
 
 @contextlib.contextmanager
 def _windows(kept: bool) -> Iterator[None]:
-    from vllm_graft.spec_decode.attention import layer
+    from vllm_graft.spec_decode.targets.dense import layer
 
     with contextlib.ExitStack() as patches:
         if not kept:

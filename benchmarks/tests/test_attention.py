@@ -23,10 +23,10 @@ from torch import Tensor
 from benchmarks.attention import __main__ as command
 from benchmarks.attention import platform_calls, problems, rows, table
 from benchmarks.attention.shapes import SHAPES, KvLayer, LatentLayer, Layer, moved_bytes
-from vllm_graft.spec_decode.attention.choice import Point
-from vllm_graft.spec_decode.attention.latents.plain_latent import latent_attention_reference
-from vllm_graft.spec_decode.attention.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.choice import Point
+from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
+from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
 FULL = KvLayer("full", 4, 2, 16)

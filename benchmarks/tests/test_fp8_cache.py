@@ -10,10 +10,10 @@ import pytest
 from benchmarks import fp8_cache
 from benchmarks.attention import own_calls
 from benchmarks.attention.shapes import KvLayer
-from vllm_graft.spec_decode.attention.choice import Point
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.choice import Point
 
 ARMS = ["today", "converted", "halves", "products:128x128"]
 

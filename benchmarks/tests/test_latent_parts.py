@@ -13,11 +13,11 @@ from benchmarks.attention.latent_parts import Part, loaded_bytes, part_bytes
 from benchmarks.attention.platform_calls import Yardstick
 from benchmarks.attention.rows import TOLERANCE
 from benchmarks.attention.shapes import SHAPES, LatentLayer
-from vllm_graft.spec_decode.attention.choice import Point
-from vllm_graft.spec_decode.attention.latents.plain_latent import prefix_latents_reference
-from vllm_graft.spec_decode.attention.two_pass import Passes
-from vllm_graft.spec_decode.kernels.attention.own_latents import OwnTile, attend_own_latents
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.choice import Point
+from vllm_graft.spec_decode.targets.dense.two_pass import Passes
+from vllm_graft.spec_decode.targets.latent.own_latents import OwnTile, attend_own_latents
+from vllm_graft.spec_decode.targets.latent.plain_latent import prefix_latents_reference
 
 LAYER = LatentLayer("latents", 3, rank=32, rope=16)
 POINT = Point(2, 5, 83)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import windowed_pair
 from benchmarks.real_pair.widening import Shape
 from tests.support.shipped_pair import SHIPPED
-from vllm_graft.spec_decode.attention.window import window_of
+from vllm_graft.spec_decode.targets.dense.window import window_of
 from vllm_graft.testing import greedy, model_runner, spec_metrics
 from vllm_graft.testing.pairs import Pair
 

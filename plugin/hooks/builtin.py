@@ -119,7 +119,7 @@ def _block_drafters() -> list[Drafter]:
 @hookimpl(trylast=True)
 def graft_target_families() -> list[TargetFamily]:
     """The families of target models whose passes over trees we know."""
-    load = "vllm_graft.spec_decode.targets.dense:DenseFamily"
+    load = "vllm_graft.spec_decode.targets.dense.dense_family:DenseFamily"
     serves = (
         "sliding-window attention",
         "chunked attention",
@@ -130,15 +130,16 @@ def graft_target_families() -> list[TargetFamily]:
         TargetFamily("dense", load, "plain attention, sliding windows and chunks", serves=serves),
         TargetFamily(
             "latent",
-            "vllm_graft.spec_decode.targets.latent:LatentFamily",
+            "vllm_graft.spec_decode.targets.latent.latent_family:LatentFamily",
             "MLA, which caches latents",
             serves=("MLA attention",),
         ),
         TargetFamily(
             "recurrent",
-            "vllm_graft.spec_decode.targets.recurrent:RecurrentFamily",
+            "vllm_graft.spec_decode.targets.recurrent.recurrent_family:RecurrentFamily",
             "the gated delta rule, Kimi delta attention and Mamba-2, which keep states",
             serves=("gated delta rule", "Kimi delta attention", "Mamba-2"),
+            refusals="vllm_graft.spec_decode.targets.recurrent.state_refusals:STATES",
         ),
     ]
 

@@ -14,6 +14,10 @@ from vllm_graft.base.errors import EntryError, HookError
 from vllm_graft.base.values import reason_of, shown
 
 
+def _is_address(load: Any) -> bool:
+    return isinstance(load, str) and all(load.partition(":"))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One thing that a configuration may choose.
@@ -43,8 +47,7 @@ class Entry:
             raise HookError(f"{kind}: name={shown(self.name)} must be a text that can be printed")
         if not isinstance(self.summary, str):
             raise HookError(f"{kind} {self.name!r}: summary={shown(self.summary)} must be a text")
-        whole = isinstance(self.load, str) and all(self.load.partition(":"))
-        if not whole and not callable(self.load):
+        if not _is_address(self.load) and not callable(self.load):
             raise HookError(
                 f"{kind} {self.name!r}: load={shown(self.load)} must read "
                 "'package.module:attribute', or be a callable without arguments"
@@ -57,16 +60,19 @@ class Entry:
             EntryError: if it cannot be had, for whatever reason, an exit of the interpreter
                 included; names the entry and where it points to.
         """
+        return self._loaded(self.load)
+
+    def _loaded(self, load: str | Callable[[], Any]) -> Any:
         try:
-            if callable(self.load):
-                return self.load()
-            module, _, attribute = self.load.partition(":")
+            if callable(load):
+                return load()
+            module, _, attribute = load.partition(":")
             return getattr(importlib.import_module(module), attribute)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             raise EntryError(
-                f"{type(self).__name__} {self.name!r} cannot be loaded from {shown(self.load)}: "
+                f"{type(self).__name__} {self.name!r} cannot be loaded from {shown(load)}: "
                 f"{reason_of(error)}"
             ) from error
 
@@ -102,11 +108,48 @@ class TargetFamily(Entry):
     """Resolves to a class, without arguments, of ``vllm_graft.spec_decode.targets.base``'s kind.
 
     Attributes:
-        serves: names of the features of target models (``targets.features``) that it serves
+        serves: names of the features of target models (`Feature`) that it serves
             beside plain attention.
+        refusals: where its rows of what trees on it cannot be combined with are, a tuple of
+            `vllm_graft.base.refusal.Refusal`, as ``"package.module:attribute"``; empty for none.
+        seams: where its rows of the ledger are, a tuple of `vllm_graft.seams.ledger.entry.Seam`,
+            likewise. They are compared with the installed vLLM before it serves a layer. Families
+            of ours have theirs in the ledger.
     """
 
     serves: tuple[str, ...] = ()
+    refusals: str = ""
+    seams: str = ""
+
+    def check(self) -> None:
+        """Refuse addresses that could never be read, too.
+
+        Raises:
+            HookError: says what is wrong with it.
+        """
+        super().check()
+        for name in ("refusals", "seams"):
+            if (load := getattr(self, name)) and not _is_address(load):
+                raise HookError(
+                    f"TargetFamily {self.name!r}: {name}={shown(load)} must read "
+                    "'package.module:attribute'"
+                )
+
+    def own_refusals(self) -> tuple[Any, ...]:
+        """Import and return the rows of `refusals`.
+
+        Raises:
+            EntryError: if they cannot be had.
+        """
+        return tuple(self._loaded(self.refusals)) if self.refusals else ()
+
+    def own_seams(self) -> tuple[Any, ...]:
+        """Import and return the rows of `seams`.
+
+        Raises:
+            EntryError: if they cannot be had.
+        """
+        return tuple(self._loaded(self.seams)) if self.seams else ()
 
 
 class TreePolicy(Entry):

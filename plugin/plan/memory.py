@@ -19,7 +19,11 @@ from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.ngram_room import text_bytes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.features import can_keep_inputs, has_key_decays, has_mamba2
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import (
+    can_keep_inputs,
+    has_key_decays,
+    has_mamba2,
+)
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -244,7 +248,7 @@ def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
     """Bytes of one layer's inputs."""
     import torch
 
-    from vllm_graft.spec_decode.trees.recurrent_inputs import LayerInputs
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
 
     window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
     numbers = 1 if has_mamba2(model) else state[-1] + 1 if has_key_decays(model) else 2

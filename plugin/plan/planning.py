@@ -14,12 +14,13 @@ from vllm_graft.base.errors import GraftError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Part
 from vllm_graft.hooks import entries, manager
+from vllm_graft.hooks.feature import Feature
 from vllm_graft.parts import PARTS
 from vllm_graft.plan.memory import Memory, memory_of
 from vllm_graft.plan.request import Request
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.targets.families import HOOK
-from vllm_graft.spec_decode.targets.features import FEATURES, Feature
+from vllm_graft.spec_decode.targets.features import FEATURES
 
 
 class Verdict(enum.Enum):

@@ -20,9 +20,10 @@ from types import ModuleType
 from typing import Any
 
 from vllm_graft.base.errors import SeamError
-from vllm_graft.seams.ledger import LEDGER, TESTED_VLLM
+from vllm_graft.seams.ledger import TESTED_VLLM
 from vllm_graft.seams.ledger.entry import Kind, Seam
 from vllm_graft.seams.ledger.minor import minor_of
+from vllm_graft.seams.ledger.whole import LEDGER
 
 __all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
 
@@ -48,13 +49,17 @@ class SeamReport:
         return f"vllm.{self.seam.path}: expected {self.seam.expected}, found {self.found}"
 
 
-def check_seams(parts: Collection[str] | None = None) -> list[SeamReport]:
+def check_seams(
+    parts: Collection[str] | None = None, ledger: Sequence[Seam] | None = None
+) -> list[SeamReport]:
     """Compare the ledger with the installed vLLM; imports the modules of the symbols checked.
 
     Args:
         parts: parts whose symbols are checked; None checks all.
+        ledger: a third party's rows; None for ours.
     """
-    asked = [seam for seam in LEDGER if parts is None or seam.part in parts]
+    rows = LEDGER if ledger is None else ledger
+    asked = [seam for seam in rows if parts is None or seam.part in parts]
     return [SeamReport(seam, _inspect(seam)) for seam in ledger_at(vllm_version(), asked)]
 
 
@@ -79,13 +84,17 @@ def tested_text() -> str:
     return " or ".join(TESTED_VLLM)
 
 
-def require_seams(*parts: str) -> None:
+def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
     """Refuse to go on with a vLLM whose symbols are not those that ``parts`` were written for.
+
+    Args:
+        parts: parts whose symbols are checked.
+        ledger: a third party's rows; None for ours.
 
     Raises:
         SeamError: names each symbol, what was expected and found, and vLLM's version.
     """
-    problems = [report.problem for report in check_seams(parts) if report.problem]
+    problems = [report.problem for report in check_seams(parts, ledger) if report.problem]
     if problems:
         raise SeamError(
             f"vLLM {vllm_version()} differs from the vLLM {tested_text()} that vllm-graft's parts "

@@ -148,7 +148,7 @@ def interpreted() -> Iterator[None]:
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layers
     from vllm.models.kimi_k3.nvidia import mla
 
-    from vllm_graft.spec_decode.targets import features
+    from vllm_graft.spec_decode.targets.recurrent import recurrent_features
 
     stock = mla.MultiHeadLatentAttention.__init__
 
@@ -164,7 +164,7 @@ def interpreted() -> Iterator[None]:
         (mla, "fused_mla_key_concat_kv_cache_insert", _prompt_keys),
         (mla, "fused_mla_decode_q_concat_kv_cache_insert", _absorbed_queries),
         (mla, "fused_mla_kv_concat", _keys),
-        (features, "_on_nvidia", lambda: True),
+        (recurrent_features, "_on_nvidia", lambda: True),
     )
     with contextlib.ExitStack() as patches:
         # A kernel that joins a product with its reduction over ranks, for GPUs alone.

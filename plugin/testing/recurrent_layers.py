@@ -95,7 +95,7 @@ def interpreted() -> Iterator[None]:
     """
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
 
-    from vllm_graft.spec_decode.targets import features
+    from vllm_graft.spec_decode.targets.recurrent import recurrent_features
 
     stock = layers.QwenGatedDeltaNetAttention.__init__
 
@@ -109,7 +109,7 @@ def interpreted() -> Iterator[None]:
     mends = (
         (layers.QwenGatedDeltaNetAttention, "__init__", __init__),
         (layers, "causal_conv1d_update", triton_convolutions().causal_conv1d_update),
-        (features, "_on_nvidia", lambda: True),
+        (recurrent_features, "_on_nvidia", lambda: True),
     )
     with contextlib.ExitStack() as patches:
         for owner, name, value in mends:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.attention.choice import KernelChoice
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
     from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
     from vllm_graft.spec_decode.heads.head import DraftHead
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.startup.ahead import Ahead
+    from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
     from vllm_graft.spec_decode.trees.shape import TreeShape
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from vllm.forward_context import BatchDescriptor, set_forward_context
 
-from vllm_graft.spec_decode.attention.layer import NO_LEVEL, DraftTreeMetadata
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.targets.dense.layer import NO_LEVEL, DraftTreeMetadata
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ import torch
 from vllm_graft.base.values import reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
-from vllm_graft.spec_decode.attention.choice import points
 from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
@@ -36,7 +35,8 @@ from vllm_graft.spec_decode.startup.stand_ins import (
     layers,
     on_meta,
 )
-from vllm_graft.spec_decode.targets.dense import DenseState
+from vllm_graft.spec_decode.targets.dense.choice import points
+from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
 from vllm_graft.spec_decode.tuning.plan import widths
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 from vllm_graft.spec_decode.verification.context import VerifyMode

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
+from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.targets.features import in_layer
 from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
+    from vllm_graft.base.refusal import Refusal
+    from vllm_graft.seams.ledger.entry import Seam
     from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
     from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -23,10 +26,11 @@ HOOK = "graft_target_families"
 
 @dataclass(frozen=True)
 class Served:
-    """A family and the features that it serves."""
+    """A family, the features that it serves, and a third party's rows of the ledger."""
 
     family: TargetFamily
     features: Collection[str]
+    seams: tuple[Seam, ...] = ()
 
 
 def served_features() -> set[str]:
@@ -36,7 +40,12 @@ def served_features() -> set[str]:
 
 def families() -> list[Served]:
     """Load the families, third parties' before ours."""
-    return [Served(entry.resolve()(), entry.serves) for entry in _entries()]
+    return [Served(entry.resolve()(), entry.serves, entry.own_seams()) for entry in _entries()]
+
+
+def family_refusals() -> tuple[Refusal, ...]:
+    """What trees on single families cannot be combined with; loads no family."""
+    return tuple(row for entry in _entries() for row in entry.own_refusals())
 
 
 def _entries() -> list[entries.TargetFamily]:
@@ -91,6 +100,7 @@ class ServedLayers:
         draft_too: bool = True,
     ) -> None:
         among, own = families(), UnchangedFamily()
+        self._among = among
         self._layers, self._draft = dict(layers), frozenset(draft)
         self._families: dict[str, TargetFamily] = {
             name: family_of(name, layer, among) if grafted else own
@@ -115,7 +125,12 @@ class ServedLayers:
 
         Raises:
             ConfigError: if a layer's backend or cache can't be read.
+            SeamError: if this vLLM differs from what a third party's family was written for.
         """
+        used = set(map(id, self._families.values()))
+        for served in self._among:
+            if served.seams and id(served.family) in used:
+                require_seams(*{seam.part for seam in served.seams}, ledger=served.seams)
         for name, family in self._families.items():
             family.attach(name, self._layers[name], context, is_draft=name in self._draft)
 

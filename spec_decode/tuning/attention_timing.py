@@ -20,7 +20,12 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
-from vllm_graft.spec_decode.attention.choice import (
+from vllm_graft.spec_decode.kernels.attention.e4m3 import native
+from vllm_graft.spec_decode.kernels.attention.tree_attention import (
+    tree_attention,
+)
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.choice import (
     MAX_KEYS,
     Costs,
     KernelChoice,
@@ -28,20 +33,15 @@ from vllm_graft.spec_decode.attention.choice import (
     Point,
     points,
 )
-from vllm_graft.spec_decode.attention.latents.latent_layer import is_latent
-from vllm_graft.spec_decode.attention.latents.latent_timing import LatentGeometry
-from vllm_graft.spec_decode.attention.latents.latent_two_pass import (
+from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
+from vllm_graft.spec_decode.targets.latent.latent_layer import is_latent
+from vllm_graft.spec_decode.targets.latent.latent_timing import LatentGeometry
+from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
     why_no_latent_passes,
 )
-from vllm_graft.spec_decode.attention.plain_query import plain_query
-from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
-from vllm_graft.spec_decode.attention.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
-from vllm_graft.spec_decode.kernels.attention.e4m3 import native
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    tree_attention,
-)
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning.plan import widths
 

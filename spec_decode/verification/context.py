@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-    from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 T = TypeVar("T")

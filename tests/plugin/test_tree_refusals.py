@@ -16,7 +16,7 @@ from vllm_graft.base.markers import hookimpl
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
-from vllm_graft.spec_decode.targets import features
+from vllm_graft.spec_decode.targets.recurrent import recurrent_features
 
 
 def _set(config: Any, path: str, value: Any) -> None:
@@ -125,7 +125,7 @@ def test_recurrent_layers_need_a_state_per_node(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: True)
     vllm_config.model_config.is_hybrid = True
     vllm_config.model_config.hf_text_config.model_type = kind
     if not words:
@@ -162,7 +162,7 @@ def test_inputs_are_kept_by_some_recurrent_layers_alone(
     refused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: True)
     vllm_config.model_config.is_hybrid = kind != "llama"
     vllm_config.model_config.hf_text_config.model_type = kind
     given = {"recurrent": True, "recurrent_form": "inputs", **more}
@@ -177,7 +177,7 @@ def test_inputs_are_kept_by_some_recurrent_layers_alone(
 
 
 def test_graphs_of_mamba2_have_one_width(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: True)
     vllm_config.model_config.is_hybrid = True
     vllm_config.model_config.hf_text_config.model_type = "nemotron_h"
     vllm_config.parallel_config.data_parallel_size = 1

@@ -10,7 +10,7 @@ import pytest
 from vllm_graft.base import log
 from vllm_graft.spec_decode.chain_fallback import fall_back
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets import features
+from vllm_graft.spec_decode.targets.recurrent import recurrent_features
 
 
 def engine(tokens: int, section: dict[str, Any], ranges: Any = None, **model: Any) -> Any:
@@ -97,7 +97,7 @@ KNOWN = [
 def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
     kind: str, nvidia: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(features, "_on_nvidia", lambda: nvidia)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: nvidia)
     log.warning_once.cache_clear()
     config = engine(6, {"recurrent": True}, is_hybrid=True)
     config.model_config.hf_text_config.model_type = kind
@@ -110,7 +110,7 @@ def test_known_recurrent_layers_have_trees_on_nvidia_gpus(
 @pytest.mark.parametrize("full_rank", [True, False])
 def test_kimi_k3_s_layers_get_a_chain(full_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its type is Kimi Linear's, and its gates tell it."""
-    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: True)
     config = engine(6, {"recurrent": True}, is_hybrid=True, use_mla=True)
     text = config.model_config.hf_text_config
     text.model_type = "kimi_linear"
@@ -123,7 +123,7 @@ def test_kimi_k3_s_layers_get_a_chain(full_rank: bool, monkeypatch: pytest.Monke
 def test_the_gated_delta_rule_gets_trees_unasked(
     kind: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: True)
     config = engine(6, given, is_hybrid=True)
     config.model_config.hf_text_config.model_type = kind
     assert fall_back(section(config), config).topk == 8
@@ -145,7 +145,7 @@ def test_recurrent_layers_get_a_chain_unasked(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(features, "_on_nvidia", lambda: True)
+    monkeypatch.setattr(recurrent_features, "_on_nvidia", lambda: True)
     log.warning_once.cache_clear()
     config = engine(6, given, is_hybrid=True)
     config.model_config.hf_text_config.model_type = kind

@@ -14,8 +14,8 @@ from tests.support import table_drafter
 from tests.support.near_ties import Answer, answers, check_near_ties
 from tests.support.synchronisations import synchronisations
 from tests.support.true_shapes import TRUE_SHAPES, TrueShape
-from vllm_graft.spec_decode.attention.latents.latent_layer import TreeLatents
-from vllm_graft.spec_decode.attention.window import window_of
+from vllm_graft.spec_decode.targets.dense.window import window_of
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 _RANDOM = random.Random(0)

@@ -20,9 +20,9 @@ from tests.support.gpu_engines import exact_engine
 from tests.support.near_ties import answers, check_near_ties
 from tests.support.synchronisations import synchronisations
 from tests.support.true_shapes import TRUE_SHAPES, TrueShape
-from vllm_graft.spec_decode.attention import layer as grafted
-from vllm_graft.spec_decode.attention.latents.latent_layer import TreeLatents
-from vllm_graft.spec_decode.attention.window import window_of
+from vllm_graft.spec_decode.targets.dense import layer as grafted
+from vllm_graft.spec_decode.targets.dense.window import window_of
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [

@@ -16,19 +16,16 @@ from tests.support.recurrent_samples import (
     stock_chain_delta_rule,
     stock_chain_key_decays,
 )
-from vllm_graft.spec_decode.kernels.recurrence.delta_chunk import tree_delta_chunk
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
-from vllm_graft.spec_decode.kernels.recurrence.kept_rows import keep_rows
-from vllm_graft.spec_decode.kernels.recurrence.key_decay_chunk import tree_key_decay_chunk
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
-from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
+from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
-    Rule,
     fold_states,
 )
-from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
 
 
 @dataclass
@@ -86,7 +83,7 @@ class Kept:
             self.heads.key_heads,
             torch.cat([before, self.rows.columns], 1),
             block_size,
-            Rule.KEY_DECAYS if by_key else Rule.DELTA,
+            Decay.BY_KEY if by_key else Decay.SCALAR,
         )
 
 
@@ -96,24 +93,17 @@ def chunk(given: Kept) -> torch.Tensor:
     keep_rows(given.kept, rows, None, most)
     shape = (len(given.inputs.rows), given.heads.value_heads, given.heads.value)
     out = torch.zeros(shape, device=DEVICE, dtype=given.inputs.rows.dtype)
-    inputs, gates, states, kept = given.inputs, given.gates, given.states, given.kept
-    if isinstance(gates, KeyDecays):
-        tree_key_decay_chunk(
-            inputs.rows, gates, states, rows, kept, inputs.gates, out, max_rows=most
-        )
-    else:
-        heads = given.heads.key_heads
-        tree_delta_chunk(
-            inputs.rows,
-            gates,
-            states,
-            rows,
-            kept,
-            inputs.gates,
-            out,
-            key_heads=heads,
-            max_rows=most,
-        )
+    tree_chunk(
+        given.inputs.rows,
+        given.gates,
+        given.states,
+        rows,
+        given.kept,
+        given.inputs.gates,
+        out,
+        groups=given.heads.key_heads,
+        max_rows=most,
+    )
     return out
 
 

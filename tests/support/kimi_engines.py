@@ -14,8 +14,8 @@ from tests.support import table_drafter
 from tests.support.kimi_models import write_kimi_linear
 from tests.support.latent_models import VOCABULARY
 from tests.support.near_ties import Answer
-from vllm_graft.spec_decode.attention.kimi.key_decay_layer import TreeKeyDecays
-from vllm_graft.spec_decode.attention.kimi.latents import TreeKimiLatents
+from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.testing import model_runner, running, spec_metrics
 
 HIDDEN, NODES, TOKENS = 512, 7, 24

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
-from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    DeltaGates,
+    KeyDecays,
+    SelectiveGates,
+)
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.testing.kimi_layers import interpreted_kernels
 from vllm_graft.testing.recurrent_layers import triton_convolutions, triton_states
 from vllm_graft.testing.reference.recurrence_reference import path_to

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_graft import hookimpl
 from vllm_graft.hooks.entries import TargetFamily
-from vllm_graft.spec_decode.targets.dense import DenseFamily
+from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 
 
 class WideWindows(DenseFamily):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.attention.layer import DraftTreeMetadata, TreeAttentionMixin
+from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, TreeAttentionMixin
 
 
 @dataclass

@@ -17,10 +17,6 @@ from benchmarks.attention.search.candidates import plain, short
 from benchmarks.attention.search.compiling import Built, outcome
 from benchmarks.attention.search.points import Batch, Problem
 from benchmarks.attention.shapes import DTYPE, moved_bytes
-from vllm_graft.spec_decode.attention.plain_attention import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -30,6 +26,10 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.targets.dense.plain_attention import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 RELATIVE = 2e-2

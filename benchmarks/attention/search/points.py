@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.attention.problems import problems
 from benchmarks.attention.shapes import SHAPES, KvLayer
-from vllm_graft.spec_decode.attention.choice import Point
+from vllm_graft.spec_decode.targets.dense.choice import Point
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 Batch = TreeBatch | DraftBatch

@@ -8,8 +8,6 @@ from vllm_graft.seams.ledger.notation import seams
 _PROPOSER_API = "a speculator registry (vLLM RFC #36219)"
 _TREE = "vLLM verifies trees itself"
 _MASK = "an attention backend of vLLM's takes a mask per row"
-_METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
-_IMPL = "num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, logits_soft_cap, sliding_window, alibi_slopes, sinks"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
@@ -164,49 +162,6 @@ TREE: tuple[Seam, ...] = (
         ("sampling_params.SamplingParams", "has", "allowed_token_ids, bad_words, extra_args, frequency_penalty, logit_bias, min_p, min_tokens, presence_penalty, repetition_penalty, structured_outputs, temperature, thinking_token_budget, top_k, top_p", "needs a linear history; whether temperature is all that changes logits"),
     ),
     *seams("tree", _MASK, "",
-        ("model_executor.layers.attention.Attention", "has", "attn_backend, attn_type, get_attn_backend, head_size, head_size_v, impl, kv_cache, kv_cache_dtype, kv_sharing_target_layer_name, num_heads, num_kv_heads", "tree attention is put over its impl"),
-        ("model_executor.layers.attention.attention.set_default_quant_scales", "source", "8af21380c150", "_q_scale, _k_scale and _v_scale of a layer"),
-        ("v1.kv_cache_interface.is_quantized_kv_cache", "call", "kv_cache_dtype", "whether K/V has scales"),
-        ("v1.attention.backend.AttentionImpl.forward", "call", "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, output_block_scale=", "tree rows go to our kernel, other rows to vLLM's"),
-        ("v1.attention.backends.triton_attn.TritonAttentionImpl", "has", _IMPL, "its constructor's results are kept"),
-        ("v1.attention.backends.triton_attn.TritonAttentionMetadata", "has", _METADATA, "rows of the verified requests; the window that a draft sees of them"),
-        ("v1.attention.backends.flash_attn.FlashAttentionImpl", "has", f"{_IMPL}, batch_invariant_enabled, supports_quant_query_input, vllm_flash_attn_version", "its constructor's results are kept; whether two passes can do"),
-        ("v1.attention.backends.flash_attn.FlashAttentionMetadata", "has", f"num_actual_tokens, scheduler_metadata, {_METADATA}", "rows of the verified requests; of prompts beside them; the window that a draft sees of them"),
-        ("vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func", "def", {"0.32": "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=, seqused_k=, q_v=, dropout_p=, softmax_scale=, causal=, window_size=, softcap=, alibi_slopes=, deterministic=, return_attn_probs=, block_table=, return_softmax_lse=, out=, scheduler_metadata=, q_descale=, k_descale=, v_descale=, num_splits=, output_scale=, fa_version=, s_aux=, cp_world_size=, cp_rank=, cp_tot_seqused_k=, mask_mod=, block_sparse_tensors=, aux_tensors=, aux_tensor_leading_dims=, dynamic_causal=", "0.33": "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=, seqused_k=, q_v=, dropout_p=, softmax_scale=, causal=, window_size=, softcap=, alibi_slopes=, deterministic=, return_attn_probs=, block_table=, return_softmax_lse=, out=, scheduler_metadata=, q_descale=, k_descale=, v_descale=, num_splits=, output_scale=, fa_version=, s_aux=, cp_world_size=, cp_rank=, cp_tot_seqused_k=, mask_mod=, block_sparse_tensors=, aux_tensors=, aux_tensor_leading_dims=, dynamic_causal=, gather_kv_indices=, gather_kv_valid_length="}, "FlashAttention 3 over the keys before a tree; what it returns for latents is completed in place"),
-        ("vllm_flash_attn.flash_attn_interface.get_scheduler_metadata", "def", "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=, headdim_v=, cu_seqlens_q=, cu_seqlens_k_new=, cache_leftpad=, page_size=, max_seqlen_k_new=, causal=, window_size=, has_softcap=, num_splits=, pack_gqa=, sm_margin=", "its plan, once a forward pass"),
-        ("v1.attention.backends.fa_utils.flash_attn_supports_mla", "name", "present", "whether FlashAttention 3 reads latents on this device"),
-        ("utils.torch_utils.canonicalize_singleton_dim_strides", "call", "t", "strides of one KV head, as FlashAttention wants them"),
-    ),
-    *seams("tree", _MASK, "model_executor.layers.attention.mla_attention",
-        ("MLAAttention", "has", "get_attn_backend, head_size, impl, kv_cache, kv_cache_dtype, kv_lora_rank, num_heads, qk_nope_head_dim, qk_rope_head_dim, scale, sliding_window, _vllm_config", "tree attention stands before its choice of a form"),
-        ("MLAAttention.forward_impl", "call", "self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, output_scale=, output_block_scale=, quant_group_size=, quant_scale_ue8m0=, quant_col_major=, quant_tma_aligned=, q_dcp_replicated=", "replaced on each layer of target and draft"),
-        ("MLAAttention.update_kv_cache", "order", "if slot_mapping is None", "a level of a draft has no slots, and writes no cache"),
-        ("unified_mla_kv_cache_update", "order", "if layer_slot_mapping is not None, attn_layer.update_kv_cache(", "likewise"),
-        ("MLAAttention.bind_kv_cache", "order", "self.kv_cache = kv_cache.squeeze(1)", "latents as [blocks, block_size, rank + rope]"),
-        ("MLAAttention.process_weights_after_loading", "order", 'W_UV.transpose(0, 1), "W_UK_T", W_UK.permute(1, 2, 0)', "absorbs queries of tree rows"),
-        ("MLAAttention._v_up_proj", "call", "self, x, out", "turns weighted latents of tree rows into values"),
-        ("unified_mla_attention_with_output", "order", "get_attention_context(layer_name), layer.forward_impl(", "looks it up on the layer at each call"),
-        ("MLACommonMetadata", "has", "decode, max_query_len, max_seq_len, num_actual_tokens, num_reqs, prefill, query_start_loc", "rows of the verified requests"),
-        ("MLACommonDecodeMetadata", "has", "block_table", "pages of the requests in one form"),
-        ("MLACommonPrefillMetadata", "has", "block_table", "pages of the others"),
-        ("MLACommonMetadataBuilder.build", "order", "block_table=block_table_tensor[reqs_start:, ...], block_table_tensor=block_table_tensor[:num_decodes, ...]", "they are parts of one table, in the batch's order"),
-    ),
-    *seams("tree", _MASK, "",
         ("v1.worker.gpu.model_runner.sort_batch_req_ids", "order", "not draft_tokens.get(r), return sorted(num_tokens_per_req, key=key)", "requests with drafts lead a batch"),
-        ("model_executor.layers.attention.chunked_local_attention.ChunkedLocalAttention", "has", "attention_chunk_size, attn_backend", "rows of trees see their own chunk; its backend is replaced by a subclass"),
-        ("model_executor.layers.attention.chunked_local_attention.create_chunked_local_attention_backend", "order", "AttentionCGSupport.NEVER, make_local_attention_virtual_batches(, metadata = super().build(common_prefix_len, cm, fast_build)", "its metadata has a sequence per chunk, so that ours keeps the whole batch beside it"),
-        ("v1.attention.backend.subclass_attention_backend", "call", "name_prefix, attention_backend_cls, builder_cls", "makes that subclass"),
-        ("config.compilation.PassConfig", "has", "fuse_attn_quant", "an output that is quantized by the layer is refused with MLA"),
-    ),
-    *seams("tree", "vLLM's CPU attention reads plain paged K/V", "v1",
-        ("attention.backend.AttentionBackend", "has", "forward_includes_kv_cache_update, get_builder_cls, get_impl_cls, get_name, get_supported_kernel_block_sizes, supported_dtypes, supported_kv_cache_layouts", "base of the plain attention for CPUs"),
-        ("attention.backend.AttentionCGSupport", "has", "ALWAYS, NEVER", "likewise: it is never captured; what mixed graphs need"),
-        ("attention.backend.AttentionImpl", "class", "AttentionImplBase, Generic", "likewise"),
-        ("attention.backend.AttentionMetadataBuilder", "has", "_cudagraph_support, supports_draft_decode_metadata_update", "likewise"),
-        ("attention.backend.AttentionMetadataBuilder.build", "call", "self, common_prefix_len, common_attn_metadata, fast_build=", "likewise"),
-        ("attention.backend.AttentionType", "has", "DECODER", "likewise"),
-        ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
-        ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
-        ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),
     ),
 )

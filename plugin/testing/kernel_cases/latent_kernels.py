@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
-_KERNELS = "vllm_graft.spec_decode.kernels"
+_KERNELS = "vllm_graft.spec_decode.targets.latent"
 
 
 def _latent_case(
@@ -14,7 +14,7 @@ def _latent_case(
     import torch
 
     from vllm_graft.spec_decode.kernels.attention.e4m3 import PACKED
-    from vllm_graft.spec_decode.kernels.attention.latent_attention import latent_tile
+    from vllm_graft.spec_decode.targets.latent.latent_attention import latent_tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     rank, rope = 512, 64
@@ -41,7 +41,7 @@ def _latent_case(
         signature["latents"] = "*u8"
     return KernelCase(
         name=f"latent {dtype} heads={heads} rows={rows} fp8={fp8} mixed={mixed} draft={draft}",
-        function=f"{_KERNELS}.attention.latent_kernel:latent_kernel",
+        function=f"{_KERNELS}.latent_kernel:latent_kernel",
         signature={name: kind for name, kind in signature.items() if name not in absent},
         constexprs={
             **dict.fromkeys(absent),
@@ -75,7 +75,7 @@ def _latent_combine_case(heads: int, rows: int, draft: bool = False) -> KernelCa
     absent = ["query_start_loc", "num_rows"] if draft else []
     return KernelCase(
         name=f"combine of latents heads={heads} rows={rows} draft={draft}",
-        function=f"{_KERNELS}.attention.attention_kernel:combine_kernel",
+        function="vllm_graft.spec_decode.kernels.attention.attention_kernel:combine_kernel",
         signature={
             name: kind for name, kind in argument_types(types).items() if name not in absent
         },
@@ -106,7 +106,7 @@ def _copy_rows_case(width: int) -> KernelCase:
     }
     return KernelCase(
         name=f"copy rows width={width}",
-        function=f"{_KERNELS}.attention.latent_kernel:copy_rows_kernel",
+        function=f"{_KERNELS}.latent_kernel:copy_rows_kernel",
         signature=argument_types(types),
         constexprs={"WIDTH": width, "MAX_ROWS": 64, "BLOCK": 1024},
         options={"num_warps": 4},
@@ -114,7 +114,7 @@ def _copy_rows_case(width: int) -> KernelCase:
 
 
 def _own_latents_case(dtype: str, heads: int, rows: int, num_reqs: int = 1) -> KernelCase:
-    from vllm_graft.spec_decode.kernels.attention.own_latents import own_tile
+    from vllm_graft.spec_decode.targets.latent.own_latents import own_tile
 
     tile = own_tile(num_reqs, rows * heads, 512)
     strides = (
@@ -124,7 +124,7 @@ def _own_latents_case(dtype: str, heads: int, rows: int, num_reqs: int = 1) -> K
     )
     return KernelCase(
         name=f"own latents {dtype} heads={heads} rows={rows} requests={num_reqs}",
-        function=f"{_KERNELS}.attention.own_latents:own_latents_kernel",
+        function=f"{_KERNELS}.own_latents:own_latents_kernel",
         signature=argument_types(
             {
                 f"*{dtype}": "query query_rope latents prefix_out out",

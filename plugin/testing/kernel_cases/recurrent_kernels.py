@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.spec_decode.kernels.recurrence.state_folds import TILES, Rule
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, numbers_of, tile_of
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
-_KERNELS = "vllm_graft.spec_decode.kernels.recurrence"
+_KERNELS = "vllm_graft.spec_decode.targets.recurrent.kernels"
 
 
 def _conv_case(dtype: str) -> KernelCase:
@@ -27,119 +27,52 @@ def _conv_case(dtype: str) -> KernelCase:
     )
 
 
-_DELTA_STRIDES = "row_stride decay_stride beta_stride block_stride column_stride output_stride"
-_SELECTIVE_STRIDES = "row_stride step_stride block_stride column_stride output_stride"
-_DELTA_SIZES = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY": 128, "VALUE": 128, "VALUES": 32}
-_SELECTIVE_SIZES = {"HEADS": 64, "GROUPS": 8, "VALUE": 64, "STATE": 128, "VALUES": 32}
+_STRIDES = "row_stride decay_stride beta_stride block_stride column_stride output_stride"
+_SIZES = {
+    Decay.SCALAR: {"GROUPS": 16, "HEADS": 32, "KEY": 128, "VALUE": 128},
+    Decay.BY_KEY: {"GROUPS": 32, "HEADS": 32, "KEY": 128, "VALUE": 128},
+    Decay.SELECTIVE: {"GROUPS": 8, "HEADS": 64, "KEY": 128, "VALUE": 64},
+}
 
 
 def _rows_case(
-    what: str,
-    function: str,
-    dtype: str,
-    state: str,
-    types: dict[str, str],
-    constexprs: dict[str, Any],
-    *,
-    chunk: int = 0,
-    parents: bool = False,
-    warps: int = 4,
+    decay: Decay, dtype: str, state: str, *, chunk: int = 0, bounded: bool = False
 ) -> KernelCase:
     """A kernel over the rows of trees.
 
     Args:
-        what: what it computes.
-        function: where it is, below the package of these kernels.
-        dtype: of rows; ``T`` stands for it in `types`.
+        decay: the kind of decay.
+        dtype: of rows.
         state: dtype of states.
-        types: of arguments that other such kernels have not.
-        constexprs: sizes.
-        chunk: rows of a chunk; 0 for a kernel that takes one row after another.
-        parents: whether a chunk is told the rows' parents, too.
-        warps: of a program.
+        chunk: rows of a chunk; 0 for the kernel that takes one row after another.
+        bounded: whether logarithms of decays have a lower bound.
     """
-    rows = f" rows={chunk}" if chunk else ""
-    own = {"*i32": "parents"} if parents or not chunk else {}
-    own |= {"*fp32": "gates", "*i64": "masks"} if chunk else {}
+    selective, sizes = decay is Decay.SELECTIVE, _SIZES[decay]
+    values, warps = tile_of(decay, sizes["VALUE"])
+    given = {
+        "*i32": "columns num_accepted query_start_loc parents",
+        f"*{dtype}": f"rows outputs decays {'skips' if selective else 'betas'}",
+        "*fp32": "rates",
+        "fp32": "scale lower_bound",
+        "i32": _STRIDES,
+    }
+    own: dict[str, Any] = {"VALUES": values, "KEYS": sizes["KEY"]}
+    kept: dict[str, str] = {}
+    if chunk:
+        kept = {"gates": "*fp32", "masks": "*i64"}
+        own = {"VALUES": 32, "PART": 32, "ROWS": chunk, "NUMBERS": numbers_of(decay, sizes["KEY"])}
+        warps = 8 if chunk > 32 else 4
+    what = f"chunk rows={chunk}" if chunk else "recurrence"
+    kernel = "chunk:_tree_chunk_kernel" if chunk else "recurrence:_tree_recurrence_kernel"
     return KernelCase(
-        name=f"{what} {dtype} states={state}{rows}",
-        function=f"{_KERNELS}.{function}",
-        signature={"states": f"*{state}", "rows": f"*{dtype}", "outputs": f"*{dtype}"}
-        | argument_types({"*i32": "columns num_accepted query_start_loc"})
-        | argument_types({f"*{dtype}": types["*T"]})
-        | argument_types({kind: names for kind, names in types.items() if kind != "*T"})
-        | argument_types(own),
-        constexprs=constexprs | ({"PART": 32, "ROWS": chunk} if chunk else {}),
-        options={"num_warps": 8 if chunk > 32 else warps},
-    )
-
-
-_DELTA_TYPES = {
-    "*T": "decays betas decay_bias",
-    "*fp32": "log_rates",
-    "fp32": "scale",
-    "i32": _DELTA_STRIDES,
-}
-_SELECTIVE_TYPES = {"*T": "steps step_bias skips", "*fp32": "rates", "i32": _SELECTIVE_STRIDES}
-
-
-def _delta_rule_case(dtype: str, state: str) -> KernelCase:
-    function = "delta_rule:_tree_delta_rule_kernel"
-    sizes = _DELTA_SIZES | {"KEYS": 128}
-    return _rows_case("tree delta rule", function, dtype, state, _DELTA_TYPES, sizes)
-
-
-_KEY_DECAY_TYPES = {
-    "*T": "decays betas",
-    "*fp32": "log_rates decay_bias",
-    "fp32": "scale lower_bound",
-    "i32": _DELTA_STRIDES,
-}
-_KEY_DECAY_SIZES = {"HEADS": 32, "KEY": 128, "VALUE": 128}
-
-
-def _key_decays_case(dtype: str, state: str) -> KernelCase:
-    function = "key_decays:_tree_key_decays_kernel"
-    sizes = _KEY_DECAY_SIZES | {"KEYS": 128, "VALUES": 8, "BOUNDED": False}
-    return _rows_case("tree key decays", function, dtype, state, _KEY_DECAY_TYPES, sizes, warps=1)
-
-
-def _key_decay_chunk_case(dtype: str, rows: int, *, bounded: bool) -> KernelCase:
-    return _rows_case(
-        f"tree key decay chunk bounded={bounded}",
-        "key_decay_chunk:_tree_key_decay_chunk_kernel",
-        dtype,
-        "fp32",
-        _KEY_DECAY_TYPES,
-        _KEY_DECAY_SIZES | {"VALUES": 32, "BOUNDED": bounded},
-        chunk=rows,
-        parents=True,
-    )
-
-
-def _selective_case(dtype: str, state: str) -> KernelCase:
-    function = "selective_state:_tree_selective_kernel"
-    sizes = _SELECTIVE_SIZES | {"STATES": 128}
-    return _rows_case("tree selective update", function, dtype, state, _SELECTIVE_TYPES, sizes)
-
-
-def _chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
-    function = "delta_chunk:_tree_delta_chunk_kernel"
-    return _rows_case(
-        "tree delta chunk", function, dtype, state, _DELTA_TYPES, _DELTA_SIZES, chunk=rows
-    )
-
-
-def _selective_chunk_case(dtype: str, state: str, rows: int) -> KernelCase:
-    function = "selective_chunk:_tree_selective_chunk_kernel"
-    return _rows_case(
-        "tree selective chunk",
-        function,
-        dtype,
-        state,
-        _SELECTIVE_TYPES,
-        _SELECTIVE_SIZES,
-        chunk=rows,
+        name=f"tree {what} {decay.name} {dtype} states={state} bounded={bounded}",
+        function=f"{_KERNELS}.{kernel}",
+        signature=argument_types(given)
+        | kept
+        | {"states": f"*{state}", "bias": "*fp32" if decay is Decay.BY_KEY else f"*{dtype}"},
+        constexprs={**sizes, **own, "DECAY": int(decay), "BOUNDED": bounded}
+        | {"betas" if selective else "skips": None},
+        options={"num_warps": warps},
     )
 
 
@@ -158,14 +91,14 @@ def _keep_case() -> KernelCase:
     )
 
 
-def _fold_case(dtype: str, state: str, rule: Rule, *, by_prefix: bool) -> KernelCase:
+def _fold_case(dtype: str, state: str, decay: Decay, *, by_prefix: bool) -> KernelCase:
     import triton.language as tl
 
     kinds = {"bf16": tl.bfloat16, "fp32": tl.float32}
-    by_key = rule is Rule.KEY_DECAYS
-    values, warps = TILES[rule]
+    by_key = decay is Decay.BY_KEY
+    values, warps = tile_of(decay, 128)
     return KernelCase(
-        name=f"fold states {dtype} states={state} by_prefix={by_prefix} {rule.value}",
+        name=f"fold states {dtype} states={state} by_prefix={by_prefix} {decay.name}",
         function=f"{_KERNELS}.state_folds:_fold_states_kernel",
         signature=argument_types(
             {
@@ -188,8 +121,8 @@ def _fold_case(dtype: str, state: str, rule: Rule, *, by_prefix: bool) -> Kernel
             "KEYS": 128,
             "VALUES": values,
             "BY_PREFIX": by_prefix,
-            "SELECTIVE": rule is Rule.SELECTIVE,
-            "BY_KEY": by_key,
+            "DECAY": int(decay),
+            "NUMBERS": numbers_of(decay, 128),
         },
         options={"num_warps": warps},
     )
@@ -234,21 +167,21 @@ def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:
 # The dtypes are those of published models.
 CASES: list[KernelCase] = [
     *(_conv_case(dtype) for dtype in ("bf16", "fp32")),
-    _delta_rule_case("bf16", "fp32"),
-    _delta_rule_case("bf16", "bf16"),
-    _key_decays_case("bf16", "fp32"),
-    _key_decays_case("fp32", "fp32"),
-    _selective_case("bf16", "fp32"),
+    _rows_case(Decay.SCALAR, "bf16", "fp32"),
+    _rows_case(Decay.SCALAR, "bf16", "bf16"),
+    _rows_case(Decay.BY_KEY, "bf16", "fp32"),
+    _rows_case(Decay.BY_KEY, "fp32", "fp32"),
+    _rows_case(Decay.SELECTIVE, "bf16", "fp32"),
     _keep_case(),
-    *(_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
-    _chunk_case("fp32", "fp32", 64),
-    *(_key_decay_chunk_case("bf16", rows, bounded=False) for rows in (16, 64)),
-    _key_decay_chunk_case("fp32", 64, bounded=True),
-    _fold_case("bf16", "fp32", Rule.DELTA, by_prefix=True),
-    _fold_case("fp32", "bf16", Rule.DELTA, by_prefix=False),
-    _fold_case("bf16", "fp32", Rule.KEY_DECAYS, by_prefix=True),
-    _fold_case("bf16", "fp32", Rule.SELECTIVE, by_prefix=False),
-    *(_selective_chunk_case("bf16", "fp32", rows) for rows in (16, 64)),
+    *(_rows_case(Decay.SCALAR, "bf16", "fp32", chunk=rows) for rows in (16, 64)),
+    _rows_case(Decay.SCALAR, "fp32", "fp32", chunk=64),
+    *(_rows_case(Decay.BY_KEY, "bf16", "fp32", chunk=rows) for rows in (16, 64)),
+    _rows_case(Decay.BY_KEY, "fp32", "fp32", chunk=64, bounded=True),
+    _fold_case("bf16", "fp32", Decay.SCALAR, by_prefix=True),
+    _fold_case("fp32", "bf16", Decay.SCALAR, by_prefix=False),
+    _fold_case("bf16", "fp32", Decay.BY_KEY, by_prefix=True),
+    _fold_case("bf16", "fp32", Decay.SELECTIVE, by_prefix=False),
+    *(_rows_case(Decay.SELECTIVE, "bf16", "fp32", chunk=rows) for rows in (16, 64)),
     *_move_cases("int64", 8, by_prefix=True),
     *_move_cases("int16", 2, by_prefix=False),
 ]

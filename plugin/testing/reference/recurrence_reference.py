@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates
-from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays
-from vllm_graft.spec_decode.kernels.recurrence.selective_state import SelectiveGates
-from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    DeltaGates,
+    KeyDecays,
+    SelectiveGates,
+)
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 
 _NORM = 1e-6
 
@@ -101,7 +103,7 @@ def tree_delta_rule_reference(
     *,
     key_heads: int,
 ) -> torch.Tensor:
-    """The plain counterpart of `tree_delta_rule`: f32 ``[num_rows, value_heads, V]``."""
+    """The plain counterpart of `tree_recurrence` of GDN: f32 ``[num_rows, value_heads, V]``."""
     _, heads, value, key = states.shape
     outputs = torch.zeros(len(rows), heads, value)
     width = key_heads * key
@@ -126,7 +128,7 @@ def tree_delta_rule_reference(
 def tree_key_decays_reference(
     rows: torch.Tensor, gates: KeyDecays, states: torch.Tensor, which: RecurrentRows
 ) -> torch.Tensor:
-    """The plain counterpart of `tree_key_decays`: f32 ``[num_rows, heads, V]``."""
+    """The plain counterpart of `tree_recurrence` of KDA: f32 ``[num_rows, heads, V]``."""
     _, heads, value, key = states.shape
     outputs = torch.zeros(len(rows), heads, value)
     rates = gates.log_rates.float().exp()[:, None]
@@ -157,7 +159,7 @@ def tree_selective_update_reference(
     *,
     groups: int,
 ) -> torch.Tensor:
-    """The plain counterpart of `tree_selective_update`: f32 ``[num_rows, heads, P]``."""
+    """The plain counterpart of `tree_recurrence` of Mamba-2: f32 ``[num_rows, heads, P]``."""
     _, heads, value, size = states.shape
     outputs = torch.zeros(len(rows), heads, value)
 

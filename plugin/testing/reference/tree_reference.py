@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.attention.plain_attention import (
+from vllm_graft.spec_decode.kernels.gather import TokenRows
+from vllm_graft.spec_decode.kernels.rows import VerifiedBatch
+from vllm_graft.spec_decode.targets.dense.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
     write_scratch_reference,
 )
-from vllm_graft.spec_decode.kernels.gather import TokenRows
-from vllm_graft.spec_decode.kernels.rows import VerifiedBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState

@@ -20,9 +20,9 @@ from tests.support.latent_models import (
 )
 from tests.support.level_reference import compared
 from tests.support.text_requests import TEXTS, greedy, seeded
-from vllm_graft.spec_decode.attention.latents import latent_layer
-from vllm_graft.spec_decode.attention.latents.latent_layer import TreeLatents
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.targets.latent import latent_layer
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.testing import model_runner, spec_metrics
 from vllm_graft.testing.pairs import (
     Answer,

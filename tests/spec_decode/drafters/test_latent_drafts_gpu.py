@@ -17,9 +17,9 @@ import torch
 from tests.support.drafted import Drafted, drafted
 from tests.support.latent_models import VOCABULARY, write_latent_eagle3, write_target
 from tests.support.near_ties import Answer, answers, compared, departures
-from vllm_graft.spec_decode.attention.latents import latent_layer
-from vllm_graft.spec_decode.attention.latents.latent_layer import TreeLatents
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.targets.latent import latent_layer
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.testing import model_runner, running, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_graft.spec_decode.attention.samples import random_masks
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
+from vllm_graft.spec_decode.targets.dense.samples import random_masks
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 from vllm_graft.testing.reference.tree_reference import prepare_rows_reference

@@ -13,7 +13,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets import dense as dense_module
-from vllm_graft.spec_decode.targets.dense import DenseFamily
+from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import (
     TreeModelState,

@@ -11,12 +11,6 @@ import torch
 
 from tests.support.attention_spaces import nan_space
 from tests.support.e4m3_queries import converted, with_small_query
-from vllm_graft.spec_decode.attention.samples import (
-    UNTOUCHED,
-    AttentionShape,
-    draft_problem,
-    tree_problem,
-)
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native, native
@@ -30,6 +24,12 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     plan_of,
     tree_attention,
+)
+from vllm_graft.spec_decode.targets.dense.samples import (
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_graft.spec_decode.attention.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.attention.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
 )
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("flash_attention_3")]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.attention_spaces import check_rows, nan_space, nans
-from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -16,6 +15,7 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     plan_of,
     tree_attention,
 )
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (
     draft_attention_reference,

@@ -7,14 +7,6 @@ import pytest
 import torch
 
 from tests.support.attention_spaces import nan_space
-from vllm_graft.spec_decode.attention.samples import (
-    TOLERANCE,
-    UNTOUCHED,
-    AttentionShape,
-    draft_problem,
-    tree_problem,
-    untouched,
-)
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
@@ -24,6 +16,14 @@ from vllm_graft.spec_decode.kernels.attention.workspace import (
     MIN_SPLIT_KEYS,
     AttentionWorkspace,
     split_count,
+)
+from vllm_graft.spec_decode.targets.dense.samples import (
+    TOLERANCE,
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+    untouched,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing.reference.tree_reference import (

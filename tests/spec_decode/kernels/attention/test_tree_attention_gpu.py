@@ -11,7 +11,6 @@ import torch
 
 from tests.support.attention_spaces import nan_space, nans
 from tests.support.synchronisations import refused_synchronisations
-from vllm_graft.spec_decode.attention.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
@@ -20,6 +19,7 @@ from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.walk import walk_tree
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.topology import TreeState

@@ -1,0 +1,232 @@
+"""Paged attention in plain torch, for the CPU: vLLM's own CPU kernels pack K in a private layout.
+
+It is meant for tests and demonstrations. Layers get it one by one after loading, so engines of the
+same process that did not ask for trees keep vLLM's own attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.targets.dense.window import chunk_of, first_key, window_of
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+
+@dataclass
+class TorchMetadata:
+    """A batch in the terms of every paged backend.
+
+    Attributes:
+        query_start_loc: int32 ``[num_reqs + 1]``.
+        seq_lens: int32 ``[num_reqs]``, keys per request, including those of its new tokens.
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        max_query_len: upper bound of a request's query.
+        max_seq_len: upper bound of `seq_lens`.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
+    """Passes the common metadata on."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TorchMetadata:
+        common = common_attn_metadata
+        return TorchMetadata(
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.max_query_len,
+            common.max_seq_len,
+        )
+
+    def update_draft_decode_metadata(self, metadata: TorchMetadata) -> None:
+        """Do nothing: the metadata holds the persistent buffers, so it never goes stale."""
+
+
+class TorchAttentionBackend(AttentionBackend):
+    """Backend over a cache ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        """Name of the backend that this one replaces."""
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Any block size that vLLM uses."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """The layout that the CPU platform allocates."""
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchAttentionImpl]:
+        return TorchAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchMetadataBuilder]:
+        return TorchMetadataBuilder
+
+
+class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
+    """Causal decoder attention, computed one request after another."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        chunk: int = 0,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap
+        self.attn_type = attn_type
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+        self.alibi_slopes = alibi_slopes
+        self.chunk = chunk
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store K and V ``[num_tokens, num_kv_heads, head_size]`` at their slots; -1 is padding."""
+        slots = slot_mapping[: key.shape[0]]
+        rows = (slots >= 0).nonzero().flatten()
+        block, offset = slots[rows] // kv_cache.shape[2], slots[rows] % kv_cache.shape[2]
+        kv_cache[block, :, offset] = torch.cat([key[rows], value[rows]], -1).to(kv_cache.dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TorchMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute causal attention into `output` ``[num_tokens, num_heads, head_size]``."""
+        if attn_metadata is None:
+            return output.zero_()
+        starts = attn_metadata.query_start_loc.tolist()
+        lengths = attn_metadata.seq_lens.tolist()
+        block_size = kv_cache.shape[2]
+        for request, (first, last) in enumerate(itertools.pairwise(starts)):
+            if last == first:
+                continue
+            length, rows = lengths[request], last - first
+            blocks = attn_metadata.block_table[request, : -(-length // block_size)].long()
+            cache = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
+            keys, values = cache.to(query.dtype).split(self.head_size, -1)
+            visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+            if window := self.chunk or window_of(self):
+                chunked = self.chunk > 0
+                edges = [
+                    first_key(p, window, chunked=chunked) for p in range(length - rows, length)
+                ]
+                visible &= torch.arange(length) >= torch.tensor(edges)[:, None]
+                # Blocks before the window may be the null block, which may hold NaN.
+                seen = slice(edges[0], None)
+                visible, keys, values = visible[:, seen], keys[:, seen], values[:, seen]
+            output[first:last] = self._attend(query[first:last], keys, values, visible)
+        return output
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of one request, ``[rows, num_heads, head_size]``; K and V are head by head."""
+        if self.sinks is not None:
+            # A sink is one more key with a logit of its own and a value of zeros.
+            logits = torch.zeros(self.num_heads, *visible.shape, dtype=query.dtype)
+            logits.masked_fill_(~visible, float("-inf"))
+            sink = self.sinks.to(query.dtype).view(-1, 1, 1).expand(-1, len(visible), 1)
+            bias = torch.cat([logits, sink], dim=-1)
+            keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        else:
+            bias = visible
+        return F.scaled_dot_product_attention(
+            query.transpose(0, 1), keys, values, attn_mask=bias, scale=self.scale, enable_gqa=True
+        ).transpose(0, 1)
+
+
+def replace(layer: Attention) -> None:
+    """Give a loaded attention layer this backend in place of vLLM's CPU backend.
+
+    Raises:
+        ConfigError: if the layer stores K/V in fp8, or caps logits.
+    """
+    old: Any = layer.impl
+    if layer.kv_cache_dtype.startswith("fp8") or getattr(old, "logits_soft_cap", 0):
+        raise ConfigError(
+            "--additional-config.graft.tree on a CPU supports neither --kv-cache-dtype fp8 nor "
+            f"capped attention logits (kv_cache_dtype is {layer.kv_cache_dtype})"
+        )
+    layer.attn_backend = TorchAttentionBackend
+    layer.impl = TorchAttentionImpl(
+        old.num_heads,
+        old.head_size,
+        old.scale,
+        layer.num_kv_heads,
+        sliding_window=old.sliding_window,
+        attn_type=layer.attn_type,
+        sinks=old.sinks,
+        chunk=chunk_of(layer),
+    )

@@ -1,0 +1,44 @@
+"""Rows of the ledger for trees on plain attention."""
+
+from __future__ import annotations
+
+from vllm_graft.seams.ledger.entry import Seam
+from vllm_graft.seams.ledger.notation import seams
+
+_MASK = "an attention backend of vLLM's takes a mask per row"
+_METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
+_IMPL = "num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, logits_soft_cap, sliding_window, alibi_slopes, sinks"
+
+# Columns: path, kind, what is expected, why.
+# fmt: off
+DENSE: tuple[Seam, ...] = (
+    *seams("tree", _MASK, "",
+        ("model_executor.layers.attention.Attention", "has", "attn_backend, attn_type, get_attn_backend, head_size, head_size_v, impl, kv_cache, kv_cache_dtype, kv_sharing_target_layer_name, num_heads, num_kv_heads", "tree attention is put over its impl"),
+        ("model_executor.layers.attention.attention.set_default_quant_scales", "source", "8af21380c150", "_q_scale, _k_scale and _v_scale of a layer"),
+        ("v1.kv_cache_interface.is_quantized_kv_cache", "call", "kv_cache_dtype", "whether K/V has scales"),
+        ("v1.attention.backend.AttentionImpl.forward", "call", "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, output_block_scale=", "tree rows go to our kernel, other rows to vLLM's"),
+        ("v1.attention.backends.triton_attn.TritonAttentionImpl", "has", _IMPL, "its constructor's results are kept"),
+        ("v1.attention.backends.triton_attn.TritonAttentionMetadata", "has", _METADATA, "rows of the verified requests; the window that a draft sees of them"),
+        ("v1.attention.backends.flash_attn.FlashAttentionImpl", "has", f"{_IMPL}, batch_invariant_enabled, supports_quant_query_input, vllm_flash_attn_version", "its constructor's results are kept; whether two passes can do"),
+        ("v1.attention.backends.flash_attn.FlashAttentionMetadata", "has", f"num_actual_tokens, scheduler_metadata, {_METADATA}", "rows of the verified requests; of prompts beside them; the window that a draft sees of them"),
+        ("vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func", "def", {"0.32": "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=, seqused_k=, q_v=, dropout_p=, softmax_scale=, causal=, window_size=, softcap=, alibi_slopes=, deterministic=, return_attn_probs=, block_table=, return_softmax_lse=, out=, scheduler_metadata=, q_descale=, k_descale=, v_descale=, num_splits=, output_scale=, fa_version=, s_aux=, cp_world_size=, cp_rank=, cp_tot_seqused_k=, mask_mod=, block_sparse_tensors=, aux_tensors=, aux_tensor_leading_dims=, dynamic_causal=", "0.33": "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=, seqused_k=, q_v=, dropout_p=, softmax_scale=, causal=, window_size=, softcap=, alibi_slopes=, deterministic=, return_attn_probs=, block_table=, return_softmax_lse=, out=, scheduler_metadata=, q_descale=, k_descale=, v_descale=, num_splits=, output_scale=, fa_version=, s_aux=, cp_world_size=, cp_rank=, cp_tot_seqused_k=, mask_mod=, block_sparse_tensors=, aux_tensors=, aux_tensor_leading_dims=, dynamic_causal=, gather_kv_indices=, gather_kv_valid_length="}, "FlashAttention 3 over the keys before a tree; what it returns for latents is completed in place"),
+        ("vllm_flash_attn.flash_attn_interface.get_scheduler_metadata", "def", "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=, headdim_v=, cu_seqlens_q=, cu_seqlens_k_new=, cache_leftpad=, page_size=, max_seqlen_k_new=, causal=, window_size=, has_softcap=, num_splits=, pack_gqa=, sm_margin=", "its plan, once a forward pass"),
+        ("utils.torch_utils.canonicalize_singleton_dim_strides", "call", "t", "strides of one KV head, as FlashAttention wants them"),
+    ),
+    *seams("tree", _MASK, "",
+        ("model_executor.layers.attention.chunked_local_attention.ChunkedLocalAttention", "has", "attention_chunk_size, attn_backend", "rows of trees see their own chunk; its backend is replaced by a subclass"),
+        ("model_executor.layers.attention.chunked_local_attention.create_chunked_local_attention_backend", "order", "AttentionCGSupport.NEVER, make_local_attention_virtual_batches(, metadata = super().build(common_prefix_len, cm, fast_build)", "its metadata has a sequence per chunk, so that ours keeps the whole batch beside it"),
+        ("v1.attention.backend.subclass_attention_backend", "call", "name_prefix, attention_backend_cls, builder_cls", "makes that subclass"),
+    ),
+    *seams("tree", "vLLM's CPU attention reads plain paged K/V", "v1",
+        ("attention.backend.AttentionBackend", "has", "forward_includes_kv_cache_update, get_builder_cls, get_impl_cls, get_name, get_supported_kernel_block_sizes, supported_dtypes, supported_kv_cache_layouts", "base of the plain attention for CPUs"),
+        ("attention.backend.AttentionCGSupport", "has", "ALWAYS, NEVER", "likewise: it is never captured; what mixed graphs need"),
+        ("attention.backend.AttentionImpl", "class", "AttentionImplBase, Generic", "likewise"),
+        ("attention.backend.AttentionMetadataBuilder", "has", "_cudagraph_support, supports_draft_decode_metadata_update", "likewise"),
+        ("attention.backend.AttentionMetadataBuilder.build", "call", "self, common_prefix_len, common_attn_metadata, fast_build=", "likewise"),
+        ("attention.backend.AttentionType", "has", "DECODER", "likewise"),
+        ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
+        ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
+        ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),
+    ),
+)

@@ -1,0 +1,315 @@
+"""Grafts tree attention onto the attention layers of a loaded model, layer by layer.
+
+The platform's backend stays what it is: its metadata, its K/V layout and its kernels serve
+prompts, chains and the draft's extend pass. Only rows of a drafted tree take another kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
+from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
+from vllm_graft.spec_decode.kernels.attention.e4m3 import native
+from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
+from vllm_graft.spec_decode.targets.dense import plain_attention as reference
+from vllm_graft.spec_decode.targets.dense.chunked_metadata import keep_whole_batches, whole_batch
+from vllm_graft.spec_decode.targets.dense.draft_window import DraftWindow, refuse_window
+from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
+from vllm_graft.spec_decode.targets.dense.two_pass import why_not
+from vllm_graft.spec_decode.targets.dense.window import chunk_of, window_of
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+from vllm_graft.spec_decode.verification.context import VerifyMode
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+NO_LEVEL = -1
+"""The level of rows whose layer keeps no K/V of a tree. They see the prefix alone, from its end."""
+
+
+@dataclass
+class DraftTreeMetadata:
+    """Attention metadata of one level of the draft tree, for one layer of the draft.
+
+    Attributes:
+        level: level of the frontier whose rows run; 0 is the children of the root. `NO_LEVEL` for a
+            layer that reads K/V of the target's and has none of its own.
+        topk: frontier rows per request.
+        num_reqs: requests, padding included; rows are ``num_reqs * topk``.
+        prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots that a frontier row sees.
+        scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree, or
+            ``[max_reqs, steps * topk, 1, rank + rope]``, its latents. It has no slots with
+            `NO_LEVEL`.
+        max_seq_len: upper bound of `prefix_lens`.
+    """
+
+    level: int
+    topk: int
+    num_reqs: int
+    prefix_lens: torch.Tensor
+    block_table: torch.Tensor
+    ancestors: torch.Tensor
+    scratch: torch.Tensor
+    max_seq_len: int
+
+
+class AttentionOps(NamedTuple):
+    """The operations of tree attention, by Triton kernels or in plain torch."""
+
+    tree_attention: Callable[..., None]
+    draft_attention: Callable[..., None]
+    write_scratch: Callable[..., None]
+    windowed_table: Callable[..., tuple[torch.Tensor, torch.Tensor]] = windowed_table
+
+
+TRITON = AttentionOps(kernels.tree_attention, kernels.draft_attention, kernels.write_scratch)
+TORCH = AttentionOps(
+    reference.tree_attention_reference,
+    reference.draft_attention_reference,
+    reference.write_scratch_reference,
+    reference.windowed_table_reference,
+)
+
+
+class TreeAttentionMixin:
+    """Mixed in before a backend's `AttentionImpl`: computes tree rows, passes other rows on."""
+
+    graft: TreeContext
+    is_draft: bool
+    ops: AttentionOps
+    skips_trees: bool = False
+    """Whether the platform's kernel may be told that rows of trees have no keys."""
+    chunk: int = 0
+    """Positions that share a chunk; 0 without chunked attention."""
+    two_pass: TwoPass | None = None
+    """The two passes, which compute some batches instead of `ops`; None where they can't run."""
+    window: DraftWindow | None = None
+    """What a draft's layer sees of a text; None for all of it."""
+
+    def forward(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute attention into `output` ``[num_tokens, num_heads, head_size]``."""
+        if isinstance(attn_metadata, DraftTreeMetadata):
+            self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
+            return output
+        if self.window is not None and attn_metadata is not None:
+            attn_metadata = self.window.of_extend(attn_metadata, kv_cache.shape[2])
+        mode = self.graft.mode
+        if self.is_draft or attn_metadata is None or mode is VerifyMode.NONE:
+            return self._platform(
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        if mode is VerifyMode.MIXED:
+            plain = self.graft.plain_metadata(attn_metadata) if self.skips_trees else attn_metadata
+            self._platform(
+                layer, query, key, value, kv_cache, plain, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        self._verify(layer, query, kv_cache, attn_metadata, output)
+        return output
+
+    def _platform(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args)  # type: ignore[misc]
+
+    def _verify(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        context = self.graft
+        # The queries of a captured graph may be narrower than the widest tree, root and nodes.
+        metadata = whole_batch(metadata)
+        max_rows = min(context.shape.num_nodes + 1, metadata.max_query_len)
+        two_pass = self._two_passes(query, metadata, max_rows)
+        if two_pass is not None:
+            query = query[: metadata.num_actual_tokens]
+        else:
+            query = self._kernel_query(layer, query, output)
+        num_reqs = metadata.query_start_loc.shape[0] - 1
+        batch = TreeBatch(
+            query=query,
+            kv_cache=self._cache(kv_cache),
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens[:num_reqs],
+            prefix_lens=context.rows.prefix_lens[:num_reqs],
+            block_table=metadata.block_table,
+            row_masks=context.rows.row_masks,
+            row_depths=context.rows.row_depths,
+            num_rows=context.rows.num_rows[:num_reqs],
+            max_rows=max_rows,
+            max_seq_len=metadata.max_seq_len,
+            q_scale=layer._q_scale if self._quantized else None,
+            mixed=context.mode is VerifyMode.MIXED,
+            chunked=self.chunk > 0,
+            **self._scales(layer),
+        )
+        if two_pass is not None:
+            multiprocessors = context.workspace.multiprocessors
+            two_pass.attend(batch, output, metadata, multiprocessors=multiprocessors)
+        else:
+            self.ops.tree_attention(batch, output, workspace=context.workspace)
+
+    def _two_passes(self, query: torch.Tensor, metadata: Any, max_rows: int) -> TwoPass | None:
+        """The two passes, if they take this batch."""
+        two_pass = self.two_pass
+        if two_pass is None or self.graft.mode is not VerifyMode.ALL:
+            return None
+        alike = self._quantized == (query.dtype == torch.float8_e4m3fn)
+        return two_pass if two_pass.takes(metadata, max_rows, alike=alike) else None
+
+    def _draft(
+        self,
+        layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: DraftTreeMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        if metadata.level != NO_LEVEL:
+            self.ops.write_scratch(
+                key, value, metadata.scratch, metadata.level, metadata.num_reqs, metadata.topk
+            )
+        if self.window is not None:
+            metadata = self.window.of_level(metadata, kv_cache.shape[2])
+        batch = DraftBatch(
+            query=self._kernel_query(layer, query, output),
+            q_scale=layer._q_scale if self._quantized else None,
+            kv_cache=self._cache(kv_cache),
+            scratch_kv=metadata.scratch,
+            ancestors=metadata.ancestors,
+            level=metadata.level,
+            prefix_lens=metadata.prefix_lens,
+            block_table=metadata.block_table,
+            max_seq_len=metadata.max_seq_len,
+            num_reqs=metadata.num_reqs,
+            topk=metadata.topk,
+            **self._scales(layer),
+        )
+        self.ops.draft_attention(batch, output, workspace=self.graft.workspace)
+
+    @property
+    def _quantized(self) -> bool:
+        return bool(is_quantized_kv_cache(self.kv_cache_dtype))
+
+    def _kernel_query(
+        self, layer: Attention, query: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        """The query as the kernels of trees take it.
+
+        vLLM's backends ask for e4m3 queries beside an e4m3 cache.
+        """
+        if query.dtype == output.dtype:
+            return query
+        if native(self.graft.workspace.capability, output.dtype):
+            return query
+        return plain_query(query, layer._q_scale, output.dtype)
+
+    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        if self._quantized and kv_cache.dtype == torch.uint8:
+            return kv_cache.view(torch.float8_e4m3fn)
+        return kv_cache
+
+    def _scales(self, layer: Attention) -> dict[str, Any]:
+        quantized = self._quantized
+        return {
+            "scale": self.scale,
+            "k_scale": layer._k_scale if quantized else None,
+            "v_scale": layer._v_scale if quantized else None,
+            "soft_cap": float(getattr(self, "logits_soft_cap", 0.0) or 0.0),
+            "window": self.chunk or window_of(self),
+            "sinks": getattr(self, "sinks", None),
+        }
+
+    # Declared for type checkers; set by the backend's own constructor.
+    kv_cache_dtype: str
+    scale: float
+
+
+@functools.cache
+def _tree_impl(base: type) -> type:
+    """The tree-aware subclass of a backend's implementation, one class per backend."""
+    return type(f"Tree{base.__name__}", (TreeAttentionMixin, base), {})
+
+
+def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_draft: bool) -> None:
+    """Make the attention layer `name` compute tree rows besides what it does already.
+
+    Raises:
+        ConfigError: if the layer keeps its K/V in a layout or format that we can't read, or can't
+            have the window that a draft is to have.
+    """
+    backend = layer.get_attn_backend().get_name()
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"--additional-config.graft.tree needs one of the attention backends "
+            f"{', '.join(BACKENDS)}, but layer {name} uses {backend}: "
+            f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
+        )
+    _refuse_format(name, layer)
+    chunk = chunk_of(layer)
+    if chunk and is_draft:
+        raise ConfigError(
+            f"--additional-config.graft.tree needs a draft without chunked attention, but layer "
+            f"{name} has chunks of {chunk}: remove the graft.tree keys to draft chains"
+        )
+    window = context.draft_window if is_draft else 0
+    if window and (own := window_of(layer.impl)):
+        refuse_window(name, f"has a window of {own} positions of its own")
+    ops = TRITON
+    if backend == "CPU_ATTN":
+        from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
+
+        torch_attention.replace(layer)
+        ops = TORCH
+    elif chunk:
+        keep_whole_batches(layer)
+    # A new instance with the same attributes, because CPython refuses to assign a class with a
+    # mixin to `__class__`.
+    base: type = type(layer.impl)
+    cls = _tree_impl(base)
+    impl: Any = object.__new__(cls)
+    impl.__dict__.update(vars(layer.impl))
+    impl.graft, impl.is_draft, impl.ops, impl.chunk = context, is_draft, ops, chunk
+    impl.skips_trees = why_not(layer) is None
+    impl.window = DraftWindow(window, ops.windowed_table) if window else None
+    layer.impl = impl
+
+
+def _refuse_format(name: str, layer: Attention) -> None:
+    """Refuse K/V of a format that the tree kernel does not read."""
+    impl: Any = layer.impl
+    if impl.kv_cache_dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"--additional-config.graft.tree cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
+            f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
+        )

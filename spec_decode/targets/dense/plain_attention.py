@@ -1,0 +1,191 @@
+"""Attention of tree rows in plain torch: a reference for the kernels, and what a CPU runs."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
+from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.window import first_key
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+
+
+def tree_attention_reference(
+    batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
+) -> None:
+    """The reference of the kernels' ``tree_attention``, in float32, without a ``workspace``.
+
+    It reads lengths on the host.
+    """
+    query, scales = _float_query(batch), (batch.k_scale, batch.v_scale)
+    starts = batch.query_start_loc.tolist()
+    for r, (length, rows) in enumerate(zip(batch.seq_lens.tolist(), batch.num_rows.tolist())):
+        end = starts[r + 1]
+        rows = min(rows, batch.max_rows, end - starts[r])
+        if rows == 0:
+            continue
+        own = slice(end - rows, end)
+        prefix = length - rows
+        first = first_key(prefix, batch.window, chunked=batch.chunked)
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
+        bits = torch.arange(rows, device=query.device)
+        visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
+        visible[:, prefix:] = (batch.row_masks[own, None] >> bits & 1).bool()
+        if batch.window:
+            assert batch.row_depths is not None
+            depths = batch.row_depths[own].long()
+            places = torch.arange(-prefix, rows, device=query.device)
+            places[prefix:] = depths
+            edges = [
+                first_key(prefix + depth, batch.window, chunked=batch.chunked) - prefix
+                for depth in depths.tolist()
+            ]
+            visible &= places >= torch.tensor(edges, device=query.device)[:, None]
+        found = _attend(
+            query[own], key, value, visible[:, first:], batch.scale, batch.soft_cap, batch.sinks
+        )
+        out[own] = found.to(out.dtype)
+
+
+def prefix_attention_reference(
+    batch: TreeBatch, *, multiprocessors: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A :class:`vllm_graft.spec_decode.targets.dense.two_pass.PrefixAttention` in float32.
+
+    Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
+    host.
+    """
+    query = _float_query(batch)
+    out = torch.full(query.shape, float("nan"), device=query.device)
+    lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
+    starts = batch.query_start_loc.tolist()
+    for r, length in enumerate(batch.prefix_lens.tolist()):
+        own = slice(starts[r], starts[r + 1])
+        if length == 0 or own.start == own.stop:
+            continue
+        key, value = _gather(
+            batch.kv_cache, batch.block_table[r], length, batch.k_scale, batch.v_scale
+        )
+        logits = _logits(query[own], key, batch.scale, batch.soft_cap)
+        lse[:, own] = logits.logsumexp(-1).flatten(0, 1)
+        mixed = torch.einsum("hgrn,nhd->rhgd", logits.softmax(-1), value)
+        out[own] = mixed.reshape(out[own].shape)
+    return out, lse
+
+
+def draft_attention_reference(
+    batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
+) -> None:
+    """The reference of the kernels' ``draft_attention``, in float32, without a ``workspace``."""
+    query, topk, slots = _float_query(batch), batch.topk, (batch.level + 1) * batch.topk
+    scales = (batch.k_scale, batch.v_scale)
+    for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
+        own = slice(r * topk, (r + 1) * topk)
+        first = min(first_key(length + batch.level, batch.window), length)
+        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
+        length -= first
+        scratch = batch.scratch_kv[r, :slots].float()
+        own_key, own_value = scratch.chunk(2, dim=-1)
+        visible = torch.zeros(topk, length + slots, dtype=torch.bool, device=query.device)
+        visible[:, :length] = True
+        seen = batch.ancestors[r, :, : batch.level + 1].long()
+        visible.scatter_(1, length + seen, True)
+        key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
+        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks)
+        out[own] = found.to(out.dtype)
+
+
+def write_scratch_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scratch_kv: torch.Tensor,
+    level: int,
+    num_reqs: int,
+    topk: int,
+) -> None:
+    """The reference of the kernels' ``write_scratch``."""
+    rows = num_reqs * topk
+    both = torch.cat([key[:rows], value[:rows]], dim=-1)
+    level_slots = slice(level * topk, (level + 1) * topk)
+    scratch_kv[:num_reqs, level_slots] = both.view(num_reqs, topk, *both.shape[1:])
+
+
+def windowed_table_reference(
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    *,
+    window: int,
+    max_rows: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference of the kernels' ``windowed_table``. It reads lengths on the host."""
+    num_reqs = len(block_table)
+    width = min(table_width(window, max_rows, block_size), block_table.shape[1])
+    table, lens = block_table.new_zeros(num_reqs, width), kv_lens.new_zeros(num_reqs)
+    starts = [0] * (num_reqs + 1) if query_start_loc is None else query_start_loc.tolist()
+    for r, length in enumerate(kv_lens[:num_reqs].tolist()):
+        first = max(0, length - (starts[r + 1] - starts[r]) - window) // block_size
+        seen = [0, *range(max(first, 1), -(-length // block_size))] if length else []
+        seen = [block for block in seen[:width] if block < block_table.shape[1]]
+        table[r, : len(seen)] = block_table[r, seen]
+        lens[r] = min(length - max(first - 1, 0) * block_size, width * block_size)
+    return table, lens
+
+
+def _float_query(batch: TreeBatch | DraftBatch) -> torch.Tensor:
+    """The query in f32; an e4m3 query has a scale."""
+    query = batch.query
+    if query.dtype not in FP8:
+        return query.float()
+    query = query.view(torch.float8_e4m3fn).float()
+    return query if batch.q_scale is None else query * batch.q_scale
+
+
+def _gather(
+    kv_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence from a key on, each f32 ``[length - first, kv_heads, head_size]``."""
+    position = torch.arange(first, length, device=kv_cache.device)
+    block_size = kv_cache.shape[2]
+    rows = kv_cache[blocks[position // block_size].long(), :, position % block_size]
+    fp8 = rows.dtype in FP8
+    rows = rows.view(torch.float8_e4m3fn).float() if fp8 else rows.float()
+    key, value = rows.chunk(2, dim=-1)
+    if fp8 and k_scale is not None:
+        key = key * k_scale
+    if fp8 and v_scale is not None:
+        value = value * v_scale
+    return key, value
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    logits = _logits(query, key, scale, soft_cap).masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[0]]
+    return torch.einsum("hgrn,nhd->rhgd", weights, value).reshape(query.shape)
+
+
+def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
+    """Logits ``[kv_heads, group, rows, keys]``."""
+    rows, _, size = query.shape
+    grouped = query.view(rows, key.shape[1], -1, size)
+    logits = torch.einsum("rhgd,nhd->hgrn", grouped, key) * scale
+    return soft_cap * torch.tanh(logits / soft_cap) if soft_cap > 0 else logits

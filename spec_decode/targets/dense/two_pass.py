@@ -1,0 +1,277 @@
+"""Tree attention in two passes: FlashAttention 3 over the prefix, then the tree's own rows.
+
+Where a request's rows times the heads that share K/V fill a tile of 128, arithmetic bounds
+attention over a long context, and FlashAttention 3 (arXiv:2407.08608) computes faster than our
+Triton kernel. It has no tree mask, so it computes attention over the keys before the tree, which
+all rows see, and returns its log-sum-exp. By that the second pass merges the few keys of the tree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
+from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.targets.dense.window import chunk_of, window_of
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
+    from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
+
+_TILE = 128
+"""Query rows of a program of FlashAttention 3, times the heads that share K/V."""
+
+_SPLIT_BYTES = 128 << 20
+"""Bytes that the partial results of all splits may take; in a graph they stay in its pool."""
+
+_MAX_SPLITS = 64
+
+
+class PrefixAttention(Protocol):
+    """The first pass: attention over the keys before the tree, without a mask."""
+
+    def __call__(
+        self, batch: TreeBatch, *, multiprocessors: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and its log-sum-exp (natural logarithm).
+
+        Args:
+            batch: its ``prefix_lens`` say which keys are read. Where that is 0 the results are
+                arbitrary.
+            multiprocessors: multiprocessors of the device.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size]`` of any floating dtype, and f32
+            ``[num_heads, num_tokens]``.
+        """
+        ...
+
+
+def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
+    """Upper bound of the splits of a request's keys; see `bounded_splits`."""
+    num_tokens, num_heads, head_size = batch.query.shape
+    kv_heads = batch.kv_cache.shape[1]
+    programs = kv_heads * cdiv(batch.max_rows * (num_heads // kv_heads), _TILE)
+    return bounded_splits(num_tokens * num_heads, head_size, programs, multiprocessors)
+
+
+def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) -> int:
+    """Upper bound of the splits of a request's keys, within which FlashAttention decides.
+
+    The bound lets one long request fill the device, and keeps the partial results within a budget.
+    It depends on host values only, so that buffers in a captured graph stay large enough.
+
+    Args:
+        rows: rows of all requests, times query heads.
+        size: numbers of a value.
+        programs: programs of a request and split.
+        multiprocessors: multiprocessors of the device.
+    """
+    fit = int(_SPLIT_BYTES // (4 * rows * (size + 1)))
+    return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
+
+
+def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
+    """FlashAttention's schedule of the first pass, which all layers of a forward pass share.
+
+    One small kernel makes it; without a schedule, each layer would launch that kernel. No device
+    value is read on the host. Arguments are those of `PrefixAttention`.
+
+    Returns:
+        int32, opaque.
+    """
+    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
+
+    kv_heads, block_size = batch.kv_cache.shape[1:3]
+    plan: torch.Tensor = get_scheduler_metadata(
+        batch_size=batch.num_reqs,
+        max_seqlen_q=batch.max_rows,
+        max_seqlen_k=batch.max_seq_len,
+        num_heads_q=batch.query.shape[1],
+        num_heads_kv=kv_heads,
+        headdim=batch.query.shape[2],
+        cache_seqlens=batch.prefix_lens,
+        qkv_dtype=batch.query.dtype,
+        cu_seqlens_q=batch.query_start_loc,
+        page_size=block_size,
+        causal=False,
+        has_softcap=batch.soft_cap > 0,
+        num_splits=num_splits(batch, multiprocessors),
+    )
+    return plan
+
+
+def flash_prefix_attention(
+    batch: TreeBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PrefixAttention` by vLLM's FlashAttention 3; `plan` is `plan_prefix` of the same batch."""
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    # TMA requires aligned strides, even of the dimension of a single KV head.
+    key, value = (
+        canonicalize_singleton_dim_strides(part)
+        for part in batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
+    )
+    scales = (batch.num_reqs, batch.kv_cache.shape[1])
+    out, lse = flash_attn_varlen_func(
+        q=batch.query,
+        k=key,
+        v=value,
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_rows,
+        seqused_k=batch.prefix_lens,
+        max_seqlen_k=batch.max_seq_len,
+        block_table=batch.block_table,
+        softmax_scale=batch.scale,
+        softcap=batch.soft_cap,
+        causal=False,
+        return_softmax_lse=True,
+        scheduler_metadata=plan,
+        q_descale=None if batch.q_scale is None else batch.q_scale.expand(scales),
+        k_descale=None if batch.k_scale is None else batch.k_scale.expand(scales),
+        v_descale=None if batch.v_scale is None else batch.v_scale.expand(scales),
+        num_splits=num_splits(batch, multiprocessors),
+        fa_version=3,
+    )
+    return out, lse
+
+
+def two_pass_attention(
+    batch: TreeBatch | LatentBatch,
+    out: torch.Tensor | None,
+    *,
+    multiprocessors: int,
+    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_prefix_attention,
+    own_attention: Callable[..., None] = attend_own_rows,
+) -> torch.Tensor:
+    """Attention of tree rows by two kernels; the result equals that of one kernel.
+
+    Args:
+        batch: a batch whose queries have at most ``max_rows`` rows each.
+        out: like the query, bf16 or fp16. None completes what the first pass returns, in place;
+            `attend_own_latents` can do so.
+        multiprocessors: multiprocessors of the device.
+        prefix_attention: the first pass, a `PrefixAttention` of such batches.
+        own_attention: the second pass, which says what becomes of rows that are of no tree.
+
+    Returns:
+        `out`, or the first pass's output.
+    """
+    if batch.num_reqs == 0:
+        return torch.zeros_like(batch.query) if out is None else out
+    prefix_out, prefix_lse = prefix_attention(batch, multiprocessors=multiprocessors)
+    out = prefix_out if out is None else out
+    own_attention(batch, prefix_out, prefix_lse, out)
+    return out
+
+
+class Passes(NamedTuple):
+    """The two passes over one kind of keys.
+
+    Attributes:
+        plan: makes the schedule of the first pass.
+        prefix: the first pass, a `PrefixAttention` with a ``plan``.
+        own: the second pass.
+    """
+
+    plan: Callable[..., torch.Tensor]
+    prefix: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    own: Callable[..., None]
+
+
+PLAIN_PASSES = Passes(plan_prefix, flash_prefix_attention, attend_own_rows)
+"""Both passes over K and V."""
+
+
+@dataclass
+class TwoPass:
+    """The two passes, for layers of one geometry and the batches for which they are chosen.
+
+    Attributes:
+        choice: which kernel computes which batch.
+        passes: what computes.
+    """
+
+    choice: KernelChoice
+    passes: Passes = field(default_factory=lambda: PLAIN_PASSES)
+    _planned: Any = None
+    _capturing: bool = False
+    _plan: torch.Tensor | None = None
+
+    def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
+        """Whether the two passes compute a batch; only host values decide.
+
+        Args:
+            metadata: vLLM's metadata of the attention backend, for a batch in which every request
+                verifies a tree.
+            max_rows: upper bound of a request's rows.
+            alike: whether query and cache are both fp8 or neither, as FlashAttention requires.
+        """
+        num_reqs = metadata.query_start_loc.shape[0] - 1
+        if self.choice.of(num_reqs, max_rows) != "flash":
+            return False
+        if alike and metadata.num_actual_tokens == num_reqs * max_rows:
+            return True
+        self.choice.declined += 1
+        return False
+
+    def attend(
+        self,
+        batch: TreeBatch | LatentBatch,
+        out: torch.Tensor | None,
+        metadata: Any,
+        *,
+        multiprocessors: int,
+    ) -> torch.Tensor:
+        """Compute a batch for which `takes` was true.
+
+        Args:
+            batch: the batch, without padding rows in its query.
+            out: like the query, but it may have padding rows, which stay untouched; or None, as in
+                `two_pass_attention`.
+            metadata: the object that `takes` saw; each forward pass has its own.
+            multiprocessors: multiprocessors of the device.
+
+        Returns:
+            The rows of the batch, like the query.
+        """
+        # A plan made before a capture is not in the captured graph: its replays would read the
+        # plan of another batch.
+        capturing = torch.cuda.is_current_stream_capturing()
+        if self._planned is not metadata or self._capturing != capturing:
+            self._plan = self.passes.plan(batch, multiprocessors=multiprocessors)
+            self._planned, self._capturing = metadata, capturing
+        return two_pass_attention(
+            batch,
+            None if out is None else out[: batch.query.shape[0]],
+            multiprocessors=multiprocessors,
+            prefix_attention=functools.partial(self.passes.prefix, plan=self._plan),
+            own_attention=self.passes.own,
+        )
+
+
+def why_not(layer: Attention) -> str | None:
+    """Why a layer's trees can't be attended in two passes; None if they can."""
+    impl: Any = layer.impl
+    backend = layer.get_attn_backend().get_name()
+    if backend != "FLASH_ATTN":
+        return f"the attention backend is {backend}, not FLASH_ATTN"
+    if impl.vllm_flash_attn_version != 3:
+        return f"vLLM uses FlashAttention {impl.vllm_flash_attn_version} here, not 3"
+    if window_of(impl):
+        return "the layer has a sliding window, whose edge FlashAttention counts by slots"
+    if chunk_of(layer):
+        return "the layer has chunked attention, whose batches vLLM splits by chunks"
+    if impl.batch_invariant_enabled:
+        return "VLLM_BATCH_INVARIANT is set, and splits depend on the batch"
+    if impl.kv_cache_dtype.startswith("fp8") and not impl.supports_quant_query_input:
+        return f"queries are not quantized beside the {impl.kv_cache_dtype} K/V cache"
+    return None

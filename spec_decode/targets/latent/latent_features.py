@@ -1,0 +1,31 @@
+"""Which targets have latents of MLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_graft.hooks.feature import Feature, if_model_has
+
+
+def sparse_in(model: Any) -> str:
+    """What a model has of sparse attention, as the words after "The target"; empty for none."""
+    text = model.hf_text_config
+    # DeepSeek V3.2, GLM-5 and others have an indexer; DeepSeek V4 compresses keys besides.
+    has = hasattr(text, "index_topk") or getattr(text, "compress_ratios", None)
+    return "uses sparse attention, whose indexer picks the keys of a row" if has else ""
+
+
+LATENT: tuple[Feature, ...] = (
+    Feature(
+        "MLA attention",
+        "It caches latents instead of K and V.",
+        in_model=if_model_has("use_mla", "uses MLA attention, for which there is no tree kernel"),
+    ),
+    Feature(
+        "sparse attention",
+        "An indexer picks the keys of a row in the order of their slots, other branches among "
+        "them.",
+        in_model=sparse_in,
+        in_layer=lambda layer: bool(getattr(layer.impl, "is_sparse", False)),
+    ),
+)

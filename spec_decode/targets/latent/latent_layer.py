@@ -1,0 +1,325 @@
+"""Grafts tree attention onto layers with MLA, of a target or of a draft, in its absorbed form.
+
+vLLM computes a batch's leading requests in the absorbed form, where all heads read latents, and the
+others with K and V of each head, which it makes of the latents. Both see keys in the order of their
+slots. In which form a tree's rows would be computed depends on the backend and on the lengths of
+the other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute
+rows of trees in the absorbed form by our kernel, whatever else is in the batch. A level of a
+draft's tree has such rows alone, and their latents go to a scratch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.config.supported import KV_DTYPES, LATENT_BACKENDS
+from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
+from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
+from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
+from vllm_graft.spec_decode.targets.latent import latent_attention as kernels
+from vllm_graft.spec_decode.targets.latent import plain_latent as reference
+from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
+from vllm_graft.spec_decode.verification.context import VerifyMode
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+_KIMI = "vllm.models.kimi_k3.nvidia.mla"
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether a layer has MLA, Kimi Linear's or that of other models."""
+    # The module brings many kernels: it is there if such a layer is.
+    module = sys.modules.get(_KIMI)
+    kimi = module is not None and isinstance(layer, module.MultiHeadLatentAttention)
+    return kimi or isinstance(layer, MLAAttention)
+
+
+class LatentOps(NamedTuple):
+    """The operations of tree attention over latents, by Triton kernels or in plain torch."""
+
+    attention: Callable[..., None]
+    copy_tree_rows: Callable[..., None]
+    draft_attention: Callable[..., None]
+    write_scratch: Callable[..., None]
+
+
+TRITON = LatentOps(
+    kernels.latent_attention,
+    kernels.copy_tree_rows,
+    kernels.latent_draft_attention,
+    write_scratch,
+)
+TORCH = LatentOps(
+    reference.latent_attention_reference,
+    reference.copy_tree_rows_reference,
+    reference.latent_draft_attention_reference,
+    write_scratch_reference,
+)
+
+
+class TreePart(NamedTuple):
+    """The part of a batch in which trees are.
+
+    Attributes:
+        num_reqs: requests up to the last one with a tree.
+        num_tokens: their rows.
+        block_table: int32 ``[num_reqs, max_blocks]``.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    block_table: torch.Tensor
+
+
+@dataclass
+class LatentTrees:
+    """Computes rows of trees over a layer's latents.
+
+    Attributes:
+        layer: an ``MLAAttention``, or a layer with its parts.
+        context: what the tree parts of the worker share.
+        ops: what computes rows of trees.
+        two_pass: the two passes, and where they are chosen; None where the kernel is the only one.
+    """
+
+    layer: Any
+    context: TreeContext
+    ops: LatentOps
+    two_pass: TwoPass | None = field(default=None, init=False)
+
+    def part(self, metadata: Any) -> TreePart:
+        """Where the trees of a batch are."""
+        return self.context.once(metadata, self._tree_part)
+
+    def verify(
+        self,
+        query: torch.Tensor,
+        rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+    ) -> None:
+        """Compute the rows of a batch's trees into `output`; other rows stay as they are.
+
+        Args:
+            query: absorbed queries of the rows of `part`, ``[num_tokens, num_heads, rank]``.
+            rope: their rotated parts, ``[num_tokens, num_heads, rope]``.
+            kv_cache: ``[num_blocks, block_size, rank + rope]``, the rows' latents among them.
+            metadata: vLLM's ``MLACommonMetadata``.
+            output: ``[>= num_tokens, num_heads * v_head_dim]``.
+        """
+        layer, context, part = self.layer, self.context, self.part(metadata)
+        batch = LatentBatch(
+            query=query,
+            query_rope=rope,
+            latents=kv_cache,
+            query_start_loc=metadata.query_start_loc[: part.num_reqs + 1],
+            prefix_lens=context.rows.prefix_lens[: part.num_reqs],
+            block_table=part.block_table,
+            row_masks=context.rows.row_masks,
+            num_rows=context.rows.num_rows,
+            # The queries of a captured graph may be narrower than the widest tree.
+            max_rows=min(context.shape.num_nodes + 1, metadata.max_query_len),
+            max_seq_len=metadata.max_seq_len,
+            scale=layer.scale,
+            k_scale=self.k_scale,
+            mixed=context.mode is VerifyMode.MIXED,
+        )
+        attended = self._attended(batch, metadata)
+        rows = output[: part.num_tokens]
+        if not batch.mixed:
+            layer._v_up_proj(attended, out=rows)
+            return
+        values = torch.empty_like(rows)
+        layer._v_up_proj(attended, out=values)
+        self.ops.copy_tree_rows(values, rows, batch)
+
+    def _attended(self, batch: LatentBatch, metadata: Any) -> torch.Tensor:
+        """Weighted latents of tree rows, by the kernel that is chosen for such a batch.
+
+        Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
+        its buffers among rows might spread. So they are zeros, but for those of a mixed batch,
+        which are not used.
+        """
+        space, two_pass = self.context.workspace, self.two_pass
+        if (
+            two_pass is not None
+            and not batch.mixed
+            and two_pass.takes(metadata, batch.max_rows, alike=True)
+        ):
+            # The second pass writes the zeros.
+            return two_pass.attend(batch, None, metadata, multiprocessors=space.multiprocessors)
+        out = torch.empty_like(batch.query) if batch.mixed else torch.zeros_like(batch.query)
+        self.ops.attention(batch, out, workspace=space)
+        return out
+
+    def absorbed(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts of queries that meet latents and rotated parts."""
+        layer = self.layer
+        nope, rope = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+        query = q.new_empty(*nope.shape[:2], layer.kv_lora_rank)
+        torch.bmm(nope.transpose(0, 1), layer.W_UK_T, out=query.transpose(0, 1))
+        return query, rope
+
+    @property
+    def k_scale(self) -> torch.Tensor | None:
+        layer = self.layer
+        return layer._k_scale if is_quantized_kv_cache(layer.kv_cache_dtype) else None
+
+    def _tree_part(self, metadata: Any) -> TreePart:
+        """Where the trees of a batch are, by host values alone."""
+        num_reqs, num_tokens = metadata.num_reqs, metadata.num_actual_tokens
+        step = self.context.step
+        if self.context.mode is VerifyMode.MIXED and step is not None:
+            # vLLM puts requests with drafts first.
+            drafts = step.batch.num_draft_tokens_per_req
+            assert drafts is not None
+            num_reqs = int(drafts.nonzero()[0][-1]) + 1
+            num_tokens = int(step.batch.num_scheduled_tokens[:num_reqs].sum())
+        # The metadata has the tables of both forms apart. A captured batch is in one form, so that
+        # its table is the engine's own, which replays find filled.
+        forms = [form for form in (metadata.decode, metadata.prefill) if form is not None]
+        tables = [form.block_table for form in forms]
+        table = tables[0] if len(tables[0]) >= num_reqs else torch.cat(tables)
+        return TreePart(num_reqs, num_tokens, table[:num_reqs])
+
+
+@dataclass
+class TreeLatents(LatentTrees):
+    """In place of a layer's ``forward_impl``: computes tree rows, passes other rows on.
+
+    Attributes:
+        stock: the layer's own ``forward_impl``.
+        is_draft: whether the layer is the draft's, whose levels have a metadata of their own.
+    """
+
+    stock: Callable[..., torch.Tensor]
+    is_draft: bool = False
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``.
+
+        Args:
+            q: ``[num_tokens, num_heads, qk_head_dim]``.
+            k_c_normed: latents of the rows ``[num_tokens, rank]``, which are in the cache already,
+                but for those of a draft's level.
+            k_pe: their rotated parts ``[num_tokens, 1, rope]``, likewise.
+            kv_cache: ``[num_blocks, block_size, rank + rope]``.
+            attn_metadata: vLLM's ``MLACommonMetadata``, our `DraftTreeMetadata` in a draft's level,
+                or None in a run without attention.
+            output: receives the result.
+            *args: passed on.
+            **kwargs: passed on.
+        """
+        if isinstance(attn_metadata, DraftTreeMetadata):
+            self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
+            return output
+        mode = VerifyMode.NONE if self.is_draft else self.context.mode
+        plain = attn_metadata is None or mode is VerifyMode.NONE
+        if plain or mode is VerifyMode.MIXED:
+            self.stock(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
+        if not plain:
+            count = self.part(attn_metadata).num_tokens
+            self.verify(*self.absorbed(q[:count]), kv_cache, attn_metadata, output)
+        return output
+
+    def _draft(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        rotated: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: DraftTreeMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Compute a level of the draft's trees, whose latents are kept in the scratch."""
+        layer, rows = self.layer, len(q)
+        self.ops.write_scratch(
+            latent.view(rows, 1, layer.kv_lora_rank),
+            rotated.view(rows, 1, layer.qk_rope_head_dim),
+            metadata.scratch,
+            metadata.level,
+            metadata.num_reqs,
+            metadata.topk,
+        )
+        query, rope = self.absorbed(q)
+        batch = LatentDraftBatch(
+            query=query,
+            query_rope=rope,
+            latents=kv_cache,
+            scratch=metadata.scratch,
+            ancestors=metadata.ancestors,
+            level=metadata.level,
+            prefix_lens=metadata.prefix_lens,
+            block_table=metadata.block_table,
+            num_reqs=metadata.num_reqs,
+            topk=metadata.topk,
+            max_seq_len=metadata.max_seq_len,
+            scale=layer.scale,
+            k_scale=self.k_scale,
+        )
+        attended = torch.empty_like(query)
+        self.ops.draft_attention(batch, attended, workspace=self.context.workspace)
+        layer._v_up_proj(attended, out=output)
+
+
+def ops_for(name: str, layer: Any, *, is_draft: bool = False) -> LatentOps:
+    """The operations that read the latents of the layer `name`.
+
+    Raises:
+        ConfigError: if it keeps them in a layout or format that we can't read.
+    """
+    backend = layer.get_attn_backend().get_name()
+    if backend not in LATENT_BACKENDS:
+        raise ConfigError(
+            f"--additional-config.graft.tree needs one of the attention backends "
+            f"{', '.join(LATENT_BACKENDS)} for MLA, but layer {name} uses {backend}: pass "
+            f"--{'speculative-config.attention_backend' if is_draft else 'attention-backend'} "
+            f"{'CPU_MLA' if backend == 'AMX_MLA' else 'TRITON_MLA'}"
+        )
+    if layer.kv_cache_dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"--additional-config.graft.tree cannot read --kv-cache-dtype {layer.kv_cache_dtype} "
+            f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
+        )
+    return TORCH if backend == "CPU_MLA" else TRITON
+
+
+def graft_latents(
+    name: str, layer: MLAAttention, context: TreeContext, *, is_draft: bool = False
+) -> None:
+    """Make the layer `name` compute tree rows besides what it does already.
+
+    Raises:
+        ConfigError: if the layer keeps its latents in a layout or format that we can't read, or
+            writes its output in another format than its queries have.
+    """
+    ops = ops_for(name, layer, is_draft=is_draft)
+    if layer._vllm_config.compilation_config.pass_config.fuse_attn_quant:
+        raise ConfigError(
+            f"--compilation-config.pass_config.fuse_attn_quant quantizes what layer {name} "
+            f"returns, and --additional-config.graft.tree does not: set it to false"
+        )
+    trees = TreeLatents(layer, context, ops, layer.forward_impl, is_draft)
+    layer.forward_impl = layer.tree_latents = trees

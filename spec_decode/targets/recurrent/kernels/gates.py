@@ -1,0 +1,248 @@
+"""What decays a recurrent state, and how a row continues it: three kinds, one notation.
+
+A head's state is a matrix ``S`` ``[V, K]``. A row decays it, writes a value ``v`` ``[V]`` under a
+key ``k`` ``[K]``, and reads it with a query ``q`` ``[K]``. There are three kinds of decay:
+
+- a number per head: the gated delta rule (GDN; Yang et al. 2024, arXiv 2412.06464). A share
+  ``beta`` of the value replaces what the state holds under the key, whose length is 1;
+- a number per key, so per column of the state: Kimi Delta Attention (KDA, arXiv 2510.26692), which
+  replaces values in the same way;
+- selective: Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One step per row and head both decays the
+  state and weighs what is added. There ``K`` is called ``N`` and ``V`` is called ``P``. ``B`` is
+  the key, ``C`` the query, and the input ``x`` is the value.
+
+The kind is a constant of each kernel, so that a kernel is compiled with the code of one kind.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+
+
+class Decay(enum.IntEnum):
+    """Kinds of decay."""
+
+    SCALAR = 1
+    BY_KEY = 2
+    SELECTIVE = 3
+
+
+_BY_KEY = tl.constexpr(int(Decay.BY_KEY))
+_SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))
+
+_TILES = {Decay.SCALAR: (32, 4), Decay.BY_KEY: (8, 1), Decay.SELECTIVE: (32, 4)}
+
+
+def tile_of(decay: Decay, value: int) -> tuple[int, int]:
+    """Rows of a state of `value` rows that a program keeps, and its warps.
+
+    So sums over keys are taken in the order of vLLM's kernels for chains. With one warp that order
+    is the same for any number of rows.
+    """
+    most, warps = _TILES[decay]
+    return min(most, next_power_of_2(value)), warps
+
+
+def numbers_of(decay: Decay, key: int) -> int:
+    """Numbers per row and head that are kept of the gates of states with `key` columns."""
+    return {Decay.SCALAR: 2, Decay.BY_KEY: key + 1, Decay.SELECTIVE: 1}[decay]
+
+
+class DeltaGates(NamedTuple):
+    """Gates of the gated delta rule.
+
+    Attributes:
+        decays: ``[num_rows, heads]``, before ``softplus``.
+        betas: ``[num_rows, heads]``, before the sigmoid.
+        log_rates: f32 ``[heads]``, logarithms of the rates of decay.
+        decay_bias: ``[heads]``, added to ``decays``.
+    """
+
+    decays: torch.Tensor
+    betas: torch.Tensor
+    log_rates: torch.Tensor
+    decay_bias: torch.Tensor
+
+
+class KeyDecays(NamedTuple):
+    """Gates of Kimi Delta Attention.
+
+    Attributes:
+        decays: ``[num_rows, heads, K]``, before the activation; contiguous within a row.
+        betas: ``[num_rows, heads]``, before the sigmoid; heads contiguous.
+        log_rates: f32 ``[heads]``, logarithms of the rates of decay.
+        decay_bias: f32 ``[heads * K]``, added to ``decays``.
+        lower_bound: of the logarithm of a decay, negative: decays are
+            ``exp(lower_bound * sigmoid(rate * x))``. None for ``exp(-rate * softplus(x))``.
+    """
+
+    decays: torch.Tensor
+    betas: torch.Tensor
+    log_rates: torch.Tensor
+    decay_bias: torch.Tensor
+    lower_bound: float | None
+
+
+class SelectiveGates(NamedTuple):
+    """Gates of Mamba-2.
+
+    Attributes:
+        steps: ``[num_rows, heads]``, before ``softplus``.
+        rates: f32 ``[heads]``, negative rates of decay (``A``).
+        step_bias: ``[heads]``, added to ``steps``.
+        skips: ``[heads]``, share of the input that is added to the output (``D``).
+    """
+
+    steps: torch.Tensor
+    rates: torch.Tensor
+    step_bias: torch.Tensor
+    skips: torch.Tensor
+
+
+Gates = DeltaGates | KeyDecays | SelectiveGates
+
+
+class GateArguments(NamedTuple):
+    """Gates of any kind as a kernel takes them.
+
+    Attributes:
+        decay: the kind.
+        decays: decays or steps of the rows.
+        betas: shares of the rows' values; None of Mamba-2, whose steps are the shares.
+        rates: of decay; logarithms but for Mamba-2.
+        bias: added to ``decays``.
+        skips: of Mamba-2; else None.
+        lower_bound: of logarithms of decays; None without one.
+    """
+
+    decay: Decay
+    decays: torch.Tensor
+    betas: torch.Tensor | None
+    rates: torch.Tensor
+    bias: torch.Tensor
+    skips: torch.Tensor | None = None
+    lower_bound: float | None = None
+
+
+def arguments_of(gates: Gates) -> GateArguments:
+    """The gates as a kernel takes them."""
+    if isinstance(gates, SelectiveGates):
+        steps, rates, bias, skips = gates
+        return GateArguments(Decay.SELECTIVE, steps, None, rates, bias, skips)
+    if isinstance(gates, KeyDecays):
+        return GateArguments(Decay.BY_KEY, *gates[:4], lower_bound=gates.lower_bound)
+    return GateArguments(Decay.SCALAR, *gates)
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, which is `x` itself where that is large, as in vLLM's kernels."""
+    return tl.where(x <= 20.0, tl.log(1 + tl.exp(x)), x)
+
+
+@triton.jit
+def places_of(
+    head,
+    DECAY: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    """Where a row has a head's query, key and value.
+
+    Queries, keys and values of all heads lie behind each other; of Mamba-2 values, keys, queries.
+    """
+    group = head // (HEADS // GROUPS)
+    if DECAY == _SELECTIVE:
+        value = head * VALUE
+        key = HEADS * VALUE + group * KEY
+        query = key + GROUPS * KEY
+    else:
+        query = group * KEY
+        key = GROUPS * KEY + group * KEY
+        value = 2 * GROUPS * KEY + head * VALUE
+    return query, key, value
+
+
+@triton.jit
+def rate_of(rates, head, DECAY: tl.constexpr):
+    """A head's rate of decay."""
+    rate = tl.load(rates + head).to(tl.float32)
+    if DECAY != _SELECTIVE:
+        rate = tl.exp(rate)
+    return rate
+
+
+@triton.jit
+def log_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
+    """Logarithms of decays of a delta rule.
+
+    Args:
+        x: f32, decays with their bias, before the activation.
+        rate: the head's rate of decay.
+        lower_bound: as in `KeyDecays`; any number without one.
+        BOUNDED: whether there is one.
+    """
+    return lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
+
+
+@triton.jit
+def gated(x, beta, rate, lower_bound, DECAY: tl.constexpr, BOUNDED: tl.constexpr):
+    """Logarithms of decays, and the shares of values that enter the state.
+
+    Args:
+        x: f32, decays or steps with their bias, before the activation.
+        beta: f32, before the sigmoid; None of Mamba-2.
+        rate: the head's rate of decay.
+        lower_bound: as in `log_decay`.
+        DECAY: the kind.
+        BOUNDED: as in `log_decay`.
+    """
+    if DECAY == _SELECTIVE:
+        share = softplus(x)
+        decay = rate * share
+    else:
+        share = tl.sigmoid(beta)
+        decay = log_decay(x, rate, lower_bound, BOUNDED)
+    return decay, share
+
+
+@triton.jit
+def of_length_one(x, DECAY: tl.constexpr):
+    """A query or key of a delta rule, as vLLM's kernel for chains makes it."""
+    square = tl.sum(x * x) + 1e-6
+    return x / tl.sqrt(square) if DECAY == _BY_KEY else x * tl.rsqrt(square)
+
+
+@triton.jit
+def stepped(state, key, value, decay, share, DECAY: tl.constexpr):
+    """The state behind a row.
+
+    Args:
+        state: f32 ``[V, K]``, before it.
+        key: f32 ``[K]``, of length 1 but of Mamba-2.
+        value: f32 ``[V]``.
+        decay: f32, a logarithm; ``[K]`` where it is by key.
+        share: of the value.
+        DECAY: the kind.
+    """
+    if DECAY == _SELECTIVE:
+        # By the power of two, as in vLLM's kernel for chains.
+        state = state * tl.exp2(1.4426950408889634 * decay)
+        state += (key * share)[None, :] * value[:, None]
+    else:
+        if DECAY == _BY_KEY:
+            decay = decay[None, :]
+        state *= tl.exp(decay)
+        change = (value - tl.sum(state * key[None, :], 1)) * share
+        state += change[:, None] * key[None, :]
+    return state

@@ -1,0 +1,222 @@
+"""Grafts trees onto recurrent layers: what the grafts of all kinds share.
+
+vLLM sends rows of requests that it verifies drafts of through a convolution and a recurrence of
+their own, each row behind the row before. A graft stands before both and lets each row continue its
+parent. All other rows are computed by the layer itself, as a batch of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, Gates, numbers_of
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.recurrent_form import allocate_inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
+    from vllm_graft.spec_decode.verification.context import TreeContext
+
+
+class Parted(NamedTuple):
+    """The two parts of a batch with verified requests.
+
+    Attributes:
+        rows: the rows of requests that drafts are verified of.
+        others: vLLM's metadata of the rest alone; None if there is none.
+        max_rows: most rows of a request, if their inputs are kept; 0 if their states are written.
+    """
+
+    rows: RecurrentRows
+    others: Any
+    max_rows: int = 0
+
+
+@dataclass
+class TreeRecurrence:
+    """In place of a layer's pass: each verified row continues its parent's state.
+
+    A pass either writes each row's state to the row's column, or writes no state and keeps the
+    rows' inputs, by which the accepted path's state is made afterwards.
+
+    A kind of layer is a subclass, called in place of the layer's method `PASS`.
+
+    Attributes:
+        layer: the layer.
+        context: what the tree parts of the worker share.
+        stock: the layer's own pass.
+        inputs: keeps the rows' inputs; None if every pass writes states.
+    """
+
+    PASS: ClassVar[str]
+    """Name of the layer's method."""
+
+    DECAY: ClassVar[Decay]
+    """The kind of decay of its states."""
+
+    SEAMS: ClassVar[tuple[str, ...]] = ("recurrent",)
+    """Parts of the ledger that it relies on."""
+
+    layer: Any
+    context: TreeContext
+    stock: Callable[..., Any]
+    inputs: LayerInputs | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a batch as the layer's own pass would."""
+        raise NotImplementedError
+
+    @classmethod
+    def graft(cls, name: str, layer: Any, context: TreeContext) -> None:
+        """Make the layer `name` compute tree rows besides what it does already.
+
+        Raises:
+            ConfigError: if the layer keeps its states in another way than a column per row, or is
+                computed by kernels that ours don't stand for.
+        """
+        cls.prepare(name, layer)
+        require_columns(name, layer)
+        trees = cls(layer, context, getattr(layer, cls.PASS))
+        if context.recurrent_form != "states":
+            gates = numbers_of(cls.DECAY, trees.key_size), trees.heads
+            trees.inputs = allocate_inputs(layer.conv1d.weight, gates, context, trees.dtype)
+        layer.tree_recurrence = trees
+        setattr(layer, cls.PASS, trees.installed())
+
+    @classmethod
+    def prepare(cls, name: str, layer: Any) -> None:
+        """Refuse the layer, or have it take the pass that is replaced."""
+
+    def installed(self) -> Callable[..., Any]:
+        """What takes the place of the layer's pass."""
+        return self
+
+    @property
+    def heads(self) -> int:
+        """Heads of values of this rank."""
+        return len(self.layer.A_log)
+
+    @property
+    def key_size(self) -> int:
+        """Columns of a state, where decays are by key; else 0, as the gates have no such size."""
+        return 0
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of what is behind the convolution; None for that of its weight."""
+        return None
+
+    @property
+    def groups(self) -> int:
+        """Heads of queries and keys of this rank, or groups of ``B`` and ``C``."""
+        raise NotImplementedError
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Weights of the convolution ``[features, taps]``."""
+        weights: torch.Tensor = self.layer.conv1d.weight.flatten(1)
+        return weights
+
+    @property
+    def silu(self) -> bool:
+        """Whether SiLU follows the convolution; otherwise there is no activation."""
+        return self.layer.activation in ("silu", "swish")
+
+    def fold_gates(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Rates and biases by which states are continued later, as of `FoldedLayer`."""
+        return self.layer.A_log, self.layer.dt_bias
+
+    def recur(self, inputs: torch.Tensor, gates: Gates, part: Parted, out: torch.Tensor) -> None:
+        """Send rows through convolution and recurrence.
+
+        Args:
+            inputs: ``[num_rows, features]``, before the convolution.
+            gates: of the rows.
+            part: which row continues which, and what is kept.
+            out: ``[num_rows, heads, V]``, receives the result.
+        """
+        layer, rows = self.layer, part.rows
+        kept = self.inputs if part.max_rows else None
+        mixed = tree_conv(
+            inputs,
+            windows_of(layer),
+            self.weights,
+            layer.conv1d.bias,
+            rows,
+            silu=self.silu,
+            outputs=None if kept is None else kept.rows[: len(inputs)],
+        )
+        states, groups = layer.kv_cache[1], self.groups
+        if kept is None:
+            tree_recurrence(mixed, gates, states, rows, out, groups=groups)
+            return
+        noted = self.context.kept
+        assert noted is not None
+        tree_chunk(
+            mixed,
+            gates,
+            states,
+            rows,
+            noted,
+            kept.gates,
+            out,
+            groups=groups,
+            max_rows=part.max_rows,
+        )
+
+
+def graft_of(layer: Any) -> TreeRecurrence | None:
+    """What computes a layer's trees; None if it has no graft."""
+    return getattr(layer, "tree_recurrence", None)
+
+
+def windows_of(layer: Any) -> torch.Tensor:
+    """A layer's windows of inputs, ``[num_blocks, dim, slots]``, in either layout of vLLM's."""
+    windows: torch.Tensor = layer.kv_cache[0]
+    return windows if is_conv_state_dim_first() else windows.transpose(-1, -2)
+
+
+def metadata_of(layer: Any) -> Any:
+    """The layer's metadata in the pass under way; None in a run without attention."""
+    known = get_forward_context().attn_metadata
+    return known.get(layer.prefix) if isinstance(known, dict) else None
+
+
+@contextlib.contextmanager
+def told(layer: Any, metadata: Any) -> Iterator[None]:
+    """Let the layer find this metadata in place of its own."""
+    known = get_forward_context().attn_metadata
+    assert isinstance(known, dict)
+    stock = known[layer.prefix]
+    known[layer.prefix] = metadata
+    try:
+        yield
+    finally:
+        known[layer.prefix] = stock
+
+
+def require_columns(name: str, layer: Any) -> None:
+    """Refuse a layer that does not keep a state per row.
+
+    Raises:
+        ConfigError: if vLLM keeps the states of the layer `name` in another way.
+    """
+    mode = layer.cache_config.mamba_cache_mode
+    if mode not in ("none", "align"):
+        raise ConfigError(
+            f"--mamba-cache-mode is {mode}, which --additional-config.graft.tree does not know how "
+            f"to keep in step with trees in layer {name}: set it to align or none, or set "
+            f"--additional-config.graft.tree.topk to 1 for a chain"
+        )

@@ -1,0 +1,138 @@
+"""Drafts that see a window of the text: what they see, and that answers stay the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.drafted import Drafted, drafted
+from tests.support.windowed_reference import compared
+from vllm_graft.spec_decode.targets.dense import draft_window
+from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama, write_mimo
+from vllm_graft.testing.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+WINDOW, BLOCK = 16, 32
+
+OPTIONS: dict[str, Any] = {"max_model_len": 448, "block_size": BLOCK, "max_num_batched_tokens": 160}
+
+
+@pytest.fixture(scope="module")
+def requests(pair: Pair) -> list[Request]:
+    """Prompts of 284 and 345 tokens; two requests share each."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
+    texts = ["\n".join(pair.prompts[4 * place :][:4]) for place in range(2)]
+    return [Request(text, {"max_tokens": 16, **kind}) for text in texts for kind in kinds]
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair, requests: list[Request]) -> list[Answer]:
+    with pair.engine(**OPTIONS) as llm:
+        return answer_all(llm, requests)
+
+
+def test_rows_see_their_window_and_answers_are_the_target_s(
+    pair: Pair, requests: list[Request], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come in parts, share prefixes, and are preempted for lack of blocks."""
+    few = {**OPTIONS, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    tree = {"draft_window": WINDOW}
+    with pair.engine(nodes=7, topk=3, steps=3, tree=tree, **few) as llm:
+        with scheduling(llm) as schedule, compared(monkeypatch, WINDOW) as seen:
+            assert differing(answer_all(llm, requests), alone) == []
+        (info,) = llm.collective_rpc("graft_info")
+        assert counter(llm, "vllm:prefix_cache_hits") > 0
+    assert schedule.prompt_chunks > 0
+    assert schedule.preempted > 0
+    assert info["counters"]["tree"]["draft_window"] == WINDOW
+    assert min(seen.levels, seen.accepted) > 100
+    assert seen.otherwise > seen.narrower / 2 > 100
+
+
+def test_rows_that_see_too_much_are_found(
+    pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: one block too many is read, which holds NaN."""
+    stock = draft_window.DraftWindow.__init__
+
+    def widened(self: Any, tokens: int, narrow: Any) -> None:
+        stock(self, tokens + BLOCK, narrow)
+
+    monkeypatch.setattr(draft_window.DraftWindow, "__init__", widened)
+    with (
+        pair.engine(nodes=3, topk=2, steps=2, tree={"draft_window": WINDOW}, **OPTIONS) as llm,
+        compared(monkeypatch, WINDOW),
+        pytest.raises(AssertionError, match="not close"),
+    ):
+        answer_all(llm, requests[:1])
+
+
+def drafts(pair: Pair, requests: list[Request], alone: list[Answer], **options: Any) -> Drafted:
+    """What an engine with 7 nodes drafts; its answers have to be the target's."""
+    tree = options.pop("tree", {})
+    with (
+        pair.engine(nodes=7, topk=3, steps=3, tree=tree, **OPTIONS, **options) as llm,
+        drafted(llm) as found,
+    ):
+        assert differing(answer_all(llm, requests), alone) == []
+        if options.get("graphs"):
+            graphs = model_runner(llm).speculator.draft_graphs()
+            assert sum(graph.replays for graph in graphs) > 0
+            del graphs
+    return dict(found)
+
+
+def test_a_short_window_changes_drafts_and_a_long_one_does_not(
+    pair: Pair, requests: list[Request], alone: list[Answer]
+) -> None:
+    few = requests[1:2], alone[1:2]
+    whole = drafts(pair, *few)
+    long = {"draft_window": OPTIONS["max_model_len"]}
+    assert drafts(pair, *few, tree=long) == whole
+    narrow = drafts(pair, *few, tree={"draft_window": WINDOW})
+    common = [key for key in whole if key in narrow]
+    assert len(common) > 5
+    assert sum(whole[key] != narrow[key] for key in common) > len(common) / 4
+
+
+def test_kernels_in_graphs_draft_the_same(pair: Pair) -> None:
+    """Interpreted kernels, replayed: a graph makes its tables anew from each step's lengths."""
+    short = [Request(pair.prompts[0], {"max_tokens": 5, "temperature": 0})]
+    tree = {"draft_window": 1}
+    with pair.engine(**OPTIONS) as llm:
+        answers = answer_all(llm, short)
+    plain = drafts(pair, short, answers, tree=tree)
+    assert drafts(pair, short, answers, tree=tree, graphs=[8, 16]) == plain
+
+
+@pytest.mark.parametrize("kind", ["mtp", pytest.param("eagle", marks=pytest.mark.nightly)])
+def test_other_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MTP module, and an EAGLE-1 head of two layers: each reads K and V of its own."""
+    if kind == "mtp":
+        target = draft = write_mimo(tmp_path / "target", from_states=0.2)
+    else:
+        target = write_llama(tmp_path / "target")
+        draft = write_eagle(tmp_path / "draft", TinyShape(num_layers=2))
+    pair = Pair(str(target), str(draft), [])
+    prompts = [[7, 3, 9, 30, 2] * 30, list(range(1, 90))]
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": BLOCK}
+    with pair.engine(**options) as llm:
+        expected = greedy(llm, prompts, 12)
+    tree = {"draft_window": WINDOW}
+    with (
+        pair.engine(nodes=5, topk=2, steps=3, method=kind, tree=tree, **options) as llm,
+        compared(monkeypatch, WINDOW) as seen,
+    ):
+        assert greedy(llm, prompts, 12) == expected
+    assert min(seen.levels, seen.narrower) > 20

@@ -1,0 +1,122 @@
+"""Targets with sliding windows and attention sinks: answers are those of vLLM without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support import table_drafter
+from tests.support.window_models import BLOCK, windowed_pair, write_gemma4, write_gpt_oss
+from vllm_graft.spec_decode.targets.dense import layer as grafted
+from vllm_graft.spec_decode.targets.dense import plain_attention
+from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3
+from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Make a pair with a window in every other layer of the target, and in the draft."""
+    return windowed_pair(tmp_path_factory.mktemp("windows"))
+
+
+@pytest.fixture(scope="module")
+def requests(windows: Pair) -> list[Request]:
+    kinds = [{"temperature": 0}, {"seed": 7}]
+    return [
+        Request(prompt, {"max_tokens": 48, **kind})
+        for prompt in windows.prompts[:4]
+        for kind in kinds
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(windows: Pair, requests: list[Request]) -> list[Answer]:
+    with windows.engine(block_size=BLOCK) as llm:
+        return answer_all(llm, requests)
+
+
+def test_trees_answer_as_the_target_alone(
+    windows: Pair, requests: list[Request], alone: list[Answer]
+) -> None:
+    with windows.engine(nodes=15, block_size=BLOCK) as llm:
+        assert differing(answer_all(llm, requests), alone) == []
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts / 2
+
+
+def test_trees_without_the_window_answer_otherwise(
+    windows: Pair, requests: list[Request], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: tree rows that see every key draw other tokens."""
+    monkeypatch.setattr(grafted, "window_of", lambda impl: 0)
+    with windows.engine(nodes=15, block_size=BLOCK) as llm:
+        assert differing(answer_all(llm, requests[:3]), alone[:3]) != []
+
+
+# --- models as they are published, with windows, sinks and shared K/V ---------------------------
+
+
+def without_sinks(patch: pytest.MonkeyPatch) -> None:
+    stock = plain_attention._attend
+    patch.setattr(plain_attention, "_attend", lambda *args: stock(*args[:-1], None))
+
+
+def moved_twice(patch: pytest.MonkeyPatch) -> None:
+    """Let both layers that read the same K/V move it."""
+    stock = DenseFamily.state
+
+    def state(self: DenseFamily, layers: Any, *args: Any) -> Any:
+        own = {
+            name: SimpleNamespace(kv_cache=layer.kv_cache, kv_sharing_target_layer_name=None)
+            for name, layer in layers.items()
+        }
+        return stock(self, own, *args)
+
+    patch.setattr(DenseFamily, "state", state)
+
+
+PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
+
+
+@pytest.mark.parametrize(
+    ("write", "spoil"), [(write_gpt_oss, without_sinks), (write_gemma4, moved_twice)]
+)
+def test_families_with_trees_of_another_drafter(
+    write: Callable[[Path], Path],
+    spoil: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    plugin: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts from a table of the target's tokens are accepted far more than a random head's."""
+    target, draft = write(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+    options: dict[str, Any] = {
+        "max_model_len": 256,
+        "block_size": BLOCK,
+        "skip_tokenizer_init": True,
+    }
+    with cpu_engine(target, **options) as llm:
+        expected = greedy(llm, PROMPTS, 40)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    plugin(table_drafter)
+    options["speculative_config"] = {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": 7,
+    }
+    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
+    with cpu_engine(target, **options) as llm:
+        assert greedy(llm, PROMPTS, 40) == expected
+        metrics = spec_metrics(llm)
+    assert metrics.accepted_tokens > metrics.drafts
+    # Negative control: with the spoilt code tokens differ.
+    spoil(monkeypatch)
+    with cpu_engine(target, **options) as llm:
+        assert greedy(llm, PROMPTS, 40) != expected

@@ -1,0 +1,96 @@
+"""The compiled kernel over latents: 16 bits against a float32 reference, eager and in a graph."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.attention_spaces import nan_space, nans
+from tests.support.latent_samples import LatentShape, latent_problem
+from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
+from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
+from vllm_graft.spec_decode.trees.batch import LatentBatch
+
+pytestmark = pytest.mark.gpu
+
+RELATIVE = 2e-2
+
+
+def sample_shapes(count: int, seed: int) -> list[LatentShape]:
+    """Sample the matrix: batch 1-16, prefix 0-8k, rows 1-64, heads 1-128, blocks, formats."""
+    rng = random.Random(seed)
+    shapes = []
+    for _ in range(count):
+        batch = rng.choice([1, 2, 5, 16])
+        most = rng.choice([1, 2, 8, 16, 33, 64])
+        prefix = rng.choice([1, 100, 1000, 8000 if batch <= 2 else 2000])
+        rows = [rng.randint(0, most) for _ in range(batch - 1)] + [most]
+        shapes.append(
+            LatentShape(
+                rows=tuple(rows),
+                prefixes=tuple(rng.randint(0, prefix) for _ in rows),
+                heads=rng.choice([1, 8, 16, 16, 128 if batch <= 5 else 32]),
+                rank=512,
+                rope=64,
+                block_size=rng.choice([16, 64]),
+                dtype=rng.choice([torch.bfloat16, torch.float16]),
+                fp8=rng.random() < 0.3,
+            )
+        )
+    return shapes
+
+
+def label(shape: LatentShape) -> str:
+    kind = "fp8" if shape.fp8 else str(shape.dtype).removeprefix("torch.")
+    return (
+        f"b{len(shape.rows)}-r{max(shape.rows)}-n{max(shape.prefixes)}-h{shape.heads}-"
+        f"p{shape.block_size}-{kind}"
+    )
+
+
+def check(ours: torch.Tensor, batch: LatentBatch) -> None:
+    expected = nans(batch.query)
+    latent_attention_reference(batch, expected)
+    assert torch.equal(ours.isnan(), expected.isnan())
+    error = (ours.float() - expected.float()).nan_to_num().abs().max()
+    scale = expected.float().nan_to_num().abs().max()
+    assert error <= RELATIVE * scale, f"error {error:.4f} of values up to {scale:.4f}"
+
+
+@pytest.mark.parametrize("shape", sample_shapes(16, seed=1), ids=label)
+def test_equals_reference(shape: LatentShape) -> None:
+    batch = latent_problem(shape, "cuda")
+    for mixed in (False, True):
+        ours = nans(batch.query)
+        latent_attention(replace(batch, mixed=mixed), ours, workspace=nan_space(batch, 64))
+        check(ours, batch)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_replays_of_a_graph_follow_the_device(heads: int) -> None:
+    """Rows, prefixes, pages and masks change between replays; the captured grid stays right."""
+    shape = LatentShape(
+        rows=(16, 3, 0, 7), prefixes=(3000, 40, 9, 700), heads=heads, rank=512, rope=64,
+        block_size=64, dtype=torch.bfloat16,
+    )  # fmt: skip
+    batch = latent_problem(shape, "cuda")
+    out, workspace = nans(batch.query), nan_space(batch, 64)
+    latent_attention(batch, out, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        latent_attention(batch, out, workspace=workspace)
+    for rows, prefixes in (((16, 3, 0, 7), (3000, 40, 9, 700)), ((1, 2, 1, 0), (0, 40, 8, 3))):
+        batch.num_rows.copy_(torch.tensor(rows))
+        batch.prefix_lens.copy_(torch.tensor(prefixes))
+        out.fill_(float("nan"))
+        graph.replay()
+        check(out, batch)
+    # Negative control: the rows of before are not the rows of now.
+    batch.prefix_lens.fill_(0)
+    stale = out.clone()
+    graph.replay()
+    assert not torch.equal(stale, out)

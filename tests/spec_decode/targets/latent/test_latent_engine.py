@@ -1,0 +1,137 @@
+"""Targets with MLA: trees answer as the target alone does."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import table_drafter
+from tests.support.latent_models import draft_shape, write_deepseek
+from vllm_graft.spec_decode.targets.dense.choice import Point
+from vllm_graft.spec_decode.targets.dense.two_pass import Passes
+from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
+from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
+from vllm_graft.spec_decode.targets.unchanged import UnchangedState
+from vllm_graft.spec_decode.trees.batch import LatentBatch
+from vllm_graft.spec_decode.tuning import attention_timing
+from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 60))]
+TOKENS = 24
+
+
+MEASURED = {
+    Point(1, 8, 512): {"triton": 1.0, "flash": 2.0},
+    Point(2, 8, 512): {"triton": 2.0, "flash": 1.0},
+}
+
+
+class PlainFlash:
+    """The first pass over latents in torch operations that a recorded graph can replay.
+
+    It takes its lengths from the plan, so the plan of another batch gives other tokens. Where a
+    request has no prefix, as in padding, its results are NaN.
+    """
+
+    def __init__(self) -> None:
+        self.plans = self.passes = self.captured = 0
+        self.nan_before, self.nan_after = torch.zeros(2, dtype=torch.bool)
+
+    def kind(self, latent: Any) -> Any:
+        """A kind of layers with this first pass and our second one."""
+        passes = Passes(self.plan, self.prefix, self.own)
+        return latent._replace(passes=passes, why_not=lambda layer: None)
+
+    def plan(self, batch: LatentBatch, **options: Any) -> torch.Tensor:
+        self.plans += 1
+        return batch.prefix_lens.clone()
+
+    def prefix(
+        self, batch: LatentBatch, *, plan: torch.Tensor, multiprocessors: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.passes += 1
+        self.captured += torch.cuda.is_current_stream_capturing()
+        keys = batch.latents[batch.block_table[: len(plan)].long()].float().flatten(1, 2)
+        both = torch.cat([batch.query, batch.query_rope], dim=-1).float()
+        rows = both.unflatten(0, (len(plan), batch.max_rows))
+        logits = torch.einsum("brhd,bnd->bhrn", rows, keys) * batch.scale
+        seen = torch.arange(keys.shape[1]) < plan[:, None]
+        logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
+        latents = keys[..., : batch.query.shape[2]]
+        out = torch.einsum("bhrn,bnd->brhd", logits.softmax(-1), latents)
+        lse = logits.logsumexp(-1).transpose(0, 1).flatten(1, 2)
+        return out.flatten(0, 1).to(batch.query.dtype), lse
+
+    def own(self, batch: LatentBatch, *given: torch.Tensor) -> None:
+        """Our second pass; replays note, too, whether there is NaN before and behind it."""
+        self.nan_before.logical_or_(given[0].isnan().any())
+        attend_own_latents(batch, *given)
+        self.nan_after.logical_or_(given[2].isnan().any())
+
+
+def grafted(llm: Any) -> int:
+    layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
+    return sum(isinstance(getattr(layer, "forward_impl", None), TreeLatents) for layer in layers)
+
+
+def test_trees_answer_as_the_target_alone(
+    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts from a table of the target's tokens are accepted far more than a random head's."""
+    target = write_deepseek(tmp_path / "target", heads=2)
+    draft = write_eagle3(tmp_path / "draft", draft_shape())
+    options: dict[str, Any] = {
+        "max_model_len": 128,
+        # The third request waits for one of the others: its prompt meets trees.
+        "max_num_seqs": 2,
+        "skip_tokenizer_init": True,
+    }
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
+        expected = greedy(llm, PROMPTS, TOKENS)
+    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    plugin(table_drafter)
+    options["speculative_config"] = {
+        "method": "eagle3",
+        "model": str(draft),
+        "num_speculative_tokens": 7,
+    }
+    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
+        assert greedy(llm, PROMPTS, TOKENS) == expected
+        metrics = spec_metrics(llm)
+        assert grafted(llm) == 4
+        assert model_runner(llm).speculator.context.counters.mixed_launches
+        [choice] = model_runner(llm).speculator.trees.attention_choices
+        assert choice.why == "this device has no FlashAttention 3 for latents"
+    assert metrics.accepted_tokens > metrics.drafts
+    # The backend and the kernels of a GPU, interpreted, in FULL graphs.
+    with cpu_engine(target, graphs=[8, 16], **options) as llm:
+        assert greedy(llm, PROMPTS, TOKENS) == expected
+        assert grafted(llm) == 4
+        assert model_runner(llm).speculator.context.counters.tree_replays
+    # Two passes, in the graphs for which they were measured to be faster.
+    plain = PlainFlash()
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(attention_timing, "_LATENT", plain.kind(attention_timing._LATENT))
+        patch.setattr(attention_timing, "measure", lambda *_: MEASURED)
+        llm = stack.enter_context(cpu_engine(target, graphs=[8, 16], **options))
+        assert greedy(llm, PROMPTS, TOKENS) == expected
+        counters = model_runner(llm).speculator.context.counters
+        [choice] = model_runner(llm).speculator.trees.attention_choices
+        assert (choice.of(1, 8), choice.of(2, 8)) == ("triton", "flash")
+        # A plan serves the target's four layers, and replays read no plan of another batch.
+        assert plain.passes == 4 * plain.plans > 0
+        assert plain.captured > 0
+        assert counters.tree_replays
+        assert (bool(plain.nan_before), bool(plain.nan_after)) == (True, False)
+    # Negative control: where what is accepted stays in its slots, tokens differ.
+    monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
+    with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
+        assert greedy(llm, PROMPTS, TOKENS) != expected

@@ -1,0 +1,353 @@
+"""The compiled kernels at the sizes of published models: float32 states, trees of 1 to 32 rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.kept_inputs import Kept, chunk, fold, stock_chain
+from tests.support.recurrent_samples import (
+    Heads,
+    alone,
+    deepest,
+    gates_of,
+    key_decays_of,
+    on_cpu,
+    random,
+    rows_of,
+    stock_chain_conv,
+    stock_chain_delta_rule,
+    stock_chain_key_decays,
+    triton_selective_update,
+)
+from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
+from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    Decay,
+    DeltaGates,
+    KeyDecays,
+    SelectiveGates,
+)
+from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
+    FoldedLayer,
+    FoldTable,
+    fold_states,
+)
+from vllm_graft.testing.reference.recurrence_reference import (
+    tree_conv_reference,
+    tree_delta_rule_reference,
+    tree_key_decays_reference,
+    tree_selective_update_reference,
+)
+
+pytestmark = pytest.mark.gpu
+
+HEADS = Heads(16, 32, 128, 128)
+WIDTH = 4
+SIZES = [[32, 1, 17, 8, 5], [8] * 4]
+
+
+def states_of(rows: RecurrentRows) -> torch.Tensor:
+    return random(int(rows.columns.max()) + 1, HEADS.value_heads, 128, 128, seed=5) * 0.1
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
+    gates, states = gates_of(len(inputs), HEADS, dtype), states_of(rows)
+    mine, theirs = states.clone(), states.clone()
+    found = torch.zeros(len(inputs), HEADS.value_heads, 128, device="cuda", dtype=dtype)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=HEADS.key_heads)
+    expected_states = states.cpu().clone()
+    expected = tree_delta_rule_reference(
+        inputs.cpu(),
+        DeltaGates(*(gate.cpu() for gate in gates)),
+        expected_states,
+        on_cpu(rows),
+        key_heads=HEADS.key_heads,
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
+    chains = stock_chain_delta_rule(inputs, gates, theirs, rows, HEADS)
+    same = torch.equal(found, chains) and torch.equal(mine, theirs)
+    if kind != "chain":
+        assert not same
+    elif dtype == torch.float32:
+        assert same
+    else:
+        # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", [*SIZES, [64, 33]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+    """Outputs without a state per row, then states of accepted paths with the bits of a chain."""
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
+    given = Kept.of(rows, HEADS, inputs, gates_of(len(inputs), HEADS, dtype))
+    given.states *= 0.2
+    before = given.states.clone()
+    found = chunk(given)
+    assert torch.equal(given.states, before)
+    expected = tree_delta_rule_reference(
+        inputs.cpu(),
+        DeltaGates(*(gate.cpu() for gate in given.gates)),
+        before.cpu().clone(),
+        on_cpu(rows),
+        key_heads=HEADS.key_heads,
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    check_folds(given, sizes)
+
+
+def check_folds(given: Kept, sizes: list[int]) -> None:
+    """Fold the deepest path of each request; its state is vLLM's of a chain of the path.
+
+    Args:
+        given: the rows, behind which two requests are padding.
+        sizes: rows of the others.
+    """
+    rows, before = given.rows, given.states.clone()
+    starts = rows.query_start_loc.tolist()
+    paths = [deepest(rows, starts[req], size) for req, size in enumerate(sizes)]
+    fold([given], [*paths, [0], [0]])
+    after, changed = given.states.clone(), torch.zeros(len(before), dtype=torch.bool)
+    for req, path in enumerate(paths):
+        lines, theirs = [starts[req] + node for node in path], before.clone()
+        stock_chain(given, lines, theirs, alone(rows, req, len(path)))
+        column = int(rows.columns[req, len(path) - 1])
+        changed[column] = True
+        if given.inputs.rows.dtype == torch.float32:
+            assert torch.equal(after[column], theirs[column])
+        else:
+            # A compiler may fuse a product and a sum in one kernel and not in the other.
+            torch.testing.assert_close(after[column], theirs[column], rtol=1e-5, atol=1e-5)
+    assert torch.equal(after[~changed], before[~changed])
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_decays(
+    dtype: torch.dtype, sizes: list[int], kind: str, lower_bound: float | None
+) -> None:
+    """The sizes of Kimi Linear: 32 heads of 128."""
+    heads = Heads(32, 32, 128, 128)
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), heads.dim, seed=6, dtype=dtype)
+    gates = key_decays_of(len(inputs), heads, dtype, lower_bound)
+    states = random(int(rows.columns.max()) + 1, 32, 128, 128, seed=5) * 0.1
+    mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
+    found = torch.zeros(len(inputs), 32, 128, device="cuda", dtype=dtype)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=mine.shape[1])
+    expected = tree_key_decays_reference(
+        inputs.cpu(),
+        KeyDecays(*(gate.cpu() for gate in gates[:4]), lower_bound),
+        expected_states,
+        on_cpu(rows),
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
+    chains = stock_chain_key_decays(inputs, gates, theirs, rows)
+    same = torch.equal(found, chains) and torch.equal(mine, theirs)
+    if kind != "chain":
+        assert not same
+    elif dtype == torch.float32:
+        assert same
+    else:
+        # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lower_bound"), [(SIZES[0], None), (SIZES[1], -5.0), ([63, 33], None)]
+)
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_decay_chunk(
+    dtype: torch.dtype, sizes: list[int], kind: str, lower_bound: float | None
+) -> None:
+    """KDA without a state per row, then states of accepted paths with the bits of a chain."""
+    heads = Heads(8, 8, 128, 128)
+    rows = rows_of(sizes, kind, padding=2)
+    inputs = random(len(rows.parents), heads.dim, seed=6, dtype=dtype)
+    gates = key_decays_of(len(inputs), heads, dtype, lower_bound)
+    given = Kept.of(rows, heads, inputs, gates)
+    given.states *= 0.2
+    check_key_decay_chunk(given)
+    check_folds(given, sizes)
+
+
+def check_key_decay_chunk(given: Kept) -> None:
+    """Outputs equal a plain loop's, and no state is written."""
+    assert isinstance(given.gates, KeyDecays)
+    before, dtype = given.states.clone(), given.inputs.rows.dtype
+    found = chunk(given)
+    assert torch.equal(given.states, before)
+    *tensors, lower_bound = given.gates
+    expected = tree_key_decays_reference(
+        given.inputs.rows.cpu(),
+        KeyDecays(*(gate.cpu() for gate in tensors), lower_bound),
+        before.cpu().clone(),
+        on_cpu(given.rows),
+    )
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain"])
+def test_key_decay_chunk_with_strong_decays(kind: str) -> None:
+    """Logarithms of decays of -20 for 40 rows of 63, weak ones behind them and beside them."""
+    heads = Heads(4, 4, 128, 128)
+    rows = rows_of([63], kind)
+    decays = torch.full((63, 4, 128), 20.0)
+    decays[40:] = -3.5
+    decays[:, :, ::2] = -6.0
+    gates = key_decays_of(63, heads)
+    zeros = [torch.zeros_like(each) for each in (gates.log_rates, gates.decay_bias)]
+    strong = KeyDecays(decays.cuda(), gates.betas, *zeros, None)
+    given = Kept.of(rows, heads, random(63, heads.dim, seed=6), strong)
+    given.states *= 0.2
+    check_key_decay_chunk(given)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolution(dtype: torch.dtype, kind: str) -> None:
+    rows = rows_of(SIZES[0], kind, padding=2)
+    slots = WIDTH - 2 + rows.columns.shape[1]
+    windows = random(int(rows.columns.max()) + 1, slots, HEADS.dim, seed=1, dtype=dtype)
+    windows = windows.transpose(1, 2)
+    inputs = random(len(rows.parents), HEADS.dim, seed=2, dtype=dtype)
+    weights = random(HEADS.dim, WIDTH, seed=3, dtype=dtype)
+    mine, theirs = windows.clone(), windows.clone()
+    found = tree_conv(inputs, mine, weights, None, rows, silu=True)
+    expected_windows = windows.cpu().clone()
+    expected = tree_conv_reference(
+        inputs.cpu(), expected_windows, weights.cpu(), None, on_cpu(rows), silu=True
+    )
+    near = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    assert torch.equal(mine.cpu(), expected_windows)
+    chains = stock_chain_conv(inputs, theirs, weights, None, rows)
+    assert torch.equal(mine, theirs)
+    assert torch.equal(found, chains) is (kind == "chain")
+
+
+MAMBA = 64, 8, 64, 128
+"""The sizes of Nemotron-H: 64 heads of 64, 8 groups, 128 numbers per dimension."""
+
+
+def selective_problem(
+    rows: RecurrentRows, dtype: torch.dtype
+) -> tuple[torch.Tensor, SelectiveGates, torch.Tensor]:
+    """Inputs, gates and states of a layer of Mamba-2."""
+    heads, groups, value, size = MAMBA
+    count, blocks = len(rows.parents), int(rows.columns.max()) + 1
+    gates = SelectiveGates(
+        random(count, heads, seed=11, dtype=dtype),
+        -random(heads, seed=12).exp(),
+        random(heads, seed=13, dtype=dtype),
+        random(heads, seed=14, dtype=dtype),
+    )
+    inputs = random(count, heads * value + 2 * groups * size, seed=6, dtype=dtype)
+    return inputs, gates, random(blocks, heads, value, size, seed=5) * 0.1
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_update(dtype: torch.dtype, kind: str) -> None:
+    heads, groups, value, _ = MAMBA
+    rows = rows_of(SIZES[0], kind, padding=2)
+    count = len(rows.parents)
+    inputs, gates, states = selective_problem(rows, dtype)
+    mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
+    found = torch.zeros(count, heads, value, device="cuda", dtype=dtype)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=groups)
+    expected = tree_selective_update_reference(
+        inputs.cpu(),
+        SelectiveGates(*(gate.cpu() for gate in gates)),
+        expected_states,
+        on_cpu(rows),
+        groups=groups,
+    )
+    # An output sums 128 products of numbers up to about 10.
+    near = 1e-4 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=10 * near)
+    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-4)
+    chains = torch.zeros_like(found)
+    triton_selective_update(inputs, gates, theirs, rows, chains, groups=groups)
+    used = int(rows.query_start_loc[-1])
+    same = torch.equal(mine[1:], theirs[1:])
+    if kind != "chain":
+        assert not same
+        return
+    if dtype == torch.float32:
+        assert same
+    else:
+        # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)
+    # Its tiles have another size, so that sums may be rounded otherwise.
+    torch.testing.assert_close(found[:used], chains[:used], rtol=near, atol=10 * near)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_chunk(dtype: torch.dtype, kind: str) -> None:
+    """Trees of up to 64 rows: outputs without a state per row."""
+    heads, groups, value, _ = MAMBA
+    rows = rows_of([64, 17, 8, 1], kind, padding=2)
+    count = len(rows.parents)
+    inputs, gates, states = selective_problem(rows, dtype)
+    mine, found = states.clone(), torch.zeros(count, heads, value, device="cuda", dtype=dtype)
+    kept = KeptRows.allocate(count, count, "cuda")
+    keep_rows(kept, rows, None, 64)
+    layer = LayerInputs(inputs, torch.zeros(count, 1, heads, device="cuda"))
+    tree_chunk(inputs, gates, mine, rows, kept, layer.gates, found, groups=groups, max_rows=64)
+    assert torch.equal(mine, states)
+    expected = tree_selective_update_reference(
+        inputs.cpu(),
+        SelectiveGates(*(gate.cpu() for gate in gates)),
+        states.cpu().clone(),
+        on_cpu(rows),
+        groups=groups,
+    )
+    # Along a chain outputs cancel out, so the largest one tells how exact they are.
+    near = (1e-5 if dtype == torch.float32 else 1e-2) * float(expected.abs().max())
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=near)
+    path = deepest(rows, 0, 64)
+    folded = FoldedLayer(
+        layer, mine, gates.rates, gates.step_bias, groups, rows.columns, 64, decay=Decay.SELECTIVE
+    )
+    counts = torch.tensor([len(path), 1, 1, 1, 1, 1], dtype=torch.int32, device="cuda")
+    paths = torch.zeros(6, 64, dtype=torch.int32)
+    paths[0, : len(path)] = torch.tensor(path)
+    starts = rows.query_start_loc
+    table = FoldTable.build([folded], by_prefix=False)
+    fold_states(table, kept, starts, paths.cuda(), counts, counts, num_reqs=6)
+    chain = alone(rows, 0, len(path))
+    theirs, out = states.clone(), torch.zeros(len(path), heads, value, device="cuda", dtype=dtype)
+    chosen = SelectiveGates(gates.steps[path], *gates[1:])
+    triton_selective_update(inputs[path], chosen, theirs, chain, out, groups=groups)
+    column = int(rows.columns[0, len(path) - 1])
+    assert not torch.equal(mine[column], states[column])
+    if dtype == torch.float32:
+        assert torch.equal(mine[column], theirs[column])
+    else:
+        # A compiler may fuse a product and a sum in one kernel and not in the other.
+        torch.testing.assert_close(mine[column], theirs[column], rtol=1e-5, atol=1e-5)

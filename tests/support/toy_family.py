@@ -19,6 +19,7 @@ from vllm_graft.hooks.entries import TargetFamily
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.spec_decode.targets.dense import cpu_attention
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 LONGEST = 256
@@ -73,6 +74,31 @@ def _toy_kernel(
     tl.store(out + token * out_stride + head * SIZE + part, found)
 
 
+def toy_attention(batch: TreeBatch, out: torch.Tensor) -> None:
+    """Compute the rows of trees whose requests have at most `LONGEST` tokens."""
+    query, cache, table = batch.query, batch.kv_cache, batch.block_table
+    heads, size = query.shape[1:]
+    _toy_kernel[(batch.num_reqs, batch.max_rows, heads)](
+        query,
+        cache,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.num_rows,
+        table,
+        batch.row_masks,
+        out,
+        batch.scale,
+        query.stride(0),
+        *cache.stride()[:3],
+        table.stride(0),
+        out.stride(0),
+        GROUP=heads // cache.shape[1],
+        SIZE=size,
+        BLOCK=cache.shape[2],
+        KEYS=LONGEST,
+    )
+
+
 class ToyAttention:
     """Stands before a layer's implementation: rows of trees go to the kernel."""
 
@@ -101,25 +127,20 @@ class ToyAttention:
     def _verify(self, layer: Any, query: Any, cache: Any, metadata: Any, out: Any) -> None:
         ToyAttention.launches += 1
         rows, num_reqs = self.graft.rows, len(metadata.query_start_loc) - 1
-        _toy_kernel[(num_reqs, self.graft.shape.num_nodes + 1, layer.num_heads)](
-            query,
-            cache,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            rows.num_rows,
-            metadata.block_table,
-            rows.row_masks,
-            out,
-            layer.head_size**-0.5,
-            query.stride(0),
-            *cache.stride()[:3],
-            metadata.block_table.stride(0),
-            out.stride(0),
-            GROUP=layer.num_heads // layer.num_kv_heads,
-            SIZE=layer.head_size,
-            BLOCK=cache.shape[2],
-            KEYS=LONGEST,
+        batch = TreeBatch(
+            query=query,
+            kv_cache=cache,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens[:num_reqs],
+            prefix_lens=rows.prefix_lens[:num_reqs],
+            block_table=metadata.block_table,
+            row_masks=rows.row_masks,
+            num_rows=rows.num_rows[:num_reqs],
+            max_rows=self.graft.shape.num_nodes + 1,
+            max_seq_len=LONGEST,
+            scale=layer.head_size**-0.5,
         )
+        toy_attention(batch, out)
 
 
 class ToyFamily(DenseFamily):

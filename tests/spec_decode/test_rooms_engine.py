@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import table_drafter, wide_windows
+from tests.support import table_drafter, toy_family
+from vllm_graft.base.errors import SeamError
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3, write_llama
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
@@ -35,29 +37,68 @@ def test_a_drafter_is_one_file_and_one_row(
     assert metrics.accepted_tokens > metrics.drafts
 
 
-def test_a_family_is_one_file_and_one_row(tmp_path: Path, plugin: Any) -> None:
-    target, draft = write_llama(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+def windowed(path: Path) -> Path:
+    """A Llama with windows that no text fills in every other layer."""
+    target = write_llama(path)
     file = target / "config.json"
     config = json.loads(file.read_text())
     kinds = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
     config |= {
-        "sliding_window": 2 * wide_windows.LONGEST,
+        "sliding_window": 2 * toy_family.LONGEST,
         "layer_types": kinds[: config["num_hidden_layers"]],
     }
     file.write_text(json.dumps(config))
-    prompts = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
-    options: dict[str, Any] = {"max_model_len": wide_windows.LONGEST}
-    with cpu_engine(target, **options) as llm:
-        expected = greedy(llm, prompts, 12)
-    options["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": 7,
+    return target
+
+
+def options_of(draft: Path, topk: int) -> dict[str, Any]:
+    speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 7}
+    return {
+        "max_model_len": toy_family.LONGEST,
+        "speculative_config": speculative,
+        "additional_config": {"graft": {"tree": {"topk": topk, "steps": 3}}},
     }
-    options["additional_config"] = {"graft": {"tree": {"topk": 3, "steps": 3}}}
-    plugin(wide_windows)
-    wide_windows.WideWindows.attached.clear()
-    with cpu_engine(target, **options) as llm:
+
+
+def test_a_family_is_one_file_and_one_row(
+    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It brings a layer and a kernel, and all answers stay what they are."""
+    target, draft = windowed(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+    prompts = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
+    with cpu_engine(target, max_model_len=toy_family.LONGEST) as llm:
+        expected = greedy(llm, prompts, 12)
+    plugin(toy_family)
+    monkeypatch.setattr(toy_family.ToyFamily, "attached", [])
+    monkeypatch.setattr(toy_family.ToyAttention, "launches", 0)
+    with cpu_engine(target, **options_of(draft, 3)) as llm:
         assert greedy(llm, prompts, 12) == expected
-    windows = kinds[: config["num_hidden_layers"]].count("sliding_attention")
-    assert len(wide_windows.WideWindows.attached) == windows
+    kinds = json.loads((target / "config.json").read_text())["layer_types"]
+    windows = kinds.count("sliding_attention")
+    assert len(toy_family.ToyFamily.attached) == windows
+    assert toy_family.ToyAttention.launches >= windows
+
+
+def test_a_family_brings_a_refusal(tmp_path: Path, plugin: Any) -> None:
+    target, draft = windowed(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+    plugin(toy_family)
+    with (
+        pytest.raises(Exception, match=r"graft\.tree\.topk is 5: toys have 4 children at most"),
+        cpu_engine(target, **options_of(draft, 5)),
+    ):
+        pass
+
+
+def test_a_family_brings_rows_of_the_ledger(
+    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a vLLM that has another symbol there, its engine does not start."""
+    target, draft = windowed(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+    plugin(toy_family)
+    moved = [replace(seam, expected="self, layer") for seam in toy_family.SEAMS]
+    monkeypatch.setattr(toy_family, "SEAMS", moved)
+    with (
+        pytest.raises(SeamError, match=r"AttentionImpl\.forward: expected self, layer, found self"),
+        cpu_engine(target, **options_of(draft, 3)),
+    ):
+        pass

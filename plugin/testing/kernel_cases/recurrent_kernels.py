@@ -51,11 +51,11 @@ def _rows_case(
     values, warps = tile_of(decay, sizes["VALUE"])
     given = {
         "*i32": "columns num_accepted query_start_loc parents",
-        f"*{dtype}": f"rows outputs decays {'skips' if selective else 'betas'}",
         "*fp32": "rates",
         "fp32": "scale lower_bound",
         "i32": _STRIDES,
     }
+    of_rows = f"rows outputs decays {'skips' if selective else 'betas'}"
     own: dict[str, Any] = {"VALUES": values, "KEYS": sizes["KEY"]}
     kept: dict[str, str] = {}
     if chunk:
@@ -68,6 +68,7 @@ def _rows_case(
         name=f"tree {what} {decay.name} {dtype} states={state} bounded={bounded}",
         function=f"{_KERNELS}.{kernel}",
         signature=argument_types(given)
+        | argument_types({f"*{dtype}": of_rows})
         | kept
         | {"states": f"*{state}", "bias": "*fp32" if decay is Decay.BY_KEY else f"*{dtype}"},
         constexprs={**sizes, **own, "DECAY": int(decay), "BOUNDED": bounded}

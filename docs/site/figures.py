@@ -32,9 +32,9 @@ EDGES, TAKEN = ("ra", "rb", "ac", "ad", "be", "df", "dg"), "radf"
 
 def _tree(x: float, y: float) -> list[str]:
     drawn = []
-    for above, below in EDGES:
-        (x0, y0), (x1, y1) = SPOTS[above], SPOTS[below]
-        color = ACCENT if {above, below} <= {*TAKEN} else GREY
+    for edge in EDGES:
+        (x0, y0), (x1, y1) = SPOTS[edge[0]], SPOTS[edge[1]]
+        color = ACCENT if {*edge} <= {*TAKEN} else GREY
         ends = f'x1="{x + x0}" y1="{y + y0}" x2="{x + x1}" y2="{y + y1}"'
         drawn.append(f'<line {ends} stroke="{color}" stroke-width="1.6"/>')
     for name, (x0, y0) in SPOTS.items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,3 +22,7 @@ for command, name in PRINTED.items():
     if not begin or not end:
         sys.exit(f"{page} has no markers for {command}")
     page.write_text(before + begin + printed.getvalue() + end + after)
+
+for script in ("results", "figures", "rooms"):
+    file = DOCS / "site" / f"{script}.py"
+    subprocess.run([sys.executable, str(file)], check=True)

@@ -5,7 +5,7 @@
         --python 3.12.3 --device "NVIDIA H200"
     python -m benchmarks.compatibility show
 
-`add` counts the results of a log by part and appends them to `docs/records/runs.json`. `show`
+`add` counts the results of a log by part and appends them to `docs/runs.json`. `show`
 prints the table that stands in `docs/versions.md`. A part's cell says how many tests passed in the
 newest run on that machine, and how many of those that failed have not passed in a run since.
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-RUNS = Path(__file__).parents[1] / "docs" / "records" / "runs.json"
+RUNS = Path(__file__).parents[1] / "docs" / "runs.json"
 
 PARTS = {
     "tests/spec_decode/drafters/test_chain": "draft graphs",

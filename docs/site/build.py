@@ -27,6 +27,8 @@ URLS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["pro
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
 """Pages of the site by the files of the repository's top level that they are made of."""
 
+FIGURES = DOCS / "figures"
+
 _LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _LEFT_OUT = ("site", "plugins", "build")
 
@@ -51,6 +53,8 @@ def target(source: str, link: str) -> str:
     """
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
     places = _places()
+    if FIGURES in (ROOT / file).parents:
+        places = {**places, file: posixpath.relpath(file, "docs")}
     if file in places:
         return posixpath.relpath(places[file], posixpath.dirname(places[source]) or ".")
     if not (ROOT / file).exists():
@@ -87,6 +91,7 @@ def prepare(folder: Path) -> Path:
         (folder / "docs" / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / "docs" / place).write_text(page_of(source))
     shutil.copytree(CONFIG.parent / "stylesheets", folder / "docs" / "stylesheets")
+    shutil.copytree(FIGURES, folder / "docs" / FIGURES.name)
     config = yaml.safe_load(CONFIG.read_text())
     config |= {"site_url": f"{URLS['Documentation']}/", "repo_url": URLS["Source"]}
     config |= {"docs_dir": "docs", "site_dir": "site"}

@@ -26,9 +26,8 @@ class Fp8Head:
     """The rows of a draft's output head as e4m3 numbers, with one scale per row.
 
     Incoming states are quantised, too, with one scale per row, so that the product is an FP8 one
-    (vLLM's CUTLASS kernel; docs/records/2026-11-drafts.md, "drafts in FP8, in parts",
-    compares it with bf16). Only drafts come from this head: the target's head is another one or, if
-    draft and target share it, stays as it was loaded.
+    (vLLM's CUTLASS kernel). Only drafts come from this head: the target's head is another one or,
+    if draft and target share it, stays as it was loaded.
 
     It is passed for ``lm_head`` to vLLM's logits processor, which gathers the shards of tensor
     parallelism and cuts the vocabulary's padding.

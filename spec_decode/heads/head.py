@@ -29,8 +29,8 @@ SHARPNESS = 1.12
 A draft averages over contexts that it can't tell apart, so its softmax is about the mean of the
 target's distributions there. The target emits its largest logit (with noise, at a temperature
 above 0). That is the draft's best token more often, and an unlikely token less often, than this
-mean says; a factor above 1 corrects both. docs/records/2026-11-tuning.md ("drafts are
-sharpened") has the measurements: acceptance lengths hardly depend on the factor near this value."""
+mean says; a factor above 1 corrects both. Acceptance lengths hardly depend on the
+factor near this value."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

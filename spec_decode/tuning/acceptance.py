@@ -12,8 +12,7 @@ from vllm_graft.spec_decode.tuning.deep_paths import DeepPaths
 WIDTH_GAIN = 0.27
 """With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does.
 
-One exponent fits trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled alike
-(docs/records/2026-11-tuning.md, "what each shape yields")."""
+One exponent fits trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled alike."""
 
 FIRST_MISS = 0.3
 """Chance that a chain misses a level, before anything was seen."""
@@ -32,8 +31,7 @@ CHANGE = 3.5
 
 Requests differ by far more than chance does, so a recent rate is better than an average one. But a
 few unlucky levels of one request do not mean that the text has changed. A smaller number would take
-them for a change, a larger one would be slow to see a real one
-(docs/records/2026-11-tuning.md, "a text for each temperature")."""
+them for a change, a larger one would be slow to see a real one."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""

@@ -13,8 +13,7 @@ _SLOPE_DOUBT = 0.05
 """Spread (see `Slope`) at which half of a slope is believed.
 
 One block of a number half or twice as large as the other has 0.07. Simulated, 0.02 to 0.05 are
-about alike, and with 0.5 a block corrects too little (docs/records/2026-11-tuning.md, "measured
-costs that are wrong")."""
+about alike, and with 0.5 a block corrects too little."""
 
 
 class Point(NamedTuple):

@@ -90,8 +90,7 @@ DENSE = Ladder(
 """For dense drafts. For each cost of verification there is a wide shape and a deep one, as easily
 predicted text favours depth and sampled text favours width. Including their roots, they make
 numbers of rows that suit matrix products. They were chosen by measurement: for each batch and text
-one of them is close to the best that was tried (docs/records/2026-11-tuning.md, "what each
-shape yields")."""
+one of them is close to the best that was tried."""
 
 NARROW = Ladder(
     (
@@ -110,4 +109,4 @@ NARROW = Ladder(
 )
 """For drafts that are mixtures of experts. Each row of a level reads experts of its own, so that a
 level costs as much as it is wide, and few nodes come from levels of one row. They were chosen by
-simulation (docs/records/2026-11-tuning.md, "levels of a draft with experts")."""
+simulation."""

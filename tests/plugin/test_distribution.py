@@ -78,8 +78,9 @@ def test_the_page_of_the_index_leads_somewhere(wheel: Path) -> None:
     assert urls.keys() == {"Source", "Documentation", "Issues", "Changelog"}
     ours = [each for each in targets if each.startswith(urls["Source"])]
     for target in ours:
-        file = target.removeprefix(f"{urls['Source']}/blob/main/").partition("#")[0]
-        assert (ROOT / file).exists(), target
+        kind, _, file = target.removeprefix(f"{urls['Source']}/").partition("/main/")
+        assert (ROOT / file.partition("#")[0]).exists(), target
+        assert kind == ("raw" if file.endswith(".svg") else "blob")
     assert any(each.startswith("Typing ::") for each in metadata.get_all("Classifier", []))
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = ("plugin", "spec_decode", "graph_runners", "hicache")
-WARNINGS = {"warning_once", "warning", "error", "exception"}
 
 
 def cells(page: str, columns: int) -> list[list[str]]:
@@ -54,10 +50,6 @@ def test_every_key_is_described() -> None:
             low, high = bounds(part, key)
             if low is not None:
                 assert allowed == f"{low} to {high}"
-
-
-YIELDING = ("checks", "refusals")
-"""Names of files that yield lines of a message end with these words."""
 
 
 def name_of(page: Path) -> str:
@@ -104,104 +96,28 @@ def test_pages_that_the_code_names_exist_and_have_the_heading() -> None:
         assert any(heading in found for found in headings(ROOT / page)), (page, heading)
 
 
-def test_every_room_is_in_the_architecture() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    listed = [row[0].strip("`") for row in cells(page.partition("| room |")[2], 2)]
-    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
-    rooms = {name_of(file.parent) for file in files if file.name != "__init__.py"}
-    assert sorted(listed) == sorted(rooms)
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
-@cache
-def source_trees() -> dict[Path, ast.Module]:
-    """Parse the product's modules, without the harness and the benchmarks."""
-    files = [file for part in PARTS for file in (ROOT / part).rglob("*.py")]
-    apart = {ROOT / "plugin" / "testing", ROOT / "plugin" / "bench"}
-    return {file: ast.parse(file.read_text()) for file in files if not apart & {*file.parents}}
+def clauses(page: str) -> list[str]:
+    """Return the beginnings of sentences that begin with a clause, but for what code prints."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!-- (\w+):begin.*?<!-- \1:end", "", text, flags=re.DOTALL)
+    text = re.sub(r"^(#|\| `).*$", "", text, flags=re.MULTILINE)  # Headings, rows of keys.
+    begin = r"(?:^(?:[-*] |\d+\. |)|[.:|] )(?:\*\*)?((?:What|Where|Which)\b[^|?.]{,60}[|.?]?)"
+    return [found for found in re.findall(begin, text, re.MULTILINE) if "?" not in found]
 
 
-def texts(node: ast.AST) -> Iterator[str]:
-    """Yield the texts below a node, with ``{}`` for values that are filled in."""
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, str):
-            yield node.value
-    elif isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
-        yield "".join(map(str, parts))
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from texts(child)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_sentences_begin_with_their_subject(page: Path) -> None:
+    assert clauses(page.read_text()) == []
 
 
-@cache
-def errors() -> set[str]:
-    """Names of our errors, of functions that make one, and of what ends a command."""
-    nodes = [node for tree in source_trees().values() for node in ast.walk(tree)]
-    found, before = {"GraftError"}, 0
-    while len(found) > before:
-        before = len(found)
-        for node in nodes:
-            if isinstance(node, ast.ClassDef) and found & {
-                ast.unparse(base) for base in node.bases
-            }:
-                found.add(node.name)
-            if isinstance(node, ast.FunctionDef) and node.returns is not None:
-                found |= {node.name} if ast.unparse(node.returns) in found else set()
-    return found | {"exit"}
-
-
-def test_our_errors_are_known() -> None:
-    assert errors() >= {"ConfigError", "EntryError", "NotActiveError", "_not_without", "_unusable"}
-    assert "ValueError" not in errors()
-
-
-def messages() -> Iterator[tuple[str, str]]:
-    """Yield the texts of errors, warnings, and lines that a check yields, each with its place."""
-    for file, tree in source_trees().items():
-        for node in ast.walk(tree):
-            found: list[ast.expr] = []
-            if isinstance(node, ast.Call):
-                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                found = node.args if called in errors() else node.args[: called in WARNINGS]
-            elif isinstance(node, ast.Yield) and node.value and file.stem.endswith(YIELDING):
-                found = [node.value] if not isinstance(node.value, ast.Call) else []
-            text = " ".join(text for arg in found for text in texts(arg))
-            if len(re.sub(r"\W|{}", "", text)) > 1:
-                yield f"{file.relative_to(ROOT)}:{node.lineno}", text
-
-
-def quoted_messages() -> list[str]:
-    """Return the parts of messages that the page on troubleshooting quotes, in first cells."""
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    tables = re.findall(r"^\| the message contains \|.*\n(?:\|.*\n)*", page, re.MULTILINE)
-    return [quoted for table in tables for quoted in re.findall(r"^\| `(.+?)` \|", table, re.M)]
-
-
-def unquoted(quoted: list[str]) -> list[str]:
-    """Messages that contain none of some fragments, each with its place."""
-    return [
-        f"{place}: {text}"
-        for place, text in messages()
-        if not any(fragment in text for fragment in quoted)
-    ]
-
-
-def test_every_message_is_on_the_page_on_troubleshooting() -> None:
-    assert unquoted(quoted_messages()) == []
-    assert len([*messages()]) > 200
-
-
-def test_a_message_that_the_page_lacks_is_noticed() -> None:
-    quoted = [each for each in quoted_messages() if each != "is refused:"]
-    assert any("is refused:" in each for each in unquoted(quoted))
-
-
-def test_the_page_on_troubleshooting_quotes_what_the_code_says() -> None:
-    said = [text for tree in source_trees().values() for text in texts(tree)]
-    quoted = quoted_messages()
-    assert len(quoted) > 100
-    assert len(set(quoted)) == len(quoted)
-    assert [each for each in quoted if not any(each in text for text in said)] == []
+def test_clauses_are_noticed() -> None:
+    assert clauses("Yes. What it does is told.") == ["What it does is told."]
+    assert clauses("- Where it fits it runs.\n\n# What is told\n")
+    assert clauses("```\nWhat\n```\n| what | that |\n| `key` | What |\nx. Which one?\n") == []
 
 
 def test_the_harness_page_lists_what_is_exported() -> None:

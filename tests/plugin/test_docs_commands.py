@@ -19,10 +19,6 @@ from vllm_graft.cli import APART, make_parser
 from vllm_graft.config import GraftConfig
 
 EXAMPLES = ROOT / "docs" / "examples"
-RECORDS = ROOT / "docs" / "records"
-"""Commands of their day, which are not kept up to date."""
-
-CURRENT = [page for page in PAGES if RECORDS not in page.parents]
 INSTRUCTIONS = {"ARG", "FROM", "COPY", "RUN", "ENTRYPOINT", "ENV", "USER", "LABEL", "WORKDIR"}
 
 
@@ -55,14 +51,14 @@ def problem_of(words: list[str]) -> str:
     return f"{command} has no {unknown}" if unknown else ""
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist(page: Path) -> None:
     problems = {" ".join(words): problem_of(words) for words in commands(page.read_text())}
     assert {command: problem for command, problem in problems.items() if problem} == {}
 
 
 def test_commands_are_found_and_wrong_ones_noticed() -> None:
-    found = [words for page in CURRENT for words in commands(page.read_text())]
+    found = [words for page in PAGES for words in commands(page.read_text())]
     assert len(found) > 10
     assert {words[0] for words in found} == {"vllm", "vllm-graft"}
     assert problem_of(["vllm-graft", "docter"])
@@ -84,7 +80,7 @@ def is_key(path: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_keys_exist(page: Path) -> None:
     text = page.read_text()
     assert {key for key in keys(text) if not is_key(key)} == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +14,29 @@ import pytest
 from tests.plugin.test_docs import PAGES, ROOT, name_of
 from vllm_graft.cli import main
 
-SITE = ROOT / "docs" / "site" / "build.py"
+SITE = ROOT / "docs" / "site"
 
 
-@pytest.fixture(scope="module")
-def site() -> ModuleType:
-    """The script that builds the site, as a module."""
-    spec = importlib.util.spec_from_file_location("build_site", SITE)
+def module_of(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"site_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Load a script of the site as a module, which may import its neighbours."""
+    monkeypatch.syspath_prepend(str(SITE))
+    return module_of(SITE / f"{name}.py")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[ModuleType]:
+    """The script that builds the site, as a module."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield script("build", monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +76,7 @@ def left_over(page: str) -> list[str]:
 def test_each_page_is_on_the_site(site: ModuleType, built: Path) -> None:
     assert site.unlisted() == []
     places = [place for _, place in site.pages()]
-    assert len(places) > 25
+    assert len(places) > 20
     for place in places:
         folder = re.sub(r"(README|index)?\.md$", "", place)
         assert (built / folder / "index.html").exists(), place
@@ -101,7 +113,7 @@ def test_links_to_nowhere_are_errors(site: ModuleType, tmp_path: Path) -> None:
 
 def test_links_lead_to_pages_or_to_the_source(site: ModuleType) -> None:
     assert site.target("README.md", "docs/plan.md") == "plan.md"
-    assert site.target("docs/records/README.md", "../../README.md") == "../index.md"
+    assert site.target("docs/examples/README.md", "../../README.md") == "../index.md"
     assert site.target("docs/plan.md", "nowhere.md") == "nowhere.md"
     source = site.target("docs/hooks.md", "../tests/sample_plugin")
     assert source == f"{site.URLS['Source']}/tree/main/tests/sample_plugin"
@@ -146,3 +158,59 @@ def test_the_support_matrix_is_what_the_code_prints(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert rest.partition("<!-- support:end -->")[0] == printed, "run .ci/pages.py"
     assert printed.count("\n| ") > 60
+
+
+def test_tables_of_results_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = script("results", monkeypatch)
+    for name in results.PAGES:
+        page = (ROOT / name).read_text()
+        assert results.filled(page) == page, f"{name}: run .ci/pages.py"
+        changed = re.sub(r"\| 1\.\d+", "| 9.99", page)
+        assert changed != page
+        assert results.filled(changed) != changed
+    assert results.PLOT.read_text() == results.plot(), "run .ci/pages.py"
+
+
+def test_each_result_says_where_it_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = script("results", monkeypatch).results()
+    assert len({each["id"] for each in results}) == len(results) > 30
+    for each in results:
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", each["date"]), each["id"]
+        assert re.match(r"[0-9a-f]{7}", each["commit"]), each["id"]
+        assert all(each[key] for key in ("what", "figure", "hardware", "command")), each["id"]
+        assert all(len(row) == len(each["columns"]) for row in each.get("rows", ())), each["id"]
+
+
+def test_figures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = script("figures", monkeypatch)
+    for name, draw in figures.DRAWN.items():
+        assert (figures.FIGURES / f"{name}.svg").read_text() == draw(), "run .ci/pages.py"
+
+
+def test_files_in_figures_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = script("figures", monkeypatch)
+    told = [part[-1] for part in (*figures.STEP, *figures.PARTS, *figures.PLACES)]
+    parts = ("plugin", "spec_decode", "graph_runners", "hicache")
+    known = {f"/{each.relative_to(ROOT)}" for part in parts for each in (ROOT / part).rglob("*")}
+    known |= {f"/{part}" for part in parts}
+    lost = [each for each in told if not any(place.endswith(f"/{each}") for place in known)]
+    assert lost == []
+
+
+def test_rooms_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = script("rooms", monkeypatch)
+    page = rooms.PAGE.read_text()
+    assert rooms.filled(page) == page, "run .ci/pages.py"
+    assert len([*rooms.rooms()]) > 40
+    assert rooms.filled(page.replace("| `hicache` |", "| `gone` |")) == page
+
+
+def test_pictures_of_rooms_leave_out_what_follows() -> None:
+    graph = module_of(next((ROOT / "tests").rglob("import_graph.py")))
+    modules = {"vllm_graft": {"vllm_graft.a.b", "vllm_graft.c"}, "vllm_graft.a.b": {"vllm_graft.c"}}
+    modules["vllm_graft.c"] = set()
+    rooms = graph.room_graph(modules)
+    assert rooms == {"front door": {"a", "c"}, "a": {"c"}, "c": set()}
+    assert graph.without_shortcuts(rooms) == {"front door": {"a"}, "a": {"c"}, "c": set()}
+    assert graph.room_graph(modules, "a") == {"b": set()}
+    assert graph.picture(rooms).count("<line") == 2

@@ -2,13 +2,15 @@
 
 ``python tests/support/import_graph.py`` prints each folder with the folders that it imports, the
 lowest floor first, and every circle. Imports within functions and for type checkers count as well.
+``--svg`` prints a picture of the rooms in place of that, and ``--svg spec_decode`` one of the rooms
+of a part: the lowest floor at the bottom, without arrows that follow from others.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,10 +109,80 @@ def heights(graph: Graph) -> dict[str, int]:
     return known
 
 
-def main() -> int:
-    """Print the graph of folders; the exit status is 1 if there is a circle."""
+def room_of(folder: str, part: str) -> str:
+    """Return the room that a folder is in: a part, or a folder of ``plugin`` or of a named part.
+
+    The files of ``plugin`` or of the part itself are a room, too. Folders elsewhere have none.
+    """
+    inside = f"{PACKAGE}.{part}" if part else PACKAGE
+    if folder == inside:
+        return part or "front door"
+    return folder.removeprefix(f"{inside}.").split(".")[0] if folder.startswith(inside) else ""
+
+
+def room_graph(folders: Graph, part: str = "") -> Graph:
+    """Return the other rooms that each room imports."""
+    rooms: Graph = {}
+    for folder, imported in folders.items():
+        if home := room_of(folder, part):
+            found = {room_of(each, part) for each in imported} - {home, ""}
+            rooms.setdefault(home, set()).update(found)
+    return rooms
+
+
+def without_shortcuts(graph: Graph) -> Graph:
+    """Leave out arrows to what another arrow of the same node leads to (no circles)."""
+    reached: Graph = {}
+    for node in sorted(graph, key=heights(graph).__getitem__):
+        reached[node] = graph[node].union(*(reached[other] for other in graph[node]))
+    return {
+        node: {other for other in below if not any(other in reached[each] for each in below)}
+        for node, below in graph.items()
+    }
+
+
+def picture(graph: Graph) -> str:
+    """Draw a graph without circles as SVG: a row per floor, arrows down to what is imported."""
+    floors = heights(graph)
+    numbers = range(max(floors.values()) + 1)
+    rows = [sorted(name for name in graph if floors[name] == each) for each in numbers]
+    width, height = 760, 58 * len(rows) + 12
+    spots = {
+        name: (width * (place + 1) / (len(row) + 1) + (-1) ** floor * 36, height - 34 - 58 * floor)
+        for floor, row in enumerate(rows)
+        for place, name in enumerate(row)
+    }
+    lines, boxes = [], []
+    for name, (x, y) in spots.items():
+        half = 3.4 * len(name) + 10
+        frame = f'x="{x - half:.0f}" y="{y - 14:g}" width="{2 * half:.0f}" height="26"'
+        boxes.append(f'<rect {frame} rx="4" fill="#eef1fb" stroke="#9aa5b1"/>')
+        boxes.append(f'<text x="{x:.0f}" y="{y + 3:g}" text-anchor="middle">{name}</text>')
+        for other in sorted(without_shortcuts(graph)[name]):
+            x1, y1 = spots[other]
+            ends = f'x1="{x:.0f}" y1="{y + 12:g}" x2="{x1:.0f}" y2="{y1 - 16:g}"'
+            lines.append(f'<line {ends} stroke="#66708a" marker-end="url(#tip)"/>')
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            'font-family="sans-serif" font-size="11">',
+            '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto"><path d="M0 0L8 4L0 8z" fill="#66708a"/></marker>',
+            f'<rect width="{width}" height="{height}" fill="#fff"/>',
+            *lines,
+            *boxes,
+            "</svg>",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the graph of folders, or a picture; the exit status is 1 if there is a circle."""
     files = source_files()
     graph = folder_graph(module_graph(files), files)
+    if list(arguments[:1]) == ["--svg"]:
+        print(picture(room_graph(graph, "".join(arguments[1:2]))))
+        return 0
     found = circles(graph)
     for circle in found:
         print("CIRCLE:", " <-> ".join(circle))
@@ -123,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,8 +2,7 @@
 
 Each row of a step asks for experts of its own, so a row costs far more than in a dense model. The
 constants fit what one request took with a target shaped like Qwen3-Next on an H100, 3.68 to 7.10 ms
-with 1 to 31 nodes, within 0.2 ms (docs/records/2026-11-targets.md, "tokens per second of a target
-with Qwen3-Next's shapes and known acceptance"). Larger batches are computed from them. A text is
+with 1 to 31 nodes, within 0.2 ms. Larger batches are computed from them. A text is
 the chances that a draft's first, second, third and fourth token is the target's; second tokens
 yield little here.
 """

@@ -33,7 +33,7 @@ _CHAINS: dict[str, dict[str, Any]] = {
 
 _NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously. On answers of
-a small model, lengths of 2 to 4 were accepted most (docs/records/2026-11-real-pair.md)."""
+a small model, lengths of 2 to 4 were accepted most."""
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""

@@ -51,8 +51,7 @@ class Native(NamedTuple):
 NATIVE: Native | None = Native(PRODUCTS, 128)
 """What is used. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache.
 
-It takes 0.38 to 0.66 of the time that converting before takes (docs/records/2026-11-drafts.md,
-"e4m3 queries beside an FP8 cache, measured")."""
+It takes 0.38 to 0.66 of the time that converting before takes (docs/results.md, "Trees")."""
 
 
 def native(capability: tuple[int, int], dtype: torch.dtype) -> Native | None:

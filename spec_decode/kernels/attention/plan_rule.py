@@ -1,7 +1,7 @@
 """The plan of a launch of tree attention, by sizes that the host knows before it.
 
 The rule for devices with asynchronous copies into a large shared memory (sm_90, sm_10x) follows
-what a search on an H200 found (``python -m benchmarks.attention.search``; docs/records). Elsewhere,
+what a search on an H200 found (``python -m benchmarks.attention.search``). Elsewhere,
 for float32 and in the interpreter, programs load without stages.
 """
 

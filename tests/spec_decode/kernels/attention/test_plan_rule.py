@@ -55,7 +55,7 @@ def all_sizes() -> Iterator[Sizes]:
 
 
 def test_plans_are_those_that_were_fastest() -> None:
-    """A few launches of docs/records/2026-11-targets.md."""
+    """A few launches of the search at commit d3db87d."""
     split = {"ahead": True, "skip_empty": True, "overlapped": True, "combine_width": 128}
 
     def plan(tile: Tile, splits: int, warps: int = 1, *, edges: bool = False) -> Plan:

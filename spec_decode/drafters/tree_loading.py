@@ -28,7 +28,6 @@ from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.served_references import served_references
 from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
 from vllm_graft.spec_decode.startup.begin import begin
 from vllm_graft.spec_decode.startup.clock import StartClock
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.attention.choice import KernelChoice
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.base import Extra, Growth
-    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
@@ -227,7 +225,7 @@ class TreeLoading(DraftModelSpeculator):
         self.first_tokens = torch.zeros(first, dtype=torch.int64, device=device)
         if (ngram := self.ngram_config) is not None:
             self._add_ngrams(self.make_ngrams(ngram))
-        if self.ngrams is None or self.ngrams.references is None:
+        if self.ngrams is None or not self.ngrams.state.reference:
             self.unread = UnreadPredictions()
             self.context.watches = (*self.context.watches, self.unread)
         drafts = sorted(self.draft_attn_layer_names)
@@ -258,12 +256,8 @@ class TreeLoading(DraftModelSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
-            references=self.make_references(config),
+            reference=config.room(self.max_model_len),
         )
-
-    def make_references(self, config: NgramConfig) -> References | None:
-        """What makes the references of requests, in which n-grams are looked for besides."""
-        return served_references(self.engine_config, config)
 
     def _add_ngrams(self, ngrams: Ngrams) -> None:
         self.ngrams = ngrams

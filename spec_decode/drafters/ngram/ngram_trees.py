@@ -111,7 +111,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.device,
             paths=self.shape.topk,
             depth=self.shape.steps,
-            references=self.make_references(config),
+            reference=config.room(self.max_model_len),
         )
 
     def make_growths(

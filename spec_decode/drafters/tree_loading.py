@@ -25,6 +25,7 @@ from vllm_graft.seams.kept_memory import kept_memory
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
+from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
@@ -179,6 +180,7 @@ class TreeLoading(DraftModelSpeculator):
     def _make_head(self) -> DraftHead:
         """The draft's output head; without FP8 or hot tokens that a preset wants in vain."""
         vocab_size = self.vllm_config.model_config.get_vocab_size()
+        check_draft_tokens(self.model, vocab_size, self.draft_model_config.model)
         make = functools.partial(DraftHead, self.model, self.shape.topk, vocab_size=vocab_size)
         fp8, hot = self.config.head_dtype == "fp8", self.config.hot_tokens
         # What a preset adds is not what somebody asked for.

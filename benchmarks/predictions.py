@@ -34,9 +34,8 @@ from benchmarks.edits import answers_to, edits, replay
 from benchmarks.tool_calls import TOOLS, earlier_calls, engine
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
-from vllm_graft.spec_decode.lookup.predictions import KEY
-from vllm_graft.spec_decode.lookup.reference import NONE
 from vllm_graft.spec_decode.lookup.references import References
+from vllm_graft.spec_decode.trees.reference import KEY, NONE
 from vllm_graft.testing.pairs import Pair, counter
 
 OTHER: tuple[dict[str, Any], ...] = (

@@ -240,6 +240,8 @@ class TreeLoading(DraftModelSpeculator):
         }
         if (learned := self.head.learned) is not None:
             self.context.emitted = learned.emitted
+            if not self.config.learn_salted:
+                self.context.teaches = learned.keep_apart(self.max_num_reqs)
             self.context.watches = (*self.context.watches, learned)
             self.narrow_plans = {
                 nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()

@@ -9,8 +9,9 @@ import torch
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.lookup.reference import ReferenceCounts, reference_in
+from vllm_graft.spec_decode.lookup.reference_counts import ReferenceCounts
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.reference import reference_in
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graft.base.values import shown
+from vllm_graft.spec_decode.trees.reference import KEY
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-
-KEY = "graft_prediction"
-"""The key of ``SamplingParams.extra_args``, which are ``vllm_xargs`` in a request over HTTP."""
 
 
 class Wrong(NamedTuple):

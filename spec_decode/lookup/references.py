@@ -12,8 +12,7 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.values import reason_of
 from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.forced_text import Piece, pieces_of
-from vllm_graft.spec_decode.lookup.predictions import KEY, Wrong, prediction_of
-from vllm_graft.spec_decode.lookup.reference import NONE, Reference
+from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
 from vllm_graft.spec_decode.lookup.schema_text import (
     COMPACT,
     INDENTED,
@@ -25,6 +24,7 @@ from vllm_graft.spec_decode.lookup.schema_text import (
 from vllm_graft.spec_decode.lookup.tag_text import tag_items
 from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
+from vllm_graft.spec_decode.trees.reference import KEY, NONE, Reference
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -177,9 +177,7 @@ class References:
         is_cut = size < len(text) or len(tokens) > self._read
         return Split([Tokens(array("i", tokens[: self._read]), opens=True)], is_cut)
 
-    def _forced(
-        self, params: StructuredOutputsParams | None, declines: list[str]
-    ) -> Found | None:
+    def _forced(self, params: StructuredOutputsParams | None, declines: list[str]) -> Found | None:
         """What structured output forces of an answer, if it is of a kind that we can read."""
         if params is None:
             return None

@@ -16,9 +16,8 @@ from vllm_graft.base.log import info_once
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.config.chosen import has_model
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
-from vllm_graft.spec_decode.lookup.predictions import KEY
-from vllm_graft.spec_decode.lookup.reference import NONE, UNREAD, Reference
 from vllm_graft.spec_decode.lookup.references import References, styles_of
+from vllm_graft.spec_decode.trees.reference import KEY, NONE, UNREAD, Reference
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +54,7 @@ def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References |
     )
 
 
-def carry(request: Request, references: References | None) -> None:
+def carry(request: Request, references: References | None, *, learn_salted: bool = True) -> None:
     """Put a request's reference into its parameters, in the place of what it predicts.
 
     So what it predicts goes no further, however long it is. The parameters are copied: they may be
@@ -64,6 +63,7 @@ def carry(request: Request, references: References | None) -> None:
     Args:
         request: vLLM's, which is not scheduled yet.
         references: makes them; None where nothing reads them.
+        learn_salted: whether the text of a request with a ``cache_salt`` may be learned from.
     """
     params = request.sampling_params
     if params is None:
@@ -72,6 +72,8 @@ def carry(request: Request, references: References | None) -> None:
     found: Reference = UNREAD if KEY in given else NONE
     if references is not None:
         found = references.of(params, request.prompt_token_ids)
+    if not learn_salted and request.cache_salt is not None:
+        found = found._replace(teaches=False)
     if found is NONE and KEY not in given:
         return
     request.sampling_params = copy.copy(params)
@@ -85,7 +87,7 @@ def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConf
     def then_carry(original: Callable[..., Any]) -> Callable[..., Any]:
         def preprocess_add_request(request: EngineCoreRequest) -> tuple[Request, int]:
             made: tuple[Request, int] = original(request)
-            carry(made[0], references)
+            carry(made[0], references, learn_salted=tree.learn_salted)
             return made
 
         return preprocess_add_request

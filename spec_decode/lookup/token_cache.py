@@ -70,7 +70,11 @@ class TokenCache:
         return self._kept[key]
 
     def put(self, key: bytes, made: Split) -> None:
-        """Keep something; what was used longest ago makes room."""
+        """Keep something that has room at all; what was used longest ago makes room for it."""
+        if made.num_bytes > self.max_bytes:
+            return
+        if (old := self._kept.pop(key, None)) is not None:
+            self.num_bytes -= old.num_bytes
         self._kept[key] = made
         self.num_bytes += made.num_bytes
         while self.num_bytes > self.max_bytes:

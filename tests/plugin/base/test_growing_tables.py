@@ -75,7 +75,7 @@ BOUNDED = {
         graph_runners/language/draft.py:VerifyingDraftRunner._equal""",
     "A local object of one request, which the budget of work bounds.": """
         spec_decode/lookup/forced_text.py:_Pieces.found
-        spec_decode/lookup/reference.py:Reference.tokens
+        spec_decode/trees/reference.py:Reference.tokens
         spec_decode/lookup/schema_text.py:_Reader._found""",
     "Bounded by bytes, and keyed by hashes.": """
         spec_decode/lookup/token_cache.py:TokenCache._kept""",

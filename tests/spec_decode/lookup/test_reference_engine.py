@@ -12,11 +12,10 @@ import pytest
 from tests.support.structured_requests import COMPACT
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.predictions import KEY
-from vllm_graft.spec_decode.lookup.reference import NONE
-from vllm_graft.spec_decode.lookup.reference import Reference as Carried
 from vllm_graft.spec_decode.lookup.references import References
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
+from vllm_graft.spec_decode.trees.reference import KEY, NONE
+from vllm_graft.spec_decode.trees.reference import Reference as Carried
 from vllm_graft.testing.pairs import (
     Answer,
     Pair,

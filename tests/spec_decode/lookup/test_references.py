@@ -19,17 +19,13 @@ from vllm_graft.spec_decode.lookup import references
 from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
-from vllm_graft.spec_decode.lookup.reference import (
-    NONE,
-    Reference,
-    ReferenceCounts,
-    reference_in,
-)
+from vllm_graft.spec_decode.lookup.reference_counts import ReferenceCounts
 from vllm_graft.spec_decode.lookup.references import References, styles_of
 from vllm_graft.spec_decode.lookup.schema_text import COMPACT, SPACED
 from vllm_graft.spec_decode.lookup.served_references import carry
 from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
+from vllm_graft.spec_decode.trees.reference import NONE, Reference, reference_in
 
 PROMPT = [5, 6, 7, 8]
 SCHEMA = {"properties": {"a": {"type": "string"}, "b": {"type": "null"}}}
@@ -320,21 +316,21 @@ def test_a_slot_never_shows_the_last_request_s_reference(monkeypatch: pytest.Mon
 
 def test_what_a_request_predicts_goes_no_further() -> None:
     """The parameters that a caller gave stay as they are, and may be those of other requests."""
-    for references, declines in ((made(Letters()), ()), (None, ("off",))):
+    for reader, declines in ((made(Letters()), ()), (None, ("off",))):
         given = asking("so be it")
         assert given.extra_args is not None
         given.extra_args["other"] = 1
         asked = request(given)
-        carry(asked, references)
+        carry(asked, reader)
         assert asked.sampling_params is not given
         assert given.extra_args == {"graft_prediction": "so be it", "other": 1}
         assert asked.sampling_params.extra_args["other"] == 1
         found = reference_in(asked.sampling_params)
         assert found.declines == declines
-        assert bool(found.row) == (references is not None)
+        assert bool(found.row) == (reader is not None)
         plain = SamplingParams()
         asked = request(plain)
-        carry(asked, references)
+        carry(asked, reader)
         assert asked.sampling_params is plain
 
 

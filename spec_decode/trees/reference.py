@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
-
-from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
-from vllm_graft.spec_decode.lookup.predictions import KEY
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_graft.base.metric import Numbers
+KEY = "graft_prediction"
+"""The key of ``SamplingParams.extra_args``, which are ``vllm_xargs`` in a request over HTTP."""
 
 
 class Reference(NamedTuple):
@@ -27,11 +24,13 @@ class Reference(NamedTuple):
         row: int32 tokens with a `BORDER` between pieces, the likeliest piece at the end.
         tokens: tokens by source, for the metrics.
         declines: reasons why there is none, or not all of it.
+        teaches: whether what is learned from texts may count this request's.
     """
 
     row: Sequence[int] = array("i")
     tokens: Mapping[str, int] = {}
     declines: tuple[str, ...] = ()
+    teaches: bool = True
 
 
 NONE = Reference()
@@ -43,20 +42,3 @@ def reference_in(params: SamplingParams | None) -> Reference:
     """The reference that came with a request's parameters."""
     found = None if params is None else (params.extra_args or {}).get(KEY)
     return found if isinstance(found, Reference) else NONE
-
-
-class ReferenceCounts:
-    """Counts the references of an engine's requests, for the metrics."""
-
-    def __init__(self) -> None:
-        self.tokens = Counter(dict.fromkeys(REFERENCE_SOURCES, 0))
-        self.declines = Counter(dict.fromkeys(REFERENCE_DECLINES, 0))
-
-    def add(self, reference: Reference) -> None:
-        """Count one."""
-        self.tokens.update(reference.tokens)
-        self.declines.update(reference.declines)
-
-    def numbers(self) -> Numbers:
-        """The numbers of the metrics."""
-        return {"reference_tokens": dict(self.tokens), "reference_declines": dict(self.declines)}

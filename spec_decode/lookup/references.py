@@ -248,7 +248,8 @@ class References:
         tokenizer: Any = self.tokenizer
         if texts and getattr(tokenizer, "is_fast", False):
             # One call for all, in which other threads may run.
-            return tokenizer(texts, add_special_tokens=False)["input_ids"]
+            found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return found
         return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.drafters.tree_loading import TreeLoading
 from vllm_graft.spec_decode.heads import draft_tokens
 from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
 
@@ -53,3 +55,14 @@ def test_a_small_vocabulary_without_d2t_is_told(said: list[str]) -> None:
     check_draft_tokens(draft([0, 0, 0]), VOCAB, "head")
     (line,) = said
     assert "drafts 3 of the target's 100 tokens and has no d2t" in line
+
+
+def test_a_drafter_checks_its_draft() -> None:
+    """Before it makes anything of the draft's head."""
+    drafter: Any = SimpleNamespace(
+        model=draft([9000, 0]),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB)),
+        draft_model_config=SimpleNamespace(model="/some/head"),
+    )
+    with pytest.raises(ConfigError, match="d2t of '/some/head' leads from 1"):
+        TreeLoading._make_head(drafter)

@@ -15,7 +15,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.base import log
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.lookup import references
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.lookup import references, served_references
 from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
@@ -351,3 +352,26 @@ def test_a_wrong_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(references, "BORDER", ord("+"))
     with pytest.raises(AssertionError):
         test_what_each_source_gives()
+
+
+def test_an_engine_carries_references_from_its_intake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the engine that is told to, and once."""
+    monkeypatch.setattr(served_references, "served_references", lambda *args: made(Letters()))
+    taken: list[str] = []
+
+    def engine() -> Any:
+        def preprocess_add_request(given: Any) -> tuple[Any, int]:
+            taken.append("in")
+            return given, 7
+
+        return SimpleNamespace(preprocess_add_request=preprocess_add_request)
+
+    ours, other = engine(), engine()
+    for _ in range(2):
+        served_references.carry_references(ours, TreeConfig(), SimpleNamespace())  # type: ignore[arg-type]
+    asked, wave = ours.preprocess_add_request(request(asking("so")))
+    assert wave == 7
+    assert pieces(reference_in(asked.sampling_params)) == ["678so"]
+    asked, _ = other.preprocess_add_request(request(asking("so")))
+    assert reference_in(asked.sampling_params) is NONE
+    assert taken == ["in", "in"]

@@ -34,8 +34,8 @@ from benchmarks.edits import answers_to, edits, replay
 from benchmarks.tool_calls import TOOLS, earlier_calls, engine
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
-from vllm_graft.spec_decode.lookup.predictions import KEY
 from vllm_graft.spec_decode.lookup.references import References
+from vllm_graft.spec_decode.trees.reference import KEY, NONE
 from vllm_graft.testing.pairs import Pair, counter
 
 OTHER: tuple[dict[str, Any], ...] = (
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
         llm.collective_rpc(replay, args=(answers_to(asked_all, llm.get_tokenizer()),))
         rows = []
         for workload, reference, asked in runs:
-            with mock.patch.object(References, "of", return_value=[]):
+            with mock.patch.object(References, "of", return_value=NONE):
                 rows.append(measure(llm, workload, "none", asked))
             rows.append(measure(llm, workload, reference, asked))
     titles = ["workload", "reference", "tokens", "trees", "accepted", "in references"]

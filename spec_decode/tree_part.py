@@ -1,6 +1,6 @@
 """The part ``graft.tree``: how vLLM comes to draft and verify trees.
 
-Four things are hooked, all inert until a configuration has the section:
+Five things are hooked, all inert until a configuration has the section:
 
 1. a speculator of vLLM's that a drafter stands over, asked to build itself, builds the chosen
    drafter, a subclass of it. The class object stays the same, so ``isinstance``, imports by name
@@ -10,7 +10,8 @@ Four things are hooked, all inert until a configuration has the section:
 3. with ``shape: auto`` the workers are asked what they measured of these graphs as soon as they
    have captured them, and the scheduler, which is built next, learns from there how many nodes pay;
 4. drafts for requests with structured output carry their parents to the engine core, whose manager
-   of grammars then masks each node by its own path.
+   of grammars then masks each node by its own path;
+5. the engine core makes the references of requests where it takes them in.
 
 A worker that has loaded its model is mended in some places besides (see `TreePart.verify`).
 
@@ -230,6 +231,10 @@ def _hook_engine(module: ModuleType) -> None:
                 measure(self)
             if config is not None and config.fit_prompts:
                 ask_workers(self)
+            if config is not None and vllm_config.speculative_config is not None:
+                from vllm_graft.spec_decode.lookup.served_references import carry_references
+
+                carry_references(self, config, vllm_config)
             return result
 
         return _initialize_kv_caches

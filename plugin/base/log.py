@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import sys
 
 # vLLM installs handlers on the logger "vllm" only: a child of it prints, "vllm_graft" would not.
 logger = logging.getLogger("vllm.graft")
 
+MOST = 16
+"""Different messages that one place of the code logs. What a request or a foreign program holds
+may stand in them, and must not decide how large a log grows, or what is remembered of it."""
 
-@functools.cache
-def info_once(message: str) -> None:
-    """Log ``message`` at INFO the first time that this process asks for it."""
-    logger.info(message, stacklevel=2)
+_LONGEST = 4096
+"""Characters of a message."""
 
 
-@functools.cache
-def warning_once(message: str) -> None:
-    """Log ``message`` at WARNING the first time that this process asks for it."""
-    logger.warning(message, stacklevel=2)
+class Once:
+    """Logs each message the first time that this process asks for it.
+
+    Args:
+        level: that of the lines.
+    """
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+        self._said: dict[tuple[str, int], set[str]] = {}
+
+    def __call__(self, message: str, *, most: int = MOST) -> None:
+        """Log a message.
+
+        Args:
+            message: what to say. The rest of one that is too long is left out.
+            most: different messages that the calling line logs; further ones are not logged.
+        """
+        caller = sys._getframe(1)
+        said = self._said.setdefault((caller.f_code.co_filename, caller.f_lineno), set())
+        if len(message) > _LONGEST:
+            message = message[:_LONGEST] + "..."
+        if message not in said and len(said) < most:
+            said.add(message)
+            logger.log(self._level, message, stacklevel=2)
+
+    def cache_clear(self) -> None:
+        """Forget what was said; for tests."""
+        self._said.clear()
+
+
+info_once = Once(logging.INFO)
+warning_once = Once(logging.WARNING)

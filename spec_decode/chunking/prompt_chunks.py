@@ -36,6 +36,12 @@ LEAST_NODES = 7
 A tree's first nodes yield most of its tokens, and each further one delays a row of a prompt. With a
 large tree for each of a few requests, prompts would get only half of a graph."""
 
+QUIET_STEPS = 4
+"""Steps without drafts that prompts may take one after the other, once as many steps had drafts.
+
+A burst of up to five chunks, such as 16 questions beside their trees, takes no more. While prompts
+go on to come, every other step has drafts, so that prompts of some never stop the drafts of all."""
+
 _CHUNKED = "vllm_graft_chunked"
 """Where a ``SchedulerOutput`` says that its prompts were chunked."""
 
@@ -130,14 +136,15 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
 
     While a chunk leaves some of its prompt, no drafts are asked for if vLLM's table (``auto`` or
     ``num_speculative_tokens_per_batch_size``) says how many are: to draft them, and to verify them
-    beside the next chunk, would delay the prompt.
+    beside the next chunk, would delay the prompt. Each such step uses up one of `QUIET_STEPS`, and
+    each other one brings one back.
 
     Args:
         scheduler: vLLM's.
         max_rows: rows of the largest graph of a mixed batch.
         cuts: whether trees are cut so that a step fits a graph.
     """
-    limited = False
+    limited, quiet_left = False, QUIET_STEPS
 
     def then_limit(original: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
         def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -156,11 +163,16 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
 
     def then_mark(original: Callable[..., Any]) -> Callable[..., Any]:
         def count(output: SchedulerOutput) -> Any:
+            nonlocal quiet_left
             # A prompt that waits for something else, such as its grammar, was counted in vain.
-            if limited and leaves_prompts(scheduler, output):
+            chunked = limited and leaves_prompts(scheduler, output)
+            if chunked:
                 setattr(output, _CHUNKED, True)
-                if scheduler.dynamic_sd_lookup is not None:
-                    output.num_spec_tokens_to_schedule = 0
+            if chunked and scheduler.dynamic_sd_lookup is not None and quiet_left > 0:
+                output.num_spec_tokens_to_schedule = 0
+                quiet_left -= 1
+            else:
+                quiet_left = min(quiet_left + 1, QUIET_STEPS)
             return original(output)
 
         return count

@@ -82,6 +82,10 @@ class TreeConfig(Section):
     ids, always (a JSON list, one id per line in .txt, or a 1-D integer tensor in .pt or
     .safetensors). None: the draft's whole vocabulary."""
 
+    learn_salted: bool = True
+    """Whether the texts of requests with a ``cache_salt`` count for learned hot tokens. False:
+    nothing of such a text decides what other requests draft from."""
+
     head_dtype: Literal["auto", "fp8"] = "auto"
     """What drafts are chosen by. ``fp8``: the draft's output head in FP8 (e4m3, with one scale per
     token), which ``quantization`` of the speculative config leaves out. ``auto``: the head as it

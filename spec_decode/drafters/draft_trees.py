@@ -54,7 +54,7 @@ class Sources:
             self.extras = (*self.extras, ngrams)
             context.watches = (*context.watches, ngrams)
             context.extra_nodes, context.extra_counts = ngrams.nodes, ngrams.counts
-        if ngrams is None or ngrams.references is None:
+        if ngrams is None or not ngrams.state.reference:
             self.unread = UnreadPredictions()
             context.watches = (*context.watches, self.unread)
 
@@ -222,6 +222,8 @@ class DraftTrees:
         if (learned := self.head.learned) is not None:
             self.context.emitted = learned.emitted
             self.context.watches = (*self.context.watches, learned)
+            if not self.config.learn_salted:
+                self.context.teaches = learned.keep_apart(len(self.first[0]))
             self.narrow_plans = {
                 nodes: dataclasses.replace(plan, narrow=True) for nodes, plan in self.plans.items()
             }

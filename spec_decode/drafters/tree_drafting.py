@@ -23,11 +23,11 @@ from vllm_graft.spec_decode.drafters import growth_graphs
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
 from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
 from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
+from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.served_references import served_references
 from vllm_graft.spec_decode.startup.begin import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
     from vllm_graft.spec_decode.drafters.base import Growth
     from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
-    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
     from vllm_graft.spec_decode.trees.shape import TreeShape
     from vllm_graft.spec_decode.verification.context import TreeContext
@@ -155,6 +154,7 @@ class TreeDrafting(DraftModelSpeculator):
     def make_head(self) -> DraftHead:
         """The draft's output head."""
         vocab_size = self.vllm_config.model_config.get_vocab_size()
+        check_draft_tokens(self.model, vocab_size, self.draft_model_config.model)
         trees = self.trees
         return DraftHead.asked(
             self.model, trees.shape.topk, vocab_size, trees.config, trees.engine_config
@@ -173,12 +173,8 @@ class TreeDrafting(DraftModelSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
-            references=self.make_references(config),
+            reference=config.room(self.max_model_len),
         )
-
-    def make_references(self, config: NgramConfig) -> References | None:
-        """What makes the references of requests, in which n-grams are looked for besides."""
-        return served_references(self.trees.engine_config, config)
 
     @property
     def extra_columns(self) -> int:

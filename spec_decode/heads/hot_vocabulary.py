@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm_graft.spec_decode.trees.reference import reference_in
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.states import RequestState
@@ -69,6 +71,8 @@ class HotVocabulary:
         coverage: fraction of the recently emitted tokens that it held; None until known.
         choices: how often a vocabulary was chosen.
         steps_narrowed: how many steps drafted from it.
+        teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose texts do not
+            count; None if all do.
         least: tells the coverage above which it is used, of a number of nodes and of requests.
     """
 
@@ -82,6 +86,8 @@ class HotVocabulary:
         self._chosen = torch.arange(size, device=device)
         self.target_ids = target_ids[:size].clone()
         rows.take(self._chosen)
+        self.teaches: torch.Tensor | None = None
+        self._taught: list[bool] = []
         self.active = False
         self.choices = self.steps_narrowed = 0
         self.coverage: float | None = None
@@ -107,7 +113,20 @@ class HotVocabulary:
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
         """Count the tokens of a new request's prompt, at the next choice."""
+        if self.teaches is not None:
+            teaches = reference_in(request.sampling_params).teaches
+            if teaches != self._taught[req_index]:
+                self.teaches[req_index].fill_(int(teaches))
+                self._taught[req_index] = teaches
+            if not teaches:
+                return
         self.read(request.prompt_token_ids or ())
+
+    def keep_apart(self, max_reqs: int) -> torch.Tensor:
+        """Count only the texts of requests that teach; return `teaches`."""
+        self.teaches = torch.ones(max_reqs, dtype=torch.int32, device=self.emitted.device)
+        self._taught = [True] * max_reqs
+        return self.teaches
 
     def read(self, tokens: Any) -> None:
         """Count the last `READ` of a prompt's tokens, a sequence of the target's ids."""

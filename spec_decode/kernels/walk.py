@@ -28,6 +28,7 @@ def _walk_kernel(
     emitted,
     extra_nodes,
     extra_counts,
+    teaches,
     tree_stride,
     sampled_width,
     sampled_stride,
@@ -35,6 +36,7 @@ def _walk_kernel(
     HAS_PREFILL: tl.constexpr,
     COUNTED: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    SOME_TEACH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
@@ -54,6 +56,9 @@ def _walk_kernel(
         bits = tl.load(extra_nodes + slot)
         is_extra = follow & (((bits >> node.to(tl.int64)) & 1) != 0)
         accepted = slot * 0
+    counts = slot == slot
+    if SOME_TEACH:
+        counts = tl.load(teaches + slot) != 0
     count = 0
     current = 0
     # Without a matching child `current` becomes WIDTH_PAD, which is at least `rows`.
@@ -62,7 +67,7 @@ def _walk_kernel(
         tl.store(sampled + req * sampled_stride + count, token)
         tl.store(path + req * path_stride + count, current)
         if COUNTED:
-            tl.atomic_add(emitted + token, 1, mask=token >= 0)
+            tl.atomic_add(emitted + token, 1, mask=counts & (token >= 0))
         if HAS_EXTRA:
             accepted += tl.sum((is_extra & (node == current)).to(tl.int64), 0)
         count += 1
@@ -90,6 +95,7 @@ def walk_tree(
     emitted: torch.Tensor | None = None,
     extra_nodes: torch.Tensor | None = None,
     extra_counts: torch.Tensor | None = None,
+    teaches: torch.Tensor | None = None,
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
 
@@ -117,6 +123,8 @@ def walk_tree(
             sources than the draft.
         extra_counts: i64 ``[2]``; is increased by how many of them took part, and by how many were
             accepted. Required together with `extra_nodes`.
+        teaches: i32 ``[max_reqs]`` by request-state index, 0 for requests whose tokens `emitted`
+            does not count; None if it counts those of all.
     """
     num_reqs = cu_num_logits.shape[0] - 1
     if num_reqs <= 0:
@@ -135,6 +143,7 @@ def walk_tree(
         emitted,
         extra_nodes,
         extra_counts,
+        teaches,
         tree.width,
         sampled.shape[1],
         sampled.stride(0),
@@ -142,6 +151,7 @@ def walk_tree(
         HAS_PREFILL=positions is not None,
         COUNTED=emitted is not None,
         HAS_EXTRA=extra_nodes is not None,
+        SOME_TEACH=emitted is not None and teaches is not None,
         WIDTH_PAD=next_power_of_2(tree.width),
         num_warps=1,
     )

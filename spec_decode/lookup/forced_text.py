@@ -9,6 +9,9 @@ from typing import NamedTuple
 CONTEXT = 1
 """Known texts that stand before each alternative but the first: enough to tell where it belongs."""
 
+_WORK = 4
+"""Characters that are handled for each one that there is room for."""
+
 
 class Choice(NamedTuple):
     """Alternatives, of which one comes; the first is taken to be the likeliest.
@@ -40,31 +43,39 @@ class _Full(Exception):
     """There is no room for another piece."""
 
 
-class _Open(NamedTuple):
+class _Open:
     """A piece that may go on.
 
-    Attributes:
+    Args:
         parts: known texts, of which each is one item.
         opens: whether the first of them stands at the beginning of the whole.
     """
 
-    parts: tuple[str, ...]
-    opens: bool
+    def __init__(self, parts: list[str], *, opens: bool) -> None:
+        self.parts, self.opens = parts, opens
 
     def tail(self) -> _Open:
         """The last parts, as the beginning of another piece."""
         kept = self.parts[-CONTEXT:]
-        return _Open(kept, self.opens and len(kept) == len(self.parts))
+        return _Open(kept, opens=self.opens and len(kept) == len(self.parts))
 
 
 class _Pieces:
     def __init__(self, room: int) -> None:
         self.room = room
+        self.work = _WORK * room
         self.found: dict[Piece, None] = {}
+
+    def spend(self, characters: int) -> None:
+        """Stop where more characters were handled than pieces are worth."""
+        self.work -= 1 + characters
+        if self.work < 0:
+            raise _Full
 
     def close(self, piece: _Open, behind: str = "") -> None:
         """Keep a piece that does not go on."""
         text = "".join(piece.parts) + behind
+        self.spend(len(text))
         made = Piece(text, piece.opens)
         if not text or made in self.found:
             return
@@ -78,17 +89,19 @@ class _Pieces:
 
         Args:
             items: what comes.
-            piece: what came.
+            piece: what came. It grows.
             behind: the known text after these items.
         """
         for number, item in enumerate(items):
             if item is None:
                 self.close(piece)
-                piece = _Open((), opens=False)
+                piece = _Open([], opens=False)
             elif isinstance(item, str):
-                piece = _Open((*piece.parts, item), piece.opens)
+                self.spend(len(item))
+                piece.parts.append(item)
             else:
-                after = known(items[number + 1 :], behind)
+                after = known(items, number + 1, behind)
+                self.spend(len(after))
                 first, *others = item.alternatives
                 for other in others:
                     self.close(self.walk(other, piece.tail(), after), after)
@@ -96,14 +109,14 @@ class _Pieces:
         return piece
 
 
-def known(items: Sequence[Item], behind: str) -> str:
-    """The text at the beginning of items that is known, `behind` what comes after them."""
-    text = ""
-    for item in items:
-        if not isinstance(item, str):
-            return text
-        text += item
-    return text + behind
+def known(items: Sequence[Item], start: int, behind: str) -> str:
+    """The text from an item on that is known, `behind` what comes after all items."""
+    parts: list[str] = []
+    for place in range(start, len(items)):
+        if not isinstance(item := items[place], str):
+            return "".join(parts)
+        parts.append(item)
+    return "".join(parts) + behind
 
 
 def pieces_of(items: Sequence[Item], room: int) -> list[Piece]:
@@ -118,5 +131,5 @@ def pieces_of(items: Sequence[Item], room: int) -> list[Piece]:
     """
     pieces = _Pieces(room)
     with contextlib.suppress(_Full):
-        pieces.close(pieces.walk(items, _Open((), opens=True), ""))
+        pieces.close(pieces.walk(items, _Open([], opens=True), ""))
     return list(pieces.found)

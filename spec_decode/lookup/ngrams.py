@@ -9,7 +9,9 @@ import torch
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
+from vllm_graft.spec_decode.lookup.reference_counts import ReferenceCounts
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.reference import reference_in
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
     from vllm_graft.base.metric import Numbers
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
@@ -47,7 +48,7 @@ class Ngrams:
         vocab_size: tokens of the target.
         device: where all of this lies.
         matches: matches that are kept of each text.
-        references: makes the reference of each request; None for none.
+        reference: tokens that the reference of a request may have; 0 for no references.
 
     Attributes:
         state: texts, matches and learned rates.
@@ -64,9 +65,9 @@ class Ngrams:
         vocab_size: int,
         device: torch.device,
         matches: int = 1,
-        references: References | None = None,
+        reference: int = 0,
     ) -> None:
-        self.references = references
+        self.references = ReferenceCounts()
         self.state = NgramState.allocate(
             config.min,
             config.max,
@@ -74,7 +75,7 @@ class Ngrams:
             width,
             device,
             matches,
-            0 if references is None else references.room,
+            reference,
         )
         self._refers = [False] * max_reqs
         self.vocab_size = vocab_size
@@ -89,15 +90,16 @@ class Ngrams:
         self._texts, self._lengths = req_states.all_token_ids.gpu, req_states.total_len.gpu
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
-        """A new request has this index: its text is to be copied anew, its reference made."""
+        """A new request has this index: its text is to be copied anew, and its reference."""
         self.state.notes[req_index].zero_()
-        if self.references is None:
+        if not self.state.reference:
             return
-        tokens = self.references.of(request.sampling_params, request.prompt_token_ids)
+        found = reference_in(request.sampling_params)
+        self.references.add(found)
         # Most requests have none, and follow one that had none.
-        if tokens or self._refers[req_index]:
-            self.state.refer(req_index, tokens)
-        self._refers[req_index] = bool(tokens)
+        if found.row or self._refers[req_index]:
+            self.state.refer(req_index, found.row)
+        self._refers[req_index] = bool(found.row)
 
     def columns(self, num_nodes: int) -> int:
         """A path may be all of a tree."""
@@ -161,7 +163,7 @@ class Ngrams:
         return {
             "ngram_nodes_verified": verified,
             "ngram_nodes_accepted": accepted,
-            **({} if self.references is None else self.references.numbers()),
+            **(self.references.numbers() if self.state.reference else {}),
         }
 
     def report(self) -> dict[str, Any]:
@@ -175,7 +177,7 @@ class Ngrams:
             "rates": {n: rates[n] for n in lengths},
             "bytes": self.state.num_bytes,
         }
-        if self.references is not None:
+        if self.state.reference:
             lengths = range(1, self.state.max_n + 1)
             found["reference_rates"] = {n: rates[self.state.lengths + n] for n in lengths}
         return found

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
+from vllm_graft.base.values import reason_of
 from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.forced_text import Piece, pieces_of
-from vllm_graft.spec_decode.lookup.predictions import KEY, Wrong, prediction_of
+from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
 from vllm_graft.spec_decode.lookup.schema_text import (
     COMPACT,
     INDENTED,
     SPACED,
     Style,
+    Work,
     schema_items,
 )
 from vllm_graft.spec_decode.lookup.tag_text import tag_items
+from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
+from vllm_graft.spec_decode.trees.reference import KEY, NONE, Reference
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-    from vllm_graft.base.metric import Numbers
-
 MAX_SCHEMA = 1 << 16
 """Characters of a schema that is read."""
+
+MAX_READ = 8192
+"""Tokens that are made of a text, however much room there is. Longer predictions are sent as
+tokens."""
 
 CHARACTERS = 16
 """Characters that are taken for a token at most, before there are tokens."""
 
-CACHED = 512
-"""Schemas and choices whose tokens are kept."""
+_LIKELY = 4
+"""Characters that a token has in most texts."""
+
+_ROUNDS = 4
+"""Calls of the tokenizer in which there is room for what fits: each fills most of what is left."""
+
+CACHE_BYTES = 16 << 20
+"""Host bytes in which tokens of schemas and choices are kept."""
 
 
 class Tokenizer(Protocol):
@@ -44,31 +55,23 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
-class Tokens(NamedTuple):
-    """The tokens of a `Piece`."""
-
-    tokens: tuple[int, ...]
-    opens: bool
-
-
 class Found(NamedTuple):
     """What one source says about an answer.
 
     Attributes:
         source: one of `REFERENCE_SOURCES`.
-        pieces: what is known of the answer, the likeliest at the end.
-        is_cut: whether something was left out already.
+        split: what is known of the answer.
     """
 
     source: str
-    pieces: Sequence[Tokens]
-    is_cut: bool = False
+    split: Split
 
 
 class References:
     """Makes the reference of each new request: a function of its parameters and its prompt.
 
-    All ranks make the same one.
+    It reads no more of a request than a reference has room for, and does no more work than
+    `MAX_SCHEMA`, `MAX_VALUES` and `MAX_READ` permit, whatever the request holds.
 
     Args:
         tokenizer: the served model's; None if vLLM has none.
@@ -77,10 +80,6 @@ class References:
             is found where the answer begins.
         vocab_size: tokens of the target.
         styles: layouts of JSON, the likeliest one first.
-
-    Attributes:
-        tokens: tokens of references, by source.
-        declines: requests, by reason.
     """
 
     def __init__(
@@ -94,12 +93,11 @@ class References:
     ) -> None:
         self.tokenizer, self.room, self.opening = tokenizer, room, opening
         self.vocab_size, self.styles = vocab_size, tuple(styles)
-        self.tokens = Counter(dict.fromkeys(REFERENCE_SOURCES, 0))
-        self.declines = Counter(dict.fromkeys(REFERENCE_DECLINES, 0))
-        self._read = functools.lru_cache(CACHED)(self._tokens_of)
+        self._read = min(room, MAX_READ)
+        self.cache = TokenCache(CACHE_BYTES)
 
-    def of(self, params: SamplingParams | None, prompt: Sequence[int] | None) -> list[int]:
-        """The reference of a request, with a `BORDER` between pieces; empty if it has none.
+    def of(self, params: SamplingParams | None, prompt: Sequence[int] | None) -> Reference:
+        """The reference of a request; empty if it has none.
 
         What is likelier stands behind: there the last of equal matches is found.
 
@@ -108,30 +106,32 @@ class References:
             prompt: its tokens; None if they are embeddings.
         """
         if params is None:
-            return []
+            return NONE
+        declines: list[str] = []
         try:
-            found = [self._predicted(params), self._forced(params.structured_outputs)]
-        except Exception as error:
-            # A tokenizer refuses some texts, such as half of a surrogate pair. The request is
-            # served without a reference.
-            self.declines["error"] += 1
-            warning_once(f"a request has no reference: {type(error).__name__}: {error}")
-            return []
-        made = [each for each in found if each is not None]
-        if not made:
-            return []
-        return self._row(made, list((prompt or ())[-self.opening :]))
+            found = [
+                self._predicted(params, declines),
+                self._forced(params.structured_outputs, declines),
+            ]
+            made = [each for each in found if each is not None]
+            if not made:
+                return Reference(declines=tuple(declines)) if declines else NONE
+            return self._joined(made, list((prompt or ())[-self.opening :]), declines)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # A tokenizer refuses some texts, such as half of a surrogate pair. One in Rust may
+            # panic, and a panic is no Exception. The request is served without a reference.
+            warning_once(f"a request has no reference: {reason_of(error)}", most=1)
+            return Reference(declines=("error",))
 
-    def numbers(self) -> Numbers:
-        """The numbers of the metrics."""
-        return {"reference_tokens": dict(self.tokens), "reference_declines": dict(self.declines)}
-
-    def _row(self, found: list[Found], opening: list[int]) -> list[int]:
+    def _joined(self, found: list[Found], opening: list[int], declines: list[str]) -> Reference:
         """Pieces from the likeliest on as long as there is room, the likeliest at the end."""
-        pieces: list[list[int]] = []
-        left, is_cut = self.room, any(each.is_cut for each in found)
-        for source, made, _ in found:
-            for piece in reversed(made):
+        pieces: list[array[int]] = []
+        counts: dict[str, int] = {}
+        left, is_cut = self.room, any(each.split.is_cut for each in found)
+        for source, split in found:
+            for piece in split.pieces:
                 before = opening if piece.opens else []
                 room = left - len(before)
                 # Of a prediction the beginning is of use, of another piece a part is not.
@@ -141,32 +141,43 @@ class References:
                     continue
                 kept = piece.tokens[:room]
                 is_cut = is_cut or len(kept) < len(piece.tokens)
-                self.tokens[source] += len(kept)
-                pieces.append([*before, *kept])
+                counts[source] = counts.get(source, 0) + len(kept)
+                pieces.append(array("i", itertools.chain(before, kept)))
                 left = room - len(kept) - 1
-        self.declines["cut"] += is_cut
-        row: list[int] = []
+        row = array("i")
         for tokens in reversed(pieces):
-            row += [*([BORDER] if row else []), *tokens]
-        return row
+            if row:
+                row.append(BORDER)
+            row.extend(tokens)
+        return Reference(row, counts, (*declines, *(["cut"] if is_cut else [])))
 
-    def _predicted(self, params: SamplingParams) -> Found | None:
-        given = prediction_of(params, self.vocab_size)
-        if isinstance(given, Wrong):
-            self.declines["wrong_type"] += 1
-            warning_once(f"a request's {KEY} is not used: {given.reason}")
+    def _predicted(self, params: SamplingParams, declines: list[str]) -> Found | None:
+        found = prediction_of(params, self.vocab_size, self.room)
+        if isinstance(found, Wrong):
+            declines.append("wrong_type")
+            warning_once(f"a request's {KEY} is not used: {found.reason}", most=1)
             return None
-        if not given:
+        if found is None:
             return None
-        if isinstance(given, list):
-            return Found("prediction", [Tokens(tuple(given), opens=True)])
-        if not self._has_tokenizer():
+        if isinstance(found.given, list):
+            tokens = Tokens(array("i", found.given), opens=True)
+            return Found("prediction", Split([tokens], found.is_cut))
+        if not self._has_tokenizer(declines):
             return None
-        # A longer text would not find room, and would take long to split.
-        text = given[: self.room * CHARACTERS]
-        return Found("prediction", self._split([Piece(text, opens=True)]), text != given)
+        return Found("prediction", self._beginning(found.given))
 
-    def _forced(self, params: StructuredOutputsParams | None) -> Found | None:
+    def _beginning(self, text: str) -> Split:
+        """The first tokens of a text, of which no more is read than they take."""
+        size, most = _LIKELY * self._read, CHARACTERS * self._read
+        (tokens,) = self._encode([text[:size]])
+        while len(tokens) < self._read and size < min(most, len(text)):
+            # It goes on as it began, or nearly.
+            size = min(most, size + max(size, size * self._read // max(1, len(tokens))) // 2)
+            (tokens,) = self._encode([text[:size]])
+        is_cut = size < len(text) or len(tokens) > self._read
+        return Split([Tokens(array("i", tokens[: self._read]), opens=True)], is_cut)
+
+    def _forced(self, params: StructuredOutputsParams | None, declines: list[str]) -> Found | None:
         """What structured output forces of an answer, if it is of a kind that we can read."""
         if params is None:
             return None
@@ -179,50 +190,91 @@ class References:
             kind, given = "tag", params.structural_tag
         else:
             return None
-        if not self._has_tokenizer():
+        if not self._has_tokenizer(declines):
             return None
-        pieces = self._read(kind, given if isinstance(given, str) else json.dumps(given))
-        if not pieces:
-            self.declines["unreadable"] += 1
+        split = self._known(kind, _short(given))
+        if not split.pieces:
+            declines.append("unreadable")
             return None
-        return Found("choice" if kind == "choice" else "schema", pieces)
+        return Found("choice" if kind == "choice" else "schema", split)
 
-    def _has_tokenizer(self) -> bool:
+    def _has_tokenizer(self, declines: list[str]) -> bool:
         """Whether texts can be read; it is counted where they can't."""
-        self.declines["no_tokenizer"] += self.tokenizer is None
+        if self.tokenizer is None:
+            declines.append("no_tokenizer")
         return self.tokenizer is not None
 
-    def _tokens_of(self, kind: str, given: str) -> Sequence[Tokens]:
-        """The pieces of what is given as JSON; none if it can't be read, or forces no text."""
+    def _known(self, kind: str, given: str | None) -> Split:
+        """The tokens of what is given as JSON; none if it can't be read, or forces no text."""
+        if given is None:
+            return Split()
+        key = TokenCache.key(kind, given)
+        if (split := self.cache.get(key)) is None:
+            split = self._split(self._pieces(kind, given))
+            self.cache.put(key, split)
+        return split
+
+    def _pieces(self, kind: str, given: str) -> Iterator[Piece]:
+        """The pieces of what is given as JSON, the likeliest first."""
         try:
-            value = json.loads(given) if len(given) <= MAX_SCHEMA else None
+            value = json.loads(given)
         except (ValueError, RecursionError):
-            value = None
+            return
         if kind == "choice":
             # The first one is taken for the likeliest, as of an enum.
-            return self._split([Piece(text, opens=True) for text in reversed(value or ())])
-        read = schema_items if kind == "schema" else tag_items
-        room = self.room * CHARACTERS
-        return self._split(
-            piece
-            for style in reversed(self.styles)
-            for piece in pieces_of(read(value, style), room)
-        )
+            yield from (Piece(text, opens=True) for text in value)
+            return
+        read, work = schema_items if kind == "schema" else tag_items, Work()
+        for style in self.styles:
+            yield from reversed(pieces_of(read(value, style, work), CHARACTERS * self._read))
 
-    def _split(self, pieces: Iterable[Piece]) -> Sequence[Tokens]:
-        """The pieces' tokens, each piece by itself and once."""
+    def _split(self, pieces: Iterator[Piece]) -> Split:
+        """The pieces' tokens, each piece by itself and once, as long as there is room."""
+        made: list[Tokens] = []
+        seen: set[Piece] = set()
+        left, is_cut = self._read, False
+        for _ in range(_ROUNDS):
+            batch = _batch(pieces, seen, _LIKELY * left)
+            for tokens, piece in zip(self._encode([p.text for p in batch]), batch, strict=True):
+                if len(tokens) <= left:
+                    made.append(Tokens(array("i", tokens), piece.opens))
+                    left -= len(tokens)
+                else:
+                    is_cut = True
+        return Split(made, is_cut or next(pieces, None) is not None)
+
+    def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The tokens of texts."""
         tokenizer: Any = self.tokenizer
-        assert tokenizer is not None
-        chosen = list(dict.fromkeys(pieces))
-        texts = [piece.text for piece in chosen]
         if texts and getattr(tokenizer, "is_fast", False):
-            # One call for all: the step of other requests waits for it.
-            found = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        else:
-            found = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [
-            Tokens(tuple(tokens), piece.opens) for tokens, piece in zip(found, chosen, strict=True)
-        ]
+            # One call for all, in which other threads may run.
+            found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return found
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def _batch(pieces: Iterator[Piece], seen: set[Piece], characters: int) -> list[Piece]:
+    """The next pieces that were not seen, of about so many characters."""
+    batch: list[Piece] = []
+    while characters > 0 and (piece := next(pieces, None)) is not None:
+        if piece not in seen:
+            seen.add(piece)
+            batch.append(piece)
+            characters -= len(piece.text)
+    return batch
+
+
+def _short(given: Any) -> str | None:
+    """What is given as JSON, if it is short enough to be read; a text is JSON already."""
+    if isinstance(given, str):
+        return given if len(given) <= MAX_SCHEMA else None
+    text, size = [], 0
+    for part in json.JSONEncoder().iterencode(given):
+        text.append(part)
+        size += len(part)
+        if size > MAX_SCHEMA:
+            return None
+    return "".join(text)
 
 
 def _choices(params: StructuredOutputsParams) -> list[str] | None:

@@ -12,7 +12,11 @@ MAX_DEPTH = 16
 """Values within values that are followed."""
 
 MAX_VALUES = 2000
-"""Values that are read of a schema, those of alternatives and references again each time."""
+"""Values that are read of a schema in all layouts together, those of alternatives and references
+again each time."""
+
+_SMALL = 8
+"""Keys that are copied, or steps of a path that are followed, for the work of a value."""
 
 MAX_ALTERNATIVES = 16
 """Alternatives that are read of each choice."""
@@ -20,7 +24,9 @@ MAX_ALTERNATIVES = 16
 MAX_LITERAL = 400
 """Characters that a constant may have."""
 
-_COMPACT = (",", ":")
+_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""A constant as JSON; xgrammar permits those of objects and arrays in the compact layout alone."""
+
 _SINGLE_TYPES = ("object", "array", "string", "boolean", "null", "number", "integer")
 
 
@@ -45,7 +51,23 @@ COMPACT = Style(",", ":")
 INDENTED = Style(",", ": ", 2)
 
 
-def schema_items(schema: Any, style: Style) -> list[Item]:
+class Work:
+    """Work that may still be done, in values of a schema.
+
+    Args:
+        left: how much.
+    """
+
+    def __init__(self, left: int = MAX_VALUES) -> None:
+        self.left = left
+
+    def spend(self, amount: int = 1) -> bool:
+        """Take some of it; say whether there was so much."""
+        self.left -= amount
+        return self.left >= 0
+
+
+def schema_items(schema: Any, style: Style, work: Work | None = None) -> list[Item]:
     """What texts that fit a JSON schema have in common, in their order.
 
     Properties come in the schema's order, which is that of the grammars of xgrammar and guidance,
@@ -55,8 +77,9 @@ def schema_items(schema: Any, style: Style) -> list[Item]:
     Args:
         schema: the schema, as Python values.
         style: the layout.
+        work: what reading it may cost. What costs more is a gap.
     """
-    return _merged(_Reader(schema, style).value(schema, 0))
+    return _merged(_Reader(schema, style, work or Work()).value(schema, 0))
 
 
 def _merged(items: Iterator[Item]) -> list[Item]:
@@ -74,19 +97,20 @@ class _Reader:
     Args:
         root: the whole schema, into which references point.
         style: the layout.
+        work: what reading it may cost.
     """
 
-    def __init__(self, root: Any, style: Style) -> None:
-        self.root, self.style = root, style
-        self.left = MAX_VALUES
+    def __init__(self, root: Any, style: Style, work: Work) -> None:
+        self.root, self.style, self.work = root, style, work
         self.depth = 0
+        self._found: dict[str, Any] = {}
         self.followed: list[str] = []
         """References that are being read: one within itself is a gap."""
 
     def value(self, schema: Any, level: int) -> Iterator[Item]:
         """The items of a value in a container of so many levels."""
-        self.left -= 1
-        if not isinstance(schema, Mapping) or self.left < 0 or self.depth >= MAX_DEPTH:
+        left = self.work.spend()
+        if not isinstance(schema, Mapping) or not left or self.depth >= MAX_DEPTH:
             yield None
             return
         self.depth += 1
@@ -101,23 +125,29 @@ class _Reader:
         elif isinstance(schema.get("enum"), list):
             yield from self._choice(map(self._literal, schema["enum"]))
         elif isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
-            yield from self.value(_joined(schema, "allOf", schema["allOf"][0]), level)
+            yield from self.value(self._joined(schema, "allOf", schema["allOf"][0]), level)
         elif (name := next((key for key in ("anyOf", "oneOf") if key in schema), None)) is not None:
             yield from self._alternatives(schema, name, level)
         else:
-            yield from self._typed(schema, level)
+            yield from self._typed(schema, schema.get("type"), level)
 
     def _reference(self, name: Any, level: int) -> Iterator[Item]:
         if not isinstance(name, str) or name in self.followed:
             yield None
             return
         self.followed.append(name)
-        yield from self.value(_pointed(self.root, name), level)
+        if name not in self._found:
+            path = name.split("/")
+            # Each path is followed once.
+            fits = self.work.spend(len(path) // _SMALL)
+            self._found[name] = _pointed(self.root, path) if fits else None
+        yield from self.value(self._found[name], level)
         self.followed.pop()
 
     def _alternatives(self, schema: Mapping[str, Any], name: str, level: int) -> Iterator[Item]:
         given = schema[name] if isinstance(schema[name], list) else []
-        yield from self._choice(self.value(_joined(schema, name, each), level) for each in given)
+        joined = (self._joined(schema, name, each) for each in given)
+        yield from self._choice(self.value(each, level) for each in joined)
 
     def _choice(self, alternatives: Iterator[Iterator[Item]]) -> Iterator[Item]:
         read: list[list[Item]] = []
@@ -130,11 +160,10 @@ class _Reader:
         else:
             yield Choice(read) if read else None
 
-    def _typed(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
-        kind = schema.get("type")
+    def _typed(self, schema: Mapping[str, Any], kind: Any, level: int) -> Iterator[Item]:
         if isinstance(kind, list):
-            one = (dict(schema, type=each) for each in kind if each in _SINGLE_TYPES)
-            yield from self._choice(self.value(each, level) for each in one)
+            known = (each for each in kind[:MAX_ALTERNATIVES] if each in _SINGLE_TYPES)
+            yield from self._choice(self._typed(schema, each, level) for each in known)
         elif kind == "object" or (kind is None and "properties" in schema):
             yield from self._object(schema, level)
         elif kind == "array" or (kind is None and ("items" in schema or "prefixItems" in schema)):
@@ -148,61 +177,67 @@ class _Reader:
 
     def _object(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
         given = schema.get("properties")
-        members = [
-            (json.dumps(name, ensure_ascii=False) + self.style.key, value)
+        members = (
+            (_written(name) + self.style.key, value)
             for name, value in (given if isinstance(given, Mapping) else {}).items()
-        ]
+        )
         closed = schema.get("additionalProperties") is False
         yield from self._container("{}", members, level, is_empty=closed)
 
     def _array(self, schema: Mapping[str, Any], level: int) -> Iterator[Item]:
         first, rest = schema.get("prefixItems"), schema.get("items")
-        members = list(first) if isinstance(first, list) else []
+        members = first if isinstance(first, list) else []
         if not members and isinstance(rest, Mapping):
             members = [rest]
         closed = schema.get("maxItems") == 0
-        yield from self._container("[]", [("", value) for value in members], level, is_empty=closed)
+        yield from self._container("[]", (("", value) for value in members), level, is_empty=closed)
 
     def _literal(self, value: Any) -> Iterator[Item]:
-        """A constant; xgrammar permits those of objects and arrays in the compact layout alone."""
-        text = json.dumps(value, ensure_ascii=False, separators=_COMPACT)
+        text = _written(value)
         # A long one costs as much as many short ones.
-        self.left -= len(text) // MAX_LITERAL
+        self.work.spend(1 + len(text) // MAX_LITERAL)
         yield text if len(text) <= MAX_LITERAL else None
 
     def _container(
-        self, ends: str, members: Sequence[tuple[str, Any]], level: int, *, is_empty: bool
+        self, ends: str, members: Iterator[tuple[str, Any]], level: int, *, is_empty: bool
     ) -> Iterator[Item]:
         """Members of an object or an array, each with what stands before its value."""
-        if not members:
-            yield from ((ends,) if is_empty else (ends[0], None, ends[1]))
-            return
         before = ends[0]
         for name, value in members:
             yield before + self.style.line(level + 1) + name
             yield from self.value(value, level + 1)
             before = self.style.item
-        yield self.style.line(level) + ends[1]
+            if self.work.left < 0:
+                return
+        if before == ends[0]:
+            yield from ((ends,) if is_empty else (before, None, ends[1]))
+        else:
+            yield self.style.line(level) + ends[1]
+
+    def _joined(self, schema: Mapping[str, Any], name: str, other: Any) -> Any:
+        """A schema with one of the schemas below a key in the place of this key."""
+        if not isinstance(other, Mapping):
+            return other
+        found = (each.get("properties") for each in (schema, other))
+        properties = [each for each in found if isinstance(each, Mapping)]
+        copied = sum(map(len, (schema, other, *properties)))
+        if not self.work.spend(copied // _SMALL):
+            return None
+        made = {**schema, **other}
+        if name not in other:
+            del made[name]
+        if len(properties) > 1:
+            mine, theirs = properties
+            made["properties"] = {**mine, **theirs}
+        return made
 
 
-def _joined(schema: Mapping[str, Any], name: str, other: Any) -> Any:
-    """A schema with one of the schemas below a key in the place of this key."""
-    if not isinstance(other, Mapping):
-        return other
-    rest = {key: value for key, value in schema.items() if key != name}
-    made = {**rest, **other}
-    mine, theirs = rest.get("properties"), other.get("properties")
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        made["properties"] = {**mine, **theirs}
-    return made
-
-
-def _pointed(root: Any, name: str) -> Any:
+def _pointed(root: Any, path: Sequence[str]) -> Any:
     """What a reference within the document points to; None if it points elsewhere."""
-    head, *path = name.split("/")
+    head, *steps = path
     if head != "#":
         return None
-    for step in path:
+    for step in steps:
         key = step.replace("~1", "/").replace("~0", "~")
         if isinstance(root, Mapping):
             root = root.get(key)

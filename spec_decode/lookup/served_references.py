@@ -1,28 +1,42 @@
-"""The references of an engine's requests."""
+"""Gives the references of an engine's requests to its workers, with the requests.
+
+The engine core makes them where it takes requests in, in a thread of its own beside the steps, and
+before they are scheduled: all ranks get the same one at the same step, and no step waits for it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from vllm_graft.base.log import info_once
+from vllm_graft.seams.wrap import wrap
+from vllm_graft.spec_decode.config.chosen import has_model
+from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.lookup.references import References, styles_of
+from vllm_graft.spec_decode.trees.reference import KEY, NONE, UNREAD, Reference
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
 
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
-def served_references(vllm_config: VllmConfig, config: NgramConfig) -> References | None:
+def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References | None:
     """What makes references, with the tokenizer that the engine serves; None without room for any.
 
     The tokenizer is read here, so that no request waits for it.
     """
+    speculative = vllm_config.speculative_config
+    ngram = tree.ngram if has_model(tree, speculative) else lengths_of(tree, speculative)
     model = vllm_config.model_config
-    room = config.room(model.max_model_len)
-    if not room:
+    if ngram is None or not (room := ngram.room(model.max_model_len)):
         return None
     tokenizer = cached_tokenizer_from_config(model)
     if tokenizer is None:
@@ -34,7 +48,49 @@ def served_references(vllm_config: VllmConfig, config: NgramConfig) -> Reference
     return References(
         tokenizer,
         room=room,
-        opening=config.max,
+        opening=ngram.max,
         vocab_size=model.get_vocab_size(),
         styles=styles_of(any_whitespace=not compact),
     )
+
+
+def carry(request: Request, references: References | None, *, learn_salted: bool = True) -> None:
+    """Put a request's reference into its parameters, in the place of what it predicts.
+
+    So what it predicts goes no further, however long it is. The parameters are copied: they may be
+    those of other requests too.
+
+    Args:
+        request: vLLM's, which is not scheduled yet.
+        references: makes them; None where nothing reads them.
+        learn_salted: whether the text of a request with a ``cache_salt`` may be learned from.
+    """
+    params = request.sampling_params
+    if params is None:
+        return
+    given = params.extra_args or {}
+    found: Reference = UNREAD if KEY in given else NONE
+    if references is not None:
+        found = references.of(params, request.prompt_token_ids)
+    if not learn_salted and request.cache_salt is not None:
+        found = found._replace(teaches=False)
+    if found is NONE and KEY not in given:
+        return
+    request.sampling_params = copy.copy(params)
+    request.sampling_params.extra_args = {**given, KEY: found}
+
+
+def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConfig) -> None:
+    """Let an engine core, before it takes requests in, carry their references to its workers."""
+    references = served_references(tree, vllm_config)
+
+    def then_carry(original: Callable[..., Any]) -> Callable[..., Any]:
+        def preprocess_add_request(request: EngineCoreRequest) -> tuple[Request, int]:
+            made: tuple[Request, int] = original(request)
+            carry(made[0], references, learn_salted=tree.learn_salted)
+            return made
+
+        return preprocess_add_request
+
+    # Only this engine is changed: others in the process may have other configurations.
+    wrap(engine, "preprocess_add_request", then_carry)

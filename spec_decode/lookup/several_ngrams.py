@@ -11,7 +11,6 @@ from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 
@@ -26,7 +25,7 @@ class SeveralNgrams(Ngrams):
         device: where all of this lies.
         paths: most matches of a text.
         depth: most tokens that follow from a match.
-        references: makes the reference of each request; None for none.
+        reference: tokens that the reference of a request may have; 0 for no references.
     """
 
     def __init__(
@@ -39,10 +38,10 @@ class SeveralNgrams(Ngrams):
         *,
         paths: int,
         depth: int,
-        references: References | None = None,
+        reference: int = 0,
     ) -> None:
         super().__init__(
-            config, max_reqs, width, vocab_size, device, matches=paths, references=references
+            config, max_reqs, width, vocab_size, device, matches=paths, reference=reference
         )
         self.depth = depth
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.lookup.predictions import KEY
+from vllm_graft.spec_decode.trees.reference import KEY
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

@@ -149,7 +149,6 @@ class _Stage:
         if not self.levels and not self.block:
             return
         twin.draft_attn_layer_names = set(self.drafts)
-        twin.make_references = _references(twin.max_model_len)
         twin.trees.head = head(
             twin.config,
             twin.draft_model_config,
@@ -279,16 +278,6 @@ class _Stage:
 
 def _named(kind: str, shapes: list[LayerShape]) -> dict[str, LayerShape]:
     return {f"{kind}.{index}": shape for index, shape in enumerate(shapes)}
-
-
-def _references(max_model_len: int) -> Callable[[Any], Any]:
-    """References of which only the room is known: no tokenizer is read."""
-
-    def make(config: Any) -> Any:
-        room = config.room(max_model_len)
-        return SimpleNamespace(room=room) if room else None
-
-    return make
 
 
 def _texts(max_reqs: int, max_len: int) -> Any:

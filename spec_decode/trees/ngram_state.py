@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 MAX_PLACE = 2**25
@@ -111,8 +112,8 @@ class NgramState:
                 is left out.
         """
         row = torch.full((self.reference,), BORDER, dtype=torch.int32)
-        kept = tokens[: self.reference]
-        row[: len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        kept = np.asarray(tokens[: self.reference], dtype=np.int32)
+        row[: len(kept)] = torch.from_numpy(kept)
         if self.history.device.type == "cuda":
             # The host does not wait for the copy, which keeps the row until it has been made.
             row = row.pin_memory()

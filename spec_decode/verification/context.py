@@ -120,6 +120,8 @@ class TreeContext:
         workspace: partial results of the tree attention kernels.
         emitted: int32 ``[vocab]``, how often each token was emitted; None if no vocabulary is
             learned from it.
+        teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose tokens are not
+            counted; None if all are.
         extra_nodes: int64 ``[max_reqs]`` by request-state index, bit ``j`` is set if node ``j`` of
             the drafted tree is of another source than the draft; None if there is none.
         extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted; None
@@ -142,6 +144,7 @@ class TreeContext:
     path: torch.Tensor
     workspace: AttentionWorkspace
     emitted: torch.Tensor | None = None
+    teaches: torch.Tensor | None = None
     extra_nodes: torch.Tensor | None = None
     extra_counts: torch.Tensor | None = None
     watches: tuple[TextWatch, ...] = ()

@@ -181,6 +181,7 @@ class TreeRejectionSampler(RejectionSampler):
             emitted=self.context.emitted,
             extra_nodes=self.context.extra_nodes,
             extra_counts=self.context.extra_counts,
+            teaches=self.context.teaches,
         )
 
     @property

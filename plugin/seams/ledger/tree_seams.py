@@ -85,6 +85,8 @@ TREE: tuple[Seam, ...] = (
         ("v1.worker.gpu.cudagraph_utils.prepare_inputs_to_capture", "call", "num_reqs, num_tokens, model_state, input_buffers, block_tables, attn_groups, kv_cache_config, full_cudagraph, max_query_len=, pcp_manager=", "attention metadata of a captured size; inputs of a replay that is timed"),
         ("v1.worker.gpu.cudagraph_utils.CudaGraphManager.dispatch", "call", "self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len=, num_ubatches=", "which graph serves a batch"),
         ("v1.engine.core.EngineCore.__init__", "order", "load_general_plugins(), self._initialize_kv_caches(, self.scheduler: SchedulerInterface = Scheduler(, self._initialize_effective_attention_block_size()", "graphs are captured and the tuner is there when the next asks what steps cost"),
+        ("v1.engine.core.EngineCore.preprocess_add_request", "order", "req = Request.from_engine_core_request(request, return req, request.current_wave", "wrapped on an engine: references are made where requests are taken in, beside the steps"),
+        ("v1.engine.core.EngineCoreProc.process_input_sockets", "order", "request = self.preprocess_add_request(req), self.input_queue.put_nowait(", "that is in a thread of its own"),
         ("v1.engine.core.EngineCore.collective_rpc", "call", "self, method, timeout=, args=, kwargs=", "asks the workers"),
     ),
     *seams("tree", "vLLM's heads offer their best k tokens", "",

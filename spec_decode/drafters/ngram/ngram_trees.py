@@ -111,7 +111,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.device,
             paths=self.trees.shape.topk,
             depth=self.trees.shape.steps,
-            references=self.make_references(config),
+            reference=config.room(self.max_model_len),
         )
 
     def make_growths(

@@ -72,20 +72,18 @@ def tree_numbers() -> Any:
     from vllm_graft.spec_decode.heads.hot_rows import PlainRows
     from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-    from vllm_graft.spec_decode.lookup.references import References
     from vllm_graft.spec_decode.startup.ahead import Ahead
     from vllm_graft.spec_decode.startup.clock import StartClock
     from vllm_graft.spec_decode.verification.context import Counters
 
     counters = Counters()
-    references = References(None, room=1, opening=1, vocab_size=9, styles=())
     rows = PlainRows(SimpleNamespace(weight=torch.zeros(9, 2), tp_size=1), 4)
     draft: Any = SimpleNamespace(
         head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),
         context=SimpleNamespace(counters=counters, draft_window=0, kept_bytes=0),
         draft_graphs=list,
         graph_bytes=0,
-        ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), references=references),
+        ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), reference=1),
         unread=None,
         clock=StartClock(),
         ahead=Ahead(),

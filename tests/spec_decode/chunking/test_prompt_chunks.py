@@ -15,6 +15,7 @@ from vllm_graft.spec_decode.chunking.prompt_chunks import (
     LEAST_NODES,
     LEAST_ROWS,
     MOST_CHUNKS,
+    QUIET_STEPS,
     Rows,
     can_chunk,
     chunk_prompts,
@@ -190,6 +191,51 @@ def test_no_drafts_are_asked_for_while_a_prompt_waits(table: bool) -> None:
         asked.append(output.num_spec_tokens_to_schedule)
         prompt.num_computed_tokens += scheduled.get("prompt", 0)
     assert asked == ([0, 15, 15] if table else [15, 15, 15])
+
+
+def steps_without_drafts(prompts: list[int], steps: int) -> list[bool]:
+    """Which steps draft nothing while prompts of so many tokens follow each other beside a tree."""
+    tree = request(100, 100, drafts=15, placeholders=1)
+    stub = scheduler([tree], [])
+    chunk_prompts(stub, 512, cuts=True)
+    coming, prompt, found = list(prompts), None, []
+    for _ in range(steps):
+        if prompt is None and coming:
+            prompt = request(coming.pop(0))
+        stub.running = [tree, prompt] if prompt else [tree]
+        stub.requests = {"tree": tree, "prompt": prompt}
+        limit = step_limit(stub, 512, cuts=True) or 8192
+        stub.scheduled = {"tree": 16}
+        if prompt:
+            left = prompt.num_tokens - prompt.num_computed_tokens
+            stub.scheduled["prompt"] = min(left, limit - 16)
+        found.append(stub.schedule().num_spec_tokens_to_schedule == 0)
+        if prompt:
+            prompt.num_computed_tokens += stub.scheduled["prompt"]
+            prompt.is_prefill_chunk = prompt.num_computed_tokens < prompt.num_tokens - 1
+            prompt = prompt if prompt.num_computed_tokens < prompt.num_tokens else None
+    return found
+
+
+@pytest.mark.parametrize("tokens", [700, 1000, 1500])
+def test_a_flood_of_prompts_does_not_stop_drafts(tokens: int) -> None:
+    """At most every other step drafts nothing, however many prompts follow each other."""
+    found = steps_without_drafts([tokens] * 200, 200)
+    assert sum(found) > 50
+    for start in range(len(found)):
+        for end in range(start + 1, len(found) + 1):
+            assert 2 * sum(found[start:end]) <= end - start + QUIET_STEPS
+
+
+def test_a_burst_is_served_as_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of three chunks behind each other, once a few steps have had drafts."""
+    burst = steps_without_drafts([1500, 1500], 12)
+    monkeypatch.setattr("vllm_graft.spec_decode.chunking.prompt_chunks.QUIET_STEPS", 1 << 30)
+    assert steps_without_drafts([1500, 1500], 12) == burst
+    assert sum(burst) == 4
+    # The control: a flood would be another one.
+    flood = steps_without_drafts([1500] * 20, 60)
+    assert sum(flood) == 40
 
 
 def test_a_scheduler_that_fails_keeps_its_limit() -> None:

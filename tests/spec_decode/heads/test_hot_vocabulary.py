@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.heads.hot_rows import PlainRows
@@ -18,6 +19,7 @@ from vllm_graft.spec_decode.heads.hot_vocabulary import (
     RECENT,
     HotVocabulary,
 )
+from vllm_graft.spec_decode.lookup.served_references import carry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, DRAFT, SIZE = 60, 20, 5
@@ -223,3 +225,30 @@ def test_the_host_waits_for_nothing_but_the_event(
         hot.step()
     # The first copy is read although no choice was made before it.
     assert read == [LATE, PERIOD + LATE]
+
+
+def test_texts_of_requests_that_do_not_teach_are_not_read(hot: HotVocabulary) -> None:
+    """A slot teaches again with a request that does."""
+
+    def begin(slot: int, salt: str | None, *tokens: int) -> None:
+        asked: Any = SimpleNamespace(
+            sampling_params=SamplingParams(), prompt_token_ids=list(tokens), cache_salt=salt
+        )
+        carry(asked, None, learn_salted=False)
+        hot.begin(slot, asked)
+
+    teaches = hot.keep_apart(3)
+    begin(1, "a", *[57] * 90)
+    assert teaches.tolist() == [1, 0, 1]
+    begin(2, None, 30, 30)
+    begin(1, None, 33, 33)
+    begin(0, "a", 57)
+    assert teaches.tolist() == [0, 1, 1]
+    serve(hot, {})
+    assert 57 not in hot.target_ids.tolist()
+    assert {30, 33} <= set(hot.target_ids.tolist())
+    # The control: what is not kept apart counts.
+    hot.teaches = None
+    begin(1, "a", *[57] * 90)
+    serve(hot, {})
+    assert 57 in hot.target_ids.tolist()

@@ -19,6 +19,7 @@ def walk(
     reference: bool = False,
     prefill: list[bool] | None = None,
     emitted: torch.Tensor | None = None,
+    **options: torch.Tensor,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return emitted tokens and path of each request; ``drafts[r][0]`` is the root's token."""
     device = "cpu" if reference else DEVICE
@@ -41,6 +42,7 @@ def walk(
         num_sampled,
         *prompts(prefill, [len(each) for each in targets], device),
         emitted,
+        **options,
     )
     counts = num_sampled.tolist()
     for r, count in enumerate(counts):
@@ -156,6 +158,17 @@ def test_no_token_is_not_counted() -> None:
     emitted = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     walk([[-1]], [[0]], [[-1]], emitted=emitted[1:])
     assert not emitted.any()
+
+
+def test_tokens_of_requests_that_do_not_teach_are_not_counted() -> None:
+    emitted = torch.zeros(100, dtype=torch.int32, device=DEVICE)
+    # Slot 2 is that of the first request, slot 1 that of the second.
+    teaches = torch.tensor([1, 1, 0], dtype=torch.int32, device=DEVICE)
+    parents, drafts = [PARENTS, PARENTS[:2]], [DRAFTS, DRAFTS[:2]]
+    targets = [[11, 13, 0, 14, 66, 0], [11, 67]]
+    taught = walk(parents, drafts, targets, emitted=emitted, teaches=teaches)
+    assert {t: int(n) for t, n in enumerate(emitted) if n} == {11: 1, 67: 1}
+    assert taught == walk(parents, drafts, targets)
 
 
 @pytest.mark.parametrize("prefill", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 from tests.support.structured_requests import COMPACT
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.predictions import KEY
 from vllm_graft.spec_decode.lookup.references import References
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
+from vllm_graft.spec_decode.trees.reference import KEY, NONE
+from vllm_graft.spec_decode.trees.reference import Reference as Carried
 from vllm_graft.testing.pairs import (
     Answer,
     Pair,
@@ -98,17 +99,17 @@ class Watch:
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}
         self.seen: Counter[str] = Counter()
-        self.made: list[int] = []
+        self.made: dict[int, list[int]] = {}
 
-    def of(self, original: Callable[..., list[int]], *args: Any) -> list[int]:
-        self.made = original(*args)
-        return self.made
+    def of(self, original: Callable[..., Any], ours: References, params: Any, prompt: Any) -> Any:
+        found = original(ours, params, prompt)
+        self.made[hash(tuple(prompt))] = list(found.row)
+        return found
 
     def begin(self, original: Callable[..., None], ours: Ngrams, slot: int, request: Any) -> None:
-        self.made = []
         original(ours, slot, request)
         self.seen["reused"] += slot in self.rows
-        self.rows[slot] = self.made
+        self.rows[slot] = self.made[hash(tuple(request.prompt_token_ids))]
 
     def match(self, original: Callable[..., None], state: Any, texts: Any, lengths: Any, slots: Any,
               num_reqs: int) -> None:  # fmt: skip
@@ -200,15 +201,16 @@ def test_same_answers_and_more_of_them_per_step(
         declined = labelled(llm, "vllm:graft_tree_reference_declines", "reason")
         tell()
         # The control: the same engine without references.
-        monkeypatch.setattr(References, "of", lambda *args: [])
+        monkeypatch.setattr(References, "of", lambda *args: NONE)
         watch.rows.clear()
+        watch.made = defaultdict(list)
         assert not differing(answer_all(llm, told), answers)
         without_prediction = tell()
         assert not differing(answer_all(llm, forced), alone[0])
         without_schema = tell()
         (info,) = llm.collective_rpc("graft_info")
         # Negative control: the watch sees a reference that belongs to another request.
-        monkeypatch.setattr(References, "of", lambda *args: answers[0].tokens[0])
+        monkeypatch.setattr(References, "of", lambda *args: Carried(answers[0].tokens[0]))
         with pytest.raises(Exception, match="assert"):
             answer_all(llm, free)
     assert schedule.preempted > 0

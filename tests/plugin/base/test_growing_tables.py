@@ -1,0 +1,179 @@
+"""All that may grow while an engine serves, each with the reason why no request makes it large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.growing_tables import growing, growing_in
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("plugin", "spec_decode", "graph_runners", "hicache")
+LINKS = ("plugin/spec_decode", "plugin/graph_runners", "plugin/hicache")
+# Commands and tests, whose process ends with its work.
+COMMANDS = (
+    "plugin/bench",
+    "plugin/metrics/server_info.py",
+    "plugin/plan",
+    "plugin/scaffold",
+    "plugin/seams/sources",
+    "plugin/testing",
+)
+
+BOUNDED = {
+    "An entry per class, name, metric or place of the code.": """
+        plugin/base/counters.py:Counters._values plugin/base/info.py:._counted
+        plugin/base/info.py:._declined plugin/base/info.py:._providers
+        plugin/hooks/manager.py:Manager._configured plugin/hooks/manager.py:Manager._hooks
+        plugin/hooks/manager.py:Manager._plugins plugin/hooks/manager.py:Manager.broken
+        plugin/hooks/manager.py:manager plugin/metrics/board.py:Board._states
+        plugin/metrics/board.py:Series._children plugin/metrics/increments.py:Increments._known
+        plugin/metrics/relay.py:Relay._reported plugin/seams/compare.py:_assigned
+        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/support.py:moved
+        plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
+        spec_decode/attention/chunked_metadata.py:_keeping
+        spec_decode/attention/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
+        spec_decode/verification/context.py:Counters.draft_launches
+        graph_runners/vision/graphs/vision_stats.py:VitStats.captures
+        graph_runners/vision/graphs/vision_stats.py:VitStats.declines
+        graph_runners/vision/graphs/vision_stats.py:VitStats.dropped
+        graph_runners/vision/graphs/vision_stats.py:VitStats.items
+        graph_runners/vision/graphs/vision_stats.py:VitStats.replays
+        graph_runners/vision/capture/capture_stream.py:stream_of
+        hicache/rank/worker.py:HiCacheWorker._counters
+        hicache/messages/cache_stats.py:HiCacheProm._series""",
+    "Per place of the code at most 16 messages of at most 4,096 characters.": """
+        plugin/base/log.py:Once._said""",
+    "Filled at the start, from the model's layers and the configuration.": """
+        spec_decode/attention/choice.py:KernelChoice.costs
+        spec_decode/attention/choice.py:KernelChoice.used
+        spec_decode/drafters/levels.py:LevelGrowth.block_tables
+        spec_decode/drafters/standalone/draft_model.py:DraftModelTrees.first_inputs
+        spec_decode/drafters/tree_loading.py:TreeLoading.narrow_plans
+        spec_decode/drafters/tree_loading.py:TreeLoading.plans
+        spec_decode/startup/ahead.py:Ahead.failed spec_decode/startup/rehearsal.py:_Stage.drafts
+        spec_decode/targets/recurrent.py:RecurrentFamily._checked
+        spec_decode/verification/context.py:TreeContext._made
+        hicache/copies/streams.py:StreamCopyEngine._layer_events
+        hicache/copies/strided.py:StridedPlanner.columns""",
+    "An entry per number of requests, nodes or rows, which the configuration bounds.": """
+        spec_decode/kernels/attention/latent_attention.py:latent_tile
+        spec_decode/kernels/attention/own_latents.py:own_tile
+        spec_decode/kernels/attention/plan_rule.py:choose_plan
+        spec_decode/kernels/attention/tile.py:Tile.choose
+        spec_decode/counts/tree_metrics.py:TreeWatch._by_depth
+        spec_decode/counts/tree_metrics.py:TreeWatch._nodes
+        spec_decode/tuning/context_cost.py:ContextCost._kinds
+        spec_decode/tuning/context_cost.py:ContextCost._measured
+        spec_decode/tuning/deep_paths.py:DeepPaths._paths
+        spec_decode/tuning/step_times.py:StepTimes._kept
+        spec_decode/tuning/step_times.py:StepTimes._seen
+        spec_decode/tuning/step_times.py:StepTimes.costs
+        spec_decode/tuning/trials.py:Trials._accounts spec_decode/tuning/trials.py:_Account.tried
+        spec_decode/tuning/trials.py:_Account.wrong spec_decode/tuning/tuner.py:NodeTuner._batches
+        graph_runners/language/draft.py:VerifyingDraftRunner._equal""",
+    "A local object of one request, which the budget of work bounds.": """
+        spec_decode/lookup/forced_text.py:_Pieces.found
+        spec_decode/trees/reference.py:Reference.tokens
+        spec_decode/lookup/schema_text.py:_Reader._found""",
+    "Bounded by bytes, and keyed by hashes.": """
+        spec_decode/lookup/token_cache.py:TokenCache._kept""",
+    "Graphs and buffers within the memory that the configuration gives.": """
+        graph_runners/vision/capture/arena.py:Arena._buffers
+        graph_runners/vision/capture/budget.py:ByteBudget._owners
+        graph_runners/vision/capture/tensor_cache.py:TensorCache._entries
+        graph_runners/vision/graphs/graph.py:PaddedGraph._offsets
+        graph_runners/vision/graphs/graph.py:TowerGraph.buffers
+        graph_runners/vision/graphs/graph_store.py:GraphStore.buckets
+        graph_runners/vision/graphs/graph_store.py:GraphStore.exact
+        graph_runners/vision/graphs/padding_metadata.py:MetadataCache._ranges""",
+    "Counts of sizes of images, which are halved and dropped as they age.": """
+        graph_runners/vision/capture/admission.py:Admission._counts
+        graph_runners/vision/capture/tensor_cache.py:TensorCache._asked""",
+    "Sizes of images that a capture or a measurement was tried for, at a limited rate.": """
+        graph_runners/vision/capture/admission.py:Admission._for_now
+        graph_runners/vision/capture/admission.py:Admission.refused
+        graph_runners/vision/cut_gain.py:CutGain.pays
+        graph_runners/vision/graphs/graph_store.py:GraphStore._needs""",
+    "An entry per class of sizes, of which an image's limit leaves few.": """
+        graph_runners/vision/cut_gain.py:CutGain._seen""",
+    "An entry per request, job or step under way, which goes with it.": """
+        hicache/copies/copy_engine.py:MemoryCopyEngine._step_seconds
+        hicache/host/controller.py:HybridCacheController._source_jobs
+        hicache/host/controller.py:HybridCacheController.jobs
+        hicache/messages/step_metadata.py:HiCacheReport.done
+        hicache/messages/step_metadata.py:HiCacheReport.failed
+        hicache/messages/step_metadata.py:HiCacheReport.steps
+        hicache/planning/request_state.py:RequestState.keys
+        hicache/planning/request_state.py:RequestState.sources
+        hicache/planning/request_state.py:RequestState.stored
+        hicache/planning/scheduler.py:HiCacheScheduler._states
+        hicache/planning/step_clock.py:StepClock._tokens
+        hicache/planning/storage_reads.py:StorageReads._running
+        hicache/rank/worker.py:HiCacheWorker._async_loads
+        hicache/rank/worker.py:HiCacheWorker._invalid_blocks
+        hicache/native/cache_policy.py:_GraftPolicy._costs
+        hicache/storage/tier/prefetcher.py:Prefetcher._loads
+        hicache/storage/tier/storage_tier.py:StorageTier._incoming
+        hicache/storage/tier/storage_tier.py:StorageTier._writing
+        hicache/storage/tier/storage_tier.py:_Incoming.came
+        hicache/storage/vllm_tiers/driver.py:TierDriver._jobs""",
+    "An entry per slot or page of host memory, or as many again.": """
+        hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
+        hicache/host/index.py:HostIndex._pages hicache/host/policies/arc.py:ArcPolicy._gone_often
+        hicache/host/policies/arc.py:ArcPolicy._gone_once
+        hicache/host/policies/arc.py:ArcPolicy._often hicache/host/policies/arc.py:ArcPolicy._once
+        hicache/host/policies/lru.py:LruPolicy._order
+        hicache/host/policies/priority.py:PriorityPolicy._pages
+        hicache/native/cache_policy.py:NativePolicy._keys
+        hicache/native/cache_policy.py:_GraftPolicy._chunks
+        hicache/planning/touches.py:TouchCounter._counts""",
+    "An entry per page, file or neighbour of the storage, within its max_bytes.": """
+        hicache/storage/file_store.py:FileBackend._lengths
+        hicache/storage/file_store.py:FileBackend._unsynced
+        hicache/storage/segments/directory.py:Directory._seen
+        hicache/storage/segments/recovery.py:Recovered.entries
+        hicache/storage/segments/segment.py:Segment.keys
+        hicache/storage/segments/space.py:Space.dirty hicache/storage/segments/space.py:Space.index
+        hicache/storage/segments/space.py:Space.sealed""",
+    "Cleared when it is full, or at a reset; what is hidden was found damaged or taken back.": """
+        hicache/storage/vllm_tiers/store.py:VllmTierBackend._hidden
+        hicache/storage/vllm_tiers/store.py:VllmTierBackend._missing""",
+}
+"""Why each of them stays small, by the reason."""
+
+
+def known() -> set[str]:
+    return {each for names in BOUNDED.values() for each in names.split()}
+
+
+def test_each_table_and_cache_is_known_to_stay_small() -> None:
+    """A new one is added to `BOUNDED`, below the reason why no request can make it large."""
+    found = growing_in(ROOT, FOLDERS, (*LINKS, *COMMANDS))
+    assert found - known() == set()
+    assert known() - found == set()
+
+
+def test_each_stands_below_one_reason() -> None:
+    names = [each for names in BOUNDED.values() for each in names.split()]
+    assert len(names) == len(set(names)) > 100
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("@functools.cache\ndef f(x): ...", {"f"}),
+        ("class A:\n  @lru_cache(maxsize=None)\n  def f(self): ...", {"A.f"}),
+        ("class A:\n  def __init__(self):\n    self.x: dict[str, int] = {}", {"A.x"}),
+        ("class A:\n  def f(self):\n    self.x, self.y = set(), 3", {"A.x"}),
+        ("class A:\n  x: dict[int, int] = field(default_factory=dict)", {"A.x"}),
+        ("class A:\n  def f(self):\n    self.g = functools.lru_cache(9)(g)", {"A.cache()"}),
+        ("x = OrderedDict()\ny = defaultdict(list)", {".x", ".y"}),
+        # What is local, or full from the beginning, is none.
+        ("def f():\n  x = {}", set()),
+        ("x = {1: 2}\ny = dict(x)\nz = shape.cache()", set()),
+    ],
+)
+def test_what_is_found(source: str, found: set[str]) -> None:
+    assert growing(source) == found

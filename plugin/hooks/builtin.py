@@ -238,21 +238,6 @@ def graft_storage_backends() -> list[StorageBackend]:
             "vllm_graft.hicache.storage.segments.store:SegmentsBackend",
             "append-only segments of checked records, bounded, recovered after a crash",
         ),
-        StorageBackend(
-            "nixl",
-            "vllm_graft.hicache.storage.segments.nixl_store:NixlBackend",
-            "segments whose bytes NIXL moves by its plugin POSIX (AIO or io_uring)",
-        ),
-        StorageBackend(
-            "file",
-            "vllm_graft.hicache.storage.file_store:FileBackend",
-            "one checked file per page; simple, shareable by processes, for small caches",
-        ),
-        StorageBackend(
-            "vllm_tier",
-            "vllm_graft.hicache.storage.vllm_tiers.store:VllmTierBackend",
-            "a secondary tier of vLLM's (fs, obj, ...), its pages checked; without a byte cap",
-        ),
     ]
 
 

@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.files import Buffer, Files
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
@@ -60,19 +59,9 @@ class Medium(Files):
         super().sync_directory(path)
 
 
-Make = Callable[[Path, Files], StorageBackend]
-
-
 def segments(path: Path, medium: Files) -> SegmentsBackend:
     options = {"path": path, "max_bytes": "8MiB", "segment_bytes": "64KiB"}
     return SegmentsBackend(NAMESPACE, options, medium)
-
-
-def files(path: Path, medium: Files) -> FileBackend:
-    return FileBackend(NAMESPACE, {"path": path, "max_bytes": "8MiB"}, medium)
-
-
-both = pytest.mark.parametrize("make", [segments, files])
 
 
 def write_all(store: StorageBackend) -> list[bool]:
@@ -87,10 +76,9 @@ def hits(store: StorageBackend) -> list[bool]:
     return [status is ReadStatus.HIT for status, _ in found]
 
 
-@both
-def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path, make: Make) -> None:
+def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path) -> None:
     medium = Medium()
-    store = make(tmp_path, medium)
+    store = segments(tmp_path, medium)
     medium.room = 40_000
     written = write_all(store)
     assert 5 < sum(written) < 15
@@ -104,7 +92,7 @@ def test_a_full_disk_declines_and_later_takes_again(tmp_path: Path, make: Make) 
     assert all(write_all(store))
     assert all(hits(store))
     store.close()
-    assert all(hits(make(tmp_path, Files())))
+    assert all(hits(segments(tmp_path, Files())))
 
 
 def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
@@ -140,25 +128,22 @@ def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
     assert sum(hits(segments(tmp_path, Files()))) == 9
 
 
-@both
 @pytest.mark.parametrize("path", ["/dev/null/store", "/proc/store"])
-def test_a_path_that_cannot_be_made_is_an_error(make: Make, path: str) -> None:
+def test_a_path_that_cannot_be_made_is_an_error(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
-        make(Path(path), Files())
+        segments(Path(path), Files())
 
 
-@both
-def test_a_read_only_directory_at_start_is_an_error(tmp_path: Path, make: Make) -> None:
+def test_a_read_only_directory_at_start_is_an_error(tmp_path: Path) -> None:
     # A file is in the way, because chmod does not stop root.
     (tmp_path / NAMESPACE.hex()).write_bytes(b"")
     with pytest.raises(ConfigError, match=r"storage\.path"):
-        make(tmp_path, Files())
+        segments(tmp_path, Files())
 
 
-@both
-def test_read_only_later_it_reads_on(tmp_path: Path, make: Make) -> None:
+def test_read_only_later_it_reads_on(tmp_path: Path) -> None:
     medium = Medium()
-    store = make(tmp_path, medium)
+    store = segments(tmp_path, medium)
     assert all(write_all(store))
     assert store.flush()
     medium.errors = dict.fromkeys(("write", "create", "sync", "sync_directory"), errno.EROFS)
@@ -168,13 +153,12 @@ def test_read_only_later_it_reads_on(tmp_path: Path, make: Make) -> None:
         assert not store.write(key, memoryview(page_of(key)))
     assert all(hits(store))
     store.close()
-    assert all(hits(make(tmp_path, Files())))
+    assert all(hits(segments(tmp_path, Files())))
 
 
-@both
-def test_a_read_error_forgets_the_key(tmp_path: Path, make: Make) -> None:
+def test_a_read_error_forgets_the_key(tmp_path: Path) -> None:
     medium = Medium()
-    store = make(tmp_path, medium)
+    store = segments(tmp_path, medium)
     assert all(write_all(store))
     medium.errors = {"read": errno.EIO}
     assert read_page(store, KEYS[0])[0] is ReadStatus.ERROR
@@ -216,11 +200,10 @@ def test_an_index_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
     assert all(hits(reopened))
 
 
-@both
 def test_what_cannot_be_deleted_is_not_served(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make(tmp_path, Files())
+    store = segments(tmp_path, Files())
     assert all(write_all(store))
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -233,4 +216,4 @@ def test_what_cannot_be_deleted_is_not_served(
     assert store.stats()["clear_errors"] == 1
     assert store.clear()
     store.close()
-    assert not any(hits(make(tmp_path, Files())))
+    assert not any(hits(segments(tmp_path, Files())))

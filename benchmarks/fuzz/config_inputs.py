@@ -148,7 +148,7 @@ class Inputs(Mutations):
         extra = self._some(
             write_policy=["write_through", "write_back", "write_through_selective", "never"],
             write_after=[1, 2, 0, "3"],
-            eviction=["lru", "lfu", "arc", "cost_aware", "fifo", ""],
+            eviction=["lru", "arc", "fifo", ""],
             load=["auto", "async", "layerwise", "recompute", "lazy"],
             kv_layout=[None, "LBHNC", "BLHNC", "NHD"],
             host_dtype=[None, "fp8", "fp4"],

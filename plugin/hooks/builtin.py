@@ -247,11 +247,5 @@ def graft_eviction_policies() -> list[EvictionPolicy]:
     package = "vllm_graft.hicache.host.policies"
     return [
         EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
-        EvictionPolicy("lfu", f"{package}.lfu:LfuPolicy", "least frequently used, with ageing"),
         EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
-        EvictionPolicy(
-            "cost_aware",
-            f"{package}.cost_aware:CostAwarePolicy",
-            "fewest recompute seconds saved a byte, with ageing",
-        ),
     ]

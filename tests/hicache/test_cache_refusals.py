@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -266,6 +267,50 @@ def test_a_file_system_without_new_directories() -> None:
     message = _refusal(_stored(backend="segments", path="/proc/x/y"))
     words = "cannot be used: no directory can be created in /proc ("
     assert words in message or "/proc may not be written to" in message
+
+
+def test_more_than_the_file_system_has_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "new" / "one")
+    there = shutil.disk_usage(tmp_path).total
+    message = _refusal(_stored(backend="segments", path=path, max_bytes=there + 1))
+    assert message.startswith(f"{FLAG}.storage.max_bytes is {there + 1}, but the file system of ")
+    assert message.endswith(f"{str(tmp_path)!r} has {there} bytes: lower it.")
+    assert _accepted(_engine(_stored(backend="segments", path=path, max_bytes=there)))
+
+
+def test_a_lock_of_another_user_is_named_before_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = _stored(backend="segments", path=str(tmp_path))
+    SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"}).close()
+    assert _accepted(_engine(extra))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    words = f"{tmp_path / 'LOCK'} belongs to user {user}, and this process runs as {user + 1}. Give"
+    assert f"{FLAG}.storage.path: {words}" in _refusal(extra)
+    with pytest.raises(ConfigError, match=f"belongs to user {user}, and this process runs as"):
+        SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"})
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("x", path)])
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "LOCK")
+    message = _refusal(_stored(backend="segments", path=str(tmp_path)))
+    assert f"{tmp_path / 'LOCK'} is no regular file" in message
+
+
+def test_a_directory_that_others_can_write_to_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = _stored(backend="segments", path=str(tmp_path))
+    log.warning_once.cache_clear()
+    assert _accepted(_engine(extra))
+    assert "can remove" not in caplog.text
+    tmp_path.chmod(0o777)
+    assert _accepted(_engine(extra))
+    assert (
+        f"{str(tmp_path)!r} may be written to by others (mode 777): they can" in caplog.text
+    )
 
 
 def test_the_home_directory_and_the_working_directory(
@@ -564,15 +609,39 @@ def test_more_than_the_machine_has_is_refused(
     assert _accepted(_engine(elsewhere, data_parallel_size_local=0))
 
 
-def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limits = [tmp_path / name for name in ("memory.max", "limit_in_bytes", "missing")]
-    monkeypatch.setattr(memory, "_LIMITS", limits)
-    whole = memory.machine_bytes()
-    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits[0].write_text("max\n")
+@pytest.mark.parametrize(
+    ("own", "root", "name"),
+    [
+        ("0::/job/step", "", "memory.max"),
+        ("9:cpu:/x\n4:memory,hugetlb:/job/step\n", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_least_limit_of_a_group_and_those_above_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, root: str, name: str
+) -> None:
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "_OWN", tmp_path / "own")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.machine_bytes() == whole
-    limits[1].write_text("1048576\n")
+    (tmp_path / "own").write_text(own)
+    job = tmp_path / "groups" / root / "job"
+    (job / "step").mkdir(parents=True)
+    (job / "step" / name).write_text("max\n")
+    assert memory.machine_bytes() == whole
+    (job / "step" / name).write_text(f"{3 << 20}\n")
+    (job.parent / name).write_text(f"{1 << 20}\n")
     assert memory.machine_bytes() == 1 << 20
+    (job.parent / name).write_text(f"{9 << 20}\n")
+    assert memory.machine_bytes() == 3 << 20
+    (job / name).write_text(f"{2 << 20}\n")
+    assert memory.machine_bytes() == 2 << 20
+    # A container may see its own group as the root, and its path outside as its own.
+    (tmp_path / "own").write_text(own.replace("job", "gone"))
+    (job.parent / name).write_text(f"{5 << 20}\n")
+    assert memory.machine_bytes() == 5 << 20
+
+
+def test_the_size_of_a_file_system(tmp_path: Path) -> None:
     assert memory.filesystem_bytes(tmp_path / "missing") is None
     found = memory.filesystem_bytes(tmp_path)
     assert found is not None

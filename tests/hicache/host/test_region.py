@@ -142,7 +142,9 @@ def test_a_file_system_without_unnamed_files_serves_as_well(
 def test_a_full_shm_is_an_error_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no SIGBUS in a copy, whether it is full at once or others fill it meanwhile."""
     huge = PoolShape(num_slots=1 << 40, slot_bytes=PAGE, num_shards=1)
-    with pytest.raises(ConfigError, match=r"bytes free, \d+ are needed: raise its size"):
+    with pytest.raises(
+        ConfigError, match=r"bytes that are free and .*, \d+ are needed: raise its size"
+    ):
         HostPool(huge, "region", creates=True)
     # A file that was cut has no memory to give either.
     monkeypatch.setattr(host_pool, "prefer_node", lambda *_: os.truncate(folder / "region", 0))

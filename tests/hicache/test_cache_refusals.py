@@ -308,9 +308,7 @@ def test_a_directory_that_others_can_write_to_is_told(
     assert "can remove" not in caplog.text
     tmp_path.chmod(0o777)
     assert _accepted(_engine(extra))
-    assert (
-        f"{str(tmp_path)!r} may be written to by others (mode 777): they can" in caplog.text
-    )
+    assert f"{str(tmp_path)!r} may be written to by others (mode 777): they can" in caplog.text
 
 
 def test_the_home_directory_and_the_working_directory(

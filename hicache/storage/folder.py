@@ -109,7 +109,8 @@ def _problem(path: Path) -> str | None:
         if not stat.S_ISDIR(status.st_mode):
             return f"{folder} is no directory"
         if not os.access(folder, os.W_OK | os.X_OK):
-            return f"{folder} may not be written to"
+            owner = foreign(status)
+            return f"{folder} may not be written to" + (f" ({owner})" if owner else "")
         return None if folder == path else _refuses_folders(folder)
     return None
 

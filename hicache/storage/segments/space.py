@@ -101,7 +101,7 @@ class Space:
             self.seal()
             segment = None
         if segment is None:
-            if not self._has_room():
+            if not self._has_room(files):
                 return None
             segment = Segment.create(files, self._directory.path, self._next, self._namespace)
             self._next += 1
@@ -234,12 +234,15 @@ class Space:
         segment.pending.append(entry)
         self.dirty.add(segment)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, files: Files) -> bool:
         """Whether there is room for a new segment.
 
         If not, later calls return False for a while without looking again.
         """
         if time.monotonic() < self._full_until:
+            return False
+        # Without the lock of its directory, a store must not make files in it.
+        if self._directory.removed() and not self._renew(files):
             return False
         if self._make_room(self._segment_bytes):
             return True

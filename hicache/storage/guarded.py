@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ class Guarded(StorageBackend):
     @property
     def is_full(self) -> bool:
         """The store's ``full``."""
-        return bool(getattr(self._backend, "full", False))
+        return self._truth("full", lambda: self._backend.full)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
         """Look into the store's index."""
@@ -49,7 +50,7 @@ class Guarded(StorageBackend):
 
     def write(self, key: PageKey, page: memoryview) -> bool:
         """Write a page."""
-        return bool(self._call("write", self._backend.write, key, page))
+        return self._truth("write", self._backend.write, key, page)
 
     def remove(self, key: PageKey) -> None:
         """Forget a page."""
@@ -57,11 +58,11 @@ class Guarded(StorageBackend):
 
     def flush(self) -> bool:
         """Flush the store."""
-        return bool(self._call("flush", self._backend.flush))
+        return self._truth("flush", self._backend.flush)
 
     def clear(self) -> bool:
         """Forget all pages of the namespace."""
-        return bool(self._call("clear", self._backend.clear))
+        return self._truth("clear", self._backend.clear)
 
     def close(self) -> None:
         """Close the store."""
@@ -70,6 +71,9 @@ class Guarded(StorageBackend):
     def stats(self) -> dict[str, int]:
         """The store's counters; none if it has failed."""
         return self._call("stats", self._backend.stats) or {}
+
+    def _truth(self, name: str, method: Callable[..., Any], *given: Any) -> bool:
+        return bool(self._call(name, lambda: bool(method(*given))))
 
     def _call(self, name: str, method: Callable[..., Result], *given: Any) -> Result | None:
         try:
@@ -91,8 +95,10 @@ def guarded(backend: StorageBackend) -> Guarded:
 def _is_of_a_signal(error: BaseException) -> bool:
     """Whether a signal's handler has raised, and by chance within the store's call.
 
-    vLLM's engine ends by a ``SystemExit`` of its handler.
+    vLLM's engine ends by a ``SystemExit`` of its handler. Handlers run on the main thread alone.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return False
     if isinstance(error, KeyboardInterrupt):
         return True
     handlers = (signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT))

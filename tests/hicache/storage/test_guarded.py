@@ -82,7 +82,10 @@ def loaders() -> Iterator[Callable[[StorageBackend], Loader]]:
         assert loader.close(30)
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, lambda *_: "yes", lambda *_: True])
+INTERRUPT = raising(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, INTERRUPT, lambda *_: "yes", lambda *_: True])
 def test_a_load_finishes_whatever_a_read_does(
     loaders: Callable[[StorageBackend], Loader], fault: Callable[..., Any]
 ) -> None:
@@ -116,7 +119,7 @@ def test_a_lookup_may_answer_with_other_truths(
     assert loaders(store(contains=lambda *_: iter([1, 1, 0]))).contained(KEYS) == KEYS[:2]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, INTERRUPT])
 def test_a_write_finishes_whatever_the_store_does(fault: Callable[..., Any]) -> None:
     writer = WriteBehind(store(write=fault, flush=fault), 1, 10)
     writer._last_flush = -100.0

@@ -17,6 +17,7 @@ from vllm_graft.hicache.faults.injector import FaultInjector, FaultKind, FaultOp
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
+from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher, PrefetchPolicy, Slot
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
@@ -27,7 +28,8 @@ KEYS = [page_key(number) for number in range(60)]
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on what survives a power failure."""
+    """Nothing here depends on what survives a power failure, and "full" lasts no time."""
+    monkeypatch.setattr(space, "FULL_SECONDS", 0)
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 

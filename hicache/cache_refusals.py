@@ -202,7 +202,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "an eviction policy that nobody provides",
         "There is nothing to run.",
-        "`lru`, `lfu`, `arc`, `cost_aware`, or a plugin's",
+        "`lru`, `arc`, or a plugin's",
         _for_each(_eviction),
     ),
     Refusal(

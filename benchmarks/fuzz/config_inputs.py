@@ -148,7 +148,7 @@ class Inputs(Mutations):
         extra = self._some(
             write_policy=["write_through", "write_back", "write_through_selective", "never"],
             write_after=[1, 2, 0, "3"],
-            eviction=["lru", "lfu", "arc", "cost_aware", "fifo", ""],
+            eviction=["lru", "arc", "fifo", ""],
             load=["auto", "async", "layerwise", "recompute", "lazy"],
             kv_layout=[None, "LBHNC", "BLHNC", "NHD"],
             host_dtype=[None, "fp8", "fp4"],
@@ -181,26 +181,13 @@ class Inputs(Mutations):
     def _storage(self) -> Any:
         if self._slips(0.1):
             return self._junk()
-        backend = self._pick("segments", "segments", "file", "vllm_tier")
         storage = self._some(
-            backend=[backend, "nope", None, 3],
+            backend=["segments", "nope", None, 3],
             path=[self._path],
             max_bytes=[lambda: self._size("8MiB", "1GiB", 1 << 20), 0, "5EiB"],
             share=0.98,
         )
-        if backend == "segments":
-            storage |= self._some(
-                segment_bytes=["64KiB", None, "8MiB", 1], sync_bytes=["1MiB", 0, -1]
-            )
-        if storage.get("backend") == "vllm_tier":
-            storage = self._some(
-                backend=["vllm_tier"],
-                tier=[{"type": "fs"}, {"type": "what"}, {}, {"type": 3}, "fs"],
-                page_bytes=[lambda: self._size("64KiB", 1, "1EB")],
-                slots=[1, 16, 0, 5000],
-                timeout_seconds=[1, 0, float("inf")],
-                share=0.95,
-            )
+        storage |= self._some(segment_bytes=["64KiB", None, "8MiB", 1], sync_bytes=["1MiB", 0, -1])
         return self._spoilt(storage, 0.15)
 
     def _faults(self) -> Any:

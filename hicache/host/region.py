@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError, GraftError
-from vllm_graft.base.locks import lock_descriptor
+from vllm_graft.base.locks import foreign, lock_descriptor
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.config.nonce import REGION_PREFIX as PREFIX
+from vllm_graft.hicache.host.machine_memory import unclaimed_bytes
 
 SHM = Path("/dev/shm")
 UNNAMED = ".new"
@@ -136,7 +137,7 @@ def _remove_orphan(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
-        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        ours = stat.S_ISREG(status.st_mode) and not foreign(status)
         # If another process has deleted this file, its name may belong to a new one by now.
         if not ours or not lock_descriptor(fd) or path.lstat().st_ino != status.st_ino:
             return None
@@ -147,12 +148,12 @@ def _remove_orphan(path: Path) -> int | None:
 
 
 def _require_room(num_bytes: int) -> None:
-    free = os.statvfs(SHM)
-    if free.f_bavail * free.f_frsize < num_bytes:
+    room = unclaimed_bytes(SHM)
+    if room < num_bytes:
         raise ConfigError(
-            f"{flag('host_bytes')}: {SHM} has {free.f_bavail * free.f_frsize} bytes free, "
-            f"{num_bytes} are needed: raise its size (docker --shm-size), or lower "
-            f"{flag('host_bytes')}."
+            f"{flag('host_bytes')}: {SHM} has {max(0, room)} bytes that are free and that no file "
+            f"there may still fill (vLLM's message queues), {num_bytes} are needed: raise its size "
+            f"(docker --shm-size), or lower {flag('host_bytes')}."
         )
 
 
@@ -205,8 +206,8 @@ def _problem(fd: int, num_bytes: int) -> str | None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
-    if status.st_uid != os.geteuid():
-        return f"belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
+    if problem := foreign(status):
+        return problem
     if stat.S_IMODE(status.st_mode) != _MODE:
         return f"has mode {stat.S_IMODE(status.st_mode):o} instead of {_MODE:o}"
     if status.st_size != num_bytes:

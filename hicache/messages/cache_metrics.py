@@ -33,7 +33,9 @@ METRICS = PartMetrics(
         _counter("written_pages", help="Pages written to storage."),
         _counter("declined_writes", help="Pages that storage had no bandwidth or room for."),
         _counter("dropped_writes", help="Pages that were not written, as a reset came first."),
-        _counter("storage_errors", help="Reads, writes and flushes of storage that failed."),
+        _counter(
+            "storage_errors", help="Lookups, reads, writes and flushes of storage that failed."
+        ),
         _gauge("pages", help="Pages in host memory."),
         _gauge("free_pages", help="Free slots in host memory."),
         _gauge("jobs", help="Copies in flight."),

@@ -1,1 +1,1 @@
-"""Our store and our eviction policies for vLLM's own OffloadingConnector."""
+"""Our store for vLLM's own OffloadingConnector."""

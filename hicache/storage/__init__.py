@@ -1,1 +1,1 @@
-"""Stores below host memory: their interface, the format of records, and the ``file`` store."""
+"""Stores below host memory: their interface, their guard, and the format of records."""

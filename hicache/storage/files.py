@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_graft.base.locks import open_own
+
 Buffer = memoryview | bytearray
 
 
@@ -58,15 +60,15 @@ class Files:
 
     def create(self, path: Path) -> int:
         """Create a file, and open it for reading and writing. It must not exist."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
-    def open(self, path: Path) -> int:
-        """Open an existing file for reading and writing."""
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def open(self, path: Path, make: bool = False) -> int:
+        """Open a file of this user for reading and writing; ``make`` it if it is missing."""
+        return open_own(path, os.O_RDWR | (os.O_CREAT if make else 0))
 
     def sync_directory(self, path: Path) -> None:
         """Make a directory's added and removed names durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.fsync(fd)
         finally:

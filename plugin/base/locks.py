@@ -1,20 +1,65 @@
-"""Locks on files that say that a process is alive: the kernel frees them when it has ended.
+"""Files of this user, and locks on them that say that a process is alive.
 
-They are ``flock`` locks. They belong to the open file, not to the process: a child that was forked
-shares it, and keeps the lock until it has ended as well (a program that it starts does not, as
-descriptors are closed then). So what is locked may be alive, and what is not locked is dead.
+Others may be able to write to the directory, so a file of ours is opened in one way, by
+:func:`open_own`. The kernel frees a process's locks when it has ended. They are ``flock`` locks.
+They belong to the open file, not to the process: a child that was forked shares it, and keeps the
+lock until it has ended as well (a program that it starts does not, as descriptors are closed then).
+So what is locked may be alive, and what is not locked is dead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PAUSE_SECONDS = 0.05
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user, without following links and without waiting.
+
+    Args:
+        path: the file. It is made with mode 0600 if ``flags`` have ``O_CREAT`` and it is missing.
+        flags: ``os.O_RDWR`` or the like, without ``O_TRUNC``, because the file is looked at first.
+
+    Raises:
+        OSError: if it can't be opened, is a link, a pipe or the like, has further names, or belongs
+            to another user. The message says so.
+    """
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        fd = os.open(path, flags, 0o600)
+    except PermissionError:
+        if problem := foreign(path.lstat()):
+            raise PermissionError(errno.EPERM, problem, str(path)) from None
+        raise
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, which is not followed", str(path)) from None
+        raise
+    status = os.fstat(fd)
+    problem = foreign(status)
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is no regular file"
+    elif status.st_nlink > 1:
+        problem = "has further names (hard links)"
+    if problem is None:
+        return fd
+    os.close(fd)
+    raise PermissionError(errno.EPERM, problem, str(path))
+
+
+def foreign(status: os.stat_result) -> str | None:
+    """How a file belongs to another user; None if it is this process's."""
+    if status.st_uid == os.geteuid():
+        return None
+    return f"belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
 
 
 def try_lock(path: Path) -> int | None:
@@ -24,9 +69,9 @@ def try_lock(path: Path) -> int | None:
         The descriptor, to be closed; None if another one holds the lock.
 
     Raises:
-        OSError: if the file can't be made, or its file system knows no locks.
+        OSError: as :func:`open_own`, or if its file system knows no locks.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         if lock_descriptor(fd):
             return fd

@@ -239,21 +239,6 @@ def graft_storage_backends() -> list[StorageBackend]:
             "vllm_graft.hicache.storage.segments.store:SegmentsBackend",
             "append-only segments of checked records, bounded, recovered after a crash",
         ),
-        StorageBackend(
-            "nixl",
-            "vllm_graft.hicache.storage.segments.nixl_store:NixlBackend",
-            "segments whose bytes NIXL moves by its plugin POSIX (AIO or io_uring)",
-        ),
-        StorageBackend(
-            "file",
-            "vllm_graft.hicache.storage.file_store:FileBackend",
-            "one checked file per page; simple, shareable by processes, for small caches",
-        ),
-        StorageBackend(
-            "vllm_tier",
-            "vllm_graft.hicache.storage.vllm_tiers.store:VllmTierBackend",
-            "a secondary tier of vLLM's (fs, obj, ...), its pages checked; without a byte cap",
-        ),
     ]
 
 
@@ -263,11 +248,5 @@ def graft_eviction_policies() -> list[EvictionPolicy]:
     package = "vllm_graft.hicache.host.policies"
     return [
         EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
-        EvictionPolicy("lfu", f"{package}.lfu:LfuPolicy", "least frequently used, with ageing"),
         EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
-        EvictionPolicy(
-            "cost_aware",
-            f"{package}.cost_aware:CostAwarePolicy",
-            "fewest recompute seconds saved a byte, with ageing",
-        ),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,6 @@ from vllm_graft.hicache.pages import namespace
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes
 from vllm_graft.hicache.pages.pool_shape import PAGE
 from vllm_graft.hicache.storage.backend import StorageBackend
-from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hooks.entries import StorageBackend as Entry
 from vllm_graft.hooks.manager import Offer, Provider, manager
@@ -113,10 +113,9 @@ def _tree(path: Path) -> list[tuple[Path, int]]:
 
 def test_a_good_configuration_passes_and_leaves_nothing(tmp_path: Path) -> None:
     before = _tree(tmp_path)
-    for backend in ("segments", "file"):
-        extra = _stored(backend=backend, path=str(tmp_path / "a" / "b"))
-        [config] = _accepted(_engine({**extra, "faults": {"rate": 0.1}}))
-        assert config.host_bytes == 64 << 20
+    extra = _stored(backend="segments", path=str(tmp_path / "a" / "b"))
+    [config] = _accepted(_engine({**extra, "faults": {"rate": 0.1}}))
+    assert config.host_bytes == 64 << 20
     assert _tree(tmp_path) == before
 
 
@@ -213,7 +212,7 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
         (_stored(backend="segments", pth="/x"), f"{FLAG}.storage.pth: unknown key"),
         (_stored(backend="segments"), f"{FLAG}.storage.path: missing"),
         (_stored(backend="segments", path=3), f"{FLAG}.storage.path: 3 is refused"),
-        (_stored(backend="file", path="/x", sync_bytes=1), f"{FLAG}.storage.sync_bytes: unknown"),
+        (_stored(backend="segments", path="/x", io="aio"), f"{FLAG}.storage.io: unknown"),
         (_stored(backend="segments", path="/x", max_bytes=[]), f"{FLAG}.storage.max_bytes: []"),
         (_stored(backend="segments", path="/x", max_bytes="1kB"), "greater than or equal to 1048"),
     ],
@@ -222,24 +221,6 @@ def test_wrong_keys_and_values(extra: Any, words: str) -> None:
     message = _refusal(extra)
     assert words in message
     assert message.startswith(FLAG)
-
-
-def test_a_tier_of_vllm_s_is_known_or_has_a_module() -> None:
-    tier = {"backend": "vllm_tier", "page_bytes": "2MiB"}
-    good: dict[str, Any] = {
-        "host_bytes": GIB,
-        "storage": {**tier, "tier": {"type": "fs", "their": "own"}},
-    }
-    assert _accepted(_engine(good))
-    good["storage"]["tier"] = {"type": "Mine", "module_path": "mine"}
-    assert _accepted(_engine(good))
-    for storage, words in (
-        ({**tier, "tier": {"type": "fss"}}, f"{FLAG}.storage.tier.type: 'fss' is refused"),
-        ({**tier, "tier": {}}, f"{FLAG}.storage.tier.type: None is refused"),
-        ({**tier, "tier": {"type": "fs"}, "page_bytes": "1EB"}, "bytes of memory: lower it"),
-        ({**tier, "tier": "fs"}, f"{FLAG}.storage.tier: 'fs' is refused"),
-    ):
-        assert words in _refusal({"host_bytes": GIB, "storage": storage})
 
 
 # --- directories ------------------------------------------------------------------------------
@@ -258,37 +239,76 @@ def test_a_tier_of_vllm_s_is_known_or_has_a_module() -> None:
         ("x" * 300, "File name too long"),
     ],
 )
-@pytest.mark.parametrize("backend", ["segments", "file"])
 def test_what_is_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, path: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("link").symlink_to("nowhere")
     before = _tree(tmp_path)
-    message = _refusal(_stored(backend=backend, path=path))
+    message = _refusal(_stored(backend="segments", path=path))
     assert words in message
     assert message.startswith(f"{FLAG}.storage.path: ")
     assert _tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("backend", ["segments", "file"])
 def test_a_directory_that_may_not_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tests may run as root, which may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    message = _refusal(_stored(backend=backend, path=str(tmp_path / "new" / "one")))
+    message = _refusal(_stored(backend="segments", path=str(tmp_path / "new" / "one")))
     assert f"{tmp_path} may not be written to" in message
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
-@pytest.mark.parametrize("backend", ["segments", "file"])
-def test_a_file_system_without_new_directories(backend: str) -> None:
+def test_a_file_system_without_new_directories() -> None:
     """By its mode the owner may write to ``/proc``, but nobody can create files there."""
-    message = _refusal(_stored(backend=backend, path="/proc/x/y"))
+    message = _refusal(_stored(backend="segments", path="/proc/x/y"))
     words = "cannot be used: no directory can be created in /proc ("
     assert words in message or "/proc may not be written to" in message
+
+
+def test_more_than_the_file_system_has_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "new" / "one")
+    there = shutil.disk_usage(tmp_path).total
+    message = _refusal(_stored(backend="segments", path=path, max_bytes=there + 1))
+    assert message.startswith(f"{FLAG}.storage.max_bytes is {there + 1}, but the file system of ")
+    assert message.endswith(f"{str(tmp_path)!r} has {there} bytes: lower it.")
+    assert _accepted(_engine(_stored(backend="segments", path=path, max_bytes=there)))
+
+
+def test_a_lock_of_another_user_is_named_before_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = _stored(backend="segments", path=str(tmp_path))
+    SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"}).close()
+    assert _accepted(_engine(extra))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    words = f"{tmp_path / 'LOCK'} belongs to user {user}, and this process runs as {user + 1}. Give"
+    assert f"{FLAG}.storage.path: {words}" in _refusal(extra)
+    with pytest.raises(ConfigError, match=f"belongs to user {user}, and this process runs as"):
+        SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"})
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("x", path)])
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "LOCK")
+    message = _refusal(_stored(backend="segments", path=str(tmp_path)))
+    assert f"{tmp_path / 'LOCK'} is no regular file" in message
+
+
+def test_a_directory_that_others_can_write_to_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = _stored(backend="segments", path=str(tmp_path))
+    log.warning_once.cache_clear()
+    assert _accepted(_engine(extra))
+    assert "can remove" not in caplog.text
+    tmp_path.chmod(0o777)
+    assert _accepted(_engine(extra))
+    assert f"{str(tmp_path)!r} may be written to by others (mode 777): they can" in caplog.text
 
 
 def test_the_home_directory_and_the_working_directory(
@@ -298,10 +318,9 @@ def test_the_home_directory_and_the_working_directory(
     monkeypatch.chdir(tmp_path)
     log.info_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="vllm.graft"):
-        for backend in (SegmentsBackend, FileBackend):
-            store = backend(NAMESPACE, {"path": "~/x", "max_bytes": "8MiB"})
-            store.close()
-            assert store.options.path == tmp_path / "home" / "x"
+        store = SegmentsBackend(NAMESPACE, {"path": "~/x", "max_bytes": "8MiB"})
+        store.close()
+        assert store.options.path == tmp_path / "home" / "x"
     assert caplog.text == ""
     assert not (tmp_path / "~").exists()
     with caplog.at_level(logging.INFO, logger="vllm.graft"):
@@ -320,7 +339,7 @@ def open_elsewhere(tmp_path: Path) -> Iterator[Open]:
     running = []
 
     def start(own_group: bool) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", storage_writer.__file__, str(tmp_path), "segments", "0"]
+        command = [sys.executable, "-P", storage_writer.__file__, str(tmp_path), "0"]
         process = subprocess.Popen(
             [*command, "0"], stdout=subprocess.PIPE, text=True, start_new_session=own_group
         )
@@ -351,9 +370,8 @@ def test_a_store_that_another_server_has_open_is_refused(
     message = _refusal(extra)
     assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
     assert message.endswith("Give each engine its own path.")
-    # A replica does not know its number yet, and a store of files can be shared.
+    # A replica does not know its number yet.
     _accepted(_engine(extra, data_parallel_size=2))
-    _accepted(_engine(_stored(backend="file", path=str(tmp_path))))
     # Weights that are not on a disk yet have no namespace.
     monkeypatch.setattr(namespace, "namespace_start", _raise(ConfigError("no weights")))
     _accepted(_engine(extra))
@@ -415,12 +433,13 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 # --- a third party's store --------------------------------------------------------------------
 
 
-class Tape(FileBackend):
+class Tape(SegmentsBackend):
     """A third party's storage backend."""
 
     seen: Mapping[str, Any] = {}
     error: BaseException | None = None
     too_small = StorageBackend.too_small
+    open_elsewhere = StorageBackend.open_elsewhere
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -481,9 +500,10 @@ def test_a_third_party_s_store_that_can_t_be_loaded_is_named(offer: Callable[...
 
 
 def test_a_store_without_a_check_is_opened_late(offer: Callable[..., None]) -> None:
-    class Plain(FileBackend):
+    class Plain(SegmentsBackend):
         check = StorageBackend.check
         too_small = StorageBackend.too_small
+        open_elsewhere = StorageBackend.open_elsewhere
 
     offer(Plain)
     assert _accepted(_engine({"host_bytes": GIB, "storage": {"backend": "tape"}}))
@@ -496,11 +516,12 @@ PAGE_OF_8B = 32 * 16 * 2 * 8 * 128 * 2
 
 def test_storage_in_which_no_page_fits_is_refused(tmp_path: Path) -> None:
     """A store keeps a rank's part of a page; the bound is exact where that size is known."""
-    needed = PAGE_OF_8B + 128
-    small = _stored(backend="file", path=str(tmp_path), max_bytes=needed - 1)
-    words = f"{FLAG}.storage.max_bytes is {needed - 1}, but a page of KV takes {needed} bytes"
+    needed = PAGE_OF_8B + 448
+    small = _stored(backend="segments", path=str(tmp_path), segment_bytes=needed - 1)
+    words = f"{FLAG}.storage.segment_bytes is {needed - 1}, so a segment has {needed - 1} bytes"
     assert words in _refusal(small)
-    assert _accepted(_engine(_stored(backend="file", path=str(tmp_path), max_bytes=needed)))
+    enough = {"path": str(tmp_path), "segment_bytes": needed}
+    assert _accepted(_engine(_stored(backend="segments", **enough)))
     assert _accepted(_engine(small, world_size=2))
     segments = _stored(backend="segments", path=str(tmp_path), max_bytes="8MiB")
     assert f"{FLAG}.storage.max_bytes is 8388608, so a segment has 1048576" in _refusal(segments)
@@ -586,15 +607,39 @@ def test_more_than_the_machine_has_is_refused(
     assert _accepted(_engine(elsewhere, data_parallel_size_local=0))
 
 
-def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limits = [tmp_path / name for name in ("memory.max", "limit_in_bytes", "missing")]
-    monkeypatch.setattr(memory, "_LIMITS", limits)
-    whole = memory.machine_bytes()
-    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits[0].write_text("max\n")
+@pytest.mark.parametrize(
+    ("own", "root", "name"),
+    [
+        ("0::/job/step", "", "memory.max"),
+        ("9:cpu:/x\n4:memory,hugetlb:/job/step\n", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_the_least_limit_of_a_group_and_those_above_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, root: str, name: str
+) -> None:
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "_OWN", tmp_path / "own")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.machine_bytes() == whole
-    limits[1].write_text("1048576\n")
+    (tmp_path / "own").write_text(own)
+    job = tmp_path / "groups" / root / "job"
+    (job / "step").mkdir(parents=True)
+    (job / "step" / name).write_text("max\n")
+    assert memory.machine_bytes() == whole
+    (job / "step" / name).write_text(f"{3 << 20}\n")
+    (job.parent / name).write_text(f"{1 << 20}\n")
     assert memory.machine_bytes() == 1 << 20
+    (job.parent / name).write_text(f"{9 << 20}\n")
+    assert memory.machine_bytes() == 3 << 20
+    (job / name).write_text(f"{2 << 20}\n")
+    assert memory.machine_bytes() == 2 << 20
+    # A container may see its own group as the root, and its path outside as its own.
+    (tmp_path / "own").write_text(own.replace("job", "gone"))
+    (job.parent / name).write_text(f"{5 << 20}\n")
+    assert memory.machine_bytes() == 5 << 20
+
+
+def test_the_size_of_a_file_system(tmp_path: Path) -> None:
     assert memory.filesystem_bytes(tmp_path / "missing") is None
     found = memory.filesystem_bytes(tmp_path)
     assert found is not None

@@ -13,6 +13,7 @@ from tests.support.cache_engines import connector, generate, metrics, prompts, t
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes
+from vllm_graft.hicache.storage.segments import store
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = pytest.mark.engine
@@ -316,10 +317,15 @@ def test_a_misspelt_key_stops_the_engine(llama: Path) -> None:
         pass
 
 
-def test_storage_in_which_no_page_fits_stops_the_engine(sliding: Path, tmp_path: Path) -> None:
+def test_storage_in_which_no_page_fits_stops_the_engine(
+    sliding: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This also holds where the page's size is only known when the model is loaded."""
-    storage = {"backend": "file", "path": str(tmp_path), "max_bytes": "8KiB"}
-    words = r"extra_config\.storage\.max_bytes is 8192, but a page of KV takes \d+ bytes: give at"
+    # Of the least segment 8,064 bytes are left for a page, which the frontend takes for enough.
+    monkeypatch.setattr(store, "OVERHEAD_BYTES", 57_344)
+    storage = {"backend": "segments", "path": str(tmp_path), "max_bytes": "1MiB"}
+    storage["segment_bytes"] = "64KiB"
+    words = r"extra_config\.storage\.segment_bytes is 65536, so a segment has 65536 bytes, but"
     with (
         pytest.raises(ConfigError, match=words),
         cpu_engine(sliding, kv_transfer_config=transfer(storage=storage), **HYBRID),

@@ -139,21 +139,21 @@ def test_offline_with_the_three_plugins(site: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.timeout(590)
-def test_two_replicas_share_a_store(tmp_path: Path) -> None:
+def test_a_restarted_server_starts_warm(tmp_path: Path) -> None:
     flags = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32"]
     flags += ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "40"]
     # The rates are fixed: measured ones vary too much on a busy CPU.
     cache = {"cost": {"disk_gbps": 100, "prefill_tokens_per_second": 10}}
     printed = run(
-        *(EXAMPLES / "shared_store.py", SHIPPED / "target", "--store", tmp_path),
+        *(EXAMPLES / "warm_restart.py", SHIPPED / "target", "--store", tmp_path),
         *("--host-bytes", "8MiB", "--max-bytes", "16MiB"),
         *("--flags", json.dumps(flags), "--cache", json.dumps(cache)),
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
     )
     told = json.loads(printed.splitlines()[-1])
     assert told["same answer"] is True
-    assert told["of which the second replica read from the store"] >= 64
-    assert told["prompt tokens"] > told["of which the second replica read from the store"]
+    assert told["of which the second server read from the store"] >= 64
+    assert told["prompt tokens"] > told["of which the second server read from the store"]
 
 
 def compose_problem(text: str) -> str:

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.hicache.storage.backend import StorageBackend
-from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import page_key, page_of
 
 MAX_BYTES = 1 << 20
-OPTIONS: dict[str, dict[str, Any]] = {
-    "file": {"max_bytes": MAX_BYTES},
-    "segments": {"max_bytes": MAX_BYTES, "segment_bytes": 64 << 10, "sync_bytes": 32 << 10},
-}
-_STORED = (".data", ".index", ".page", ".tmp")
+OPTIONS = {"max_bytes": MAX_BYTES, "segment_bytes": 64 << 10, "sync_bytes": 32 << 10}
+_STORED = (".data", ".index")
 
 
 def namespace(number: int) -> bytes:
@@ -25,10 +21,9 @@ def namespace(number: int) -> bytes:
     return bytes([number] * 16)
 
 
-def open_store(kind: str, path: Path, number: int, **options: Any) -> StorageBackend:
+def open_store(path: Path, number: int, **options: Any) -> StorageBackend:
     """Open a store of a namespace below ``path``."""
-    backend = FileBackend if kind == "file" else SegmentsBackend
-    return backend(namespace(number), {"path": path, **OPTIONS[kind], **options})
+    return SegmentsBackend(namespace(number), {"path": path, **OPTIONS, **options})
 
 
 def stored_bytes(path: Path) -> int:
@@ -49,9 +44,9 @@ def write_pages(store: StorageBackend, numbers: Iterable[int], length: int | Non
     return sum(store.write(key, memoryview(page)) for key, page in pages)
 
 
-def write_on(kind: str, path: Path, number: int) -> None:
+def write_on(path: Path, number: int) -> None:
     """Write pages until killed."""
-    store = open_store(kind, path, number)
+    store = open_store(path, number)
     for start in itertools.count(0, 10):
         write_pages(store, range(start, start + 10))
         store.flush()

@@ -1,6 +1,6 @@
 """A process that writes pages from several threads until it is killed.
 
-``python storage_writer.py PATH KIND FIRST SEED``. With a seed other than 0 it also kills itself, by
+``python storage_writer.py PATH FIRST SEED``. With a seed other than 0 it also kills itself, by
 the fault injector, when some part of a write is done. It prints ``ready``, and then the number of
 each page that :meth:`flush` has reported as durable.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 from vllm_graft.hicache.faults.injector import FaultInjector, FaultKind, FaultOptions
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.faulty import inject
-from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of
 
@@ -23,11 +22,9 @@ THREADS = 3
 OPTIONS = {"max_bytes": "96MiB", "segment_bytes": "8MiB", "sync_bytes": "4MiB"}
 
 
-def open_store(kind: str, path: Path) -> StorageBackend:
-    """Open the store of a kind, with the options of these tests."""
-    if kind == "segments":
-        return SegmentsBackend(NAMESPACE, {"path": path, **OPTIONS})
-    return FileBackend(NAMESPACE, {"path": path, "max_bytes": OPTIONS["max_bytes"]})
+def open_store(path: Path) -> StorageBackend:
+    """Open the store, with the options of these tests."""
+    return SegmentsBackend(NAMESPACE, {"path": path, **OPTIONS})
 
 
 def write(store: StorageBackend, first: int, thread: int) -> None:
@@ -46,9 +43,9 @@ def write(store: StorageBackend, first: int, thread: int) -> None:
 
 def main() -> None:
     """Run until killed."""
-    path, kind, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    store = open_store(kind, path)
-    if seed := int(sys.argv[4]):
+    path, first, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    store = open_store(path)
+    if seed:
         options = FaultOptions(seed=seed, rate=0.02, kinds=(FaultKind.KILLED,))
         store = inject(store, FaultInjector(options))
     threads = [

@@ -13,6 +13,7 @@ from pathlib import Path
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.locks import lock_patiently, locked
 from vllm_graft.hicache.config.connector_options import option_flag
+from vllm_graft.hicache.storage.folder import make_folder, warn_of_others
 from vllm_graft.hicache.storage.segments.neighbours import (
     LOCK_NAME,
     Held,
@@ -47,19 +48,10 @@ class Directory:
     def __init__(self, root: Path, namespace: bytes) -> None:
         self.path = root / namespace.hex()
         self._seen: dict[str, int] = {}
+        self._lock: int | None = None
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with self.root_locked(OPEN_SECONDS):
-                # Other processes lock a namespace for a moment, to see whether it is open. So the
-                # lock is tried several times.
-                self._lock = lock_patiently(self.path / LOCK_NAME, SHARE_SECONDS)
-                if self._lock is not None:
-                    os.ftruncate(self._lock, 0)
-                    os.utime(self._lock)
-                    with contextlib.suppress(OSError):
-                        # Without a claim only the existing bytes count. On a full disk the write
-                        # fails, but pages can still be read.
-                        self.claim(Held(0, 0))
+            warn_of_others(root)
+            self._open(OPEN_SECONDS)
         except OSError as error:
             raise ConfigError(
                 f"{option_flag('storage', 'path')}: {str(root)!r} cannot be used: {error}. Give a "
@@ -70,6 +62,43 @@ class Directory:
                 f"{option_flag('storage', 'path')}: another process has {str(self.path)!r} open. "
                 "Give each engine its own path."
             )
+
+    def _open(self, seconds: float) -> None:
+        """Make the directory if it is missing, and lock it if no other process has.
+
+        Raises:
+            OSError: if that is impossible.
+        """
+        make_folder(self.path)
+        with self.root_locked(seconds):
+            # Other processes lock a namespace for a moment, to see whether it is open. So the
+            # lock is tried several times.
+            self._lock = lock_patiently(self.path / LOCK_NAME, SHARE_SECONDS)
+            if self._lock is not None:
+                os.ftruncate(self._lock, 0)
+                os.utime(self._lock)
+                with contextlib.suppress(OSError):
+                    # Without a claim only the existing bytes count. On a full disk the write
+                    # fails, but pages can still be read.
+                    self.claim(Held(0, 0))
+
+    def removed(self) -> bool:
+        """Whether somebody has removed the directory, or put another one in its place."""
+        if self._lock is None:
+            return True
+        try:
+            return not os.path.samestat(os.fstat(self._lock), (self.path / LOCK_NAME).lstat())
+        except OSError:
+            return True
+
+    def renew(self) -> bool:
+        """Make the directory anew and lock it; False if another process has it, or it can't be."""
+        self.close()
+        try:
+            self._open(SHARE_SECONDS)
+        except OSError:
+            return False
+        return self._lock is not None
 
     def root_locked(
         self, seconds: float = SHARE_SECONDS

@@ -12,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_graft.base.locks import lock_descriptor, locked
+from vllm_graft.base.locks import foreign, lock_descriptor, locked, open_own
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.storage.segments.segment import DATA_SUFFIX, segment_number
 
 LOCK_NAME = "LOCK"
+CLAIM_BYTES = 63
+"""Length of the text in a lock file."""
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -83,14 +86,16 @@ def neighbours(path: Path) -> Neighbours:
     for other in _others(path):
         size = sum(map(_size, segment_files(other)))
         try:
+            if problem := foreign(other.lstat()):
+                raise PermissionError(problem)
             with locked(other / LOCK_NAME) as free:
                 if free:
-                    opened = (other / LOCK_NAME).stat().st_mtime
+                    opened = (other / LOCK_NAME).lstat().st_mtime
                     closed.append(Closed(other, size, opened))
                     continue
             found = read_claim(other / LOCK_NAME)
         except OSError:
-            # It may belong to another user. Its bytes count, but we must not delete them.
+            # It belongs to another user, say. Its bytes count, but we must not delete them.
             found = Held(0, 0)
         held.append(Held(max(size, found.claim), found.wish))
     return Neighbours(tuple(held), tuple(sorted(closed, key=lambda one: one.opened)))
@@ -101,7 +106,7 @@ def claim_times(path: Path) -> dict[str, int]:
     found = {}
     for other in _others(path):
         with contextlib.suppress(OSError):
-            found[other.name] = (other / LOCK_NAME).stat().st_mtime_ns
+            found[other.name] = (other / LOCK_NAME).lstat().st_mtime_ns
     return found
 
 
@@ -162,11 +167,14 @@ def holders(root: Path) -> dict[bytes, int]:
 
 def read_claim(path: Path) -> Held:
     """The claim and wish in a lock file; zeros if an earlier version wrote the file."""
+    fd = open_own(path, os.O_RDONLY)
     try:
-        _, claim, wish = map(int, path.read_text().split())
+        _, claim, wish = map(int, os.pread(fd, CLAIM_BYTES, 0).split())
     except ValueError:
         return Held(0, 0)
-    return Held(claim, wish)
+    finally:
+        os.close(fd)
+    return Held(max(0, claim), max(0, wish))
 
 
 def write_claim(fd: int, held: Held) -> None:
@@ -176,13 +184,15 @@ def write_claim(fd: int, held: Held) -> None:
         OSError: if the medium refuses.
     """
     # The text always has the same length, so that a full disk accepts an overwritten one.
-    os.pwrite(fd, f"{os.getpid():020} {held.claim:020} {held.wish:020}\n".encode(), 0)
+    text = f"{os.getpid():020} {held.claim:020} {held.wish:020}\n".encode()
+    assert len(text) == CLAIM_BYTES
+    os.pwrite(fd, text, 0)
 
 
 def _holder(path: Path) -> int | None:
     """The id of the process that holds a directory's lock; None if there is none, or unknown."""
     try:
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_own(path / LOCK_NAME, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -201,8 +211,16 @@ def _others(path: Path) -> list[Path]:
     return [
         other
         for other in path.parent.iterdir()
-        if other != path and _NAMESPACE.fullmatch(other.name) and other.is_dir()
+        if other != path and _NAMESPACE.fullmatch(other.name) and _is_folder(other)
     ]
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is a directory, and no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def _delete_oldest(path: Path, excess: int) -> int:
@@ -219,6 +237,6 @@ def _delete_oldest(path: Path, excess: int) -> int:
 
 def _size(file: Path) -> int:
     try:
-        return file.stat().st_size
-    except FileNotFoundError:
+        return file.lstat().st_size
+    except OSError:
         return 0

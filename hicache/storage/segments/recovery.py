@@ -91,9 +91,7 @@ def _believe_index(
     """Take the entries of the index file, before the first torn one, whose records exist."""
     segment = found.segment
     assert segment is not None
-    path = index_path(directory, number)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600)
+    fd = files.open(index_path(directory, number), make=True)
     try:
         if _check(files, fd, INDEX_MAGIC, number, namespace) is not HeaderCheck.OURS:
             # The index is rebuilt by scanning the data file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import time
 
@@ -24,6 +25,8 @@ from vllm_graft.hicache.storage.segments.segment import (
 
 FULL_SECONDS = 1.0
 """Seconds for which a full store declines pages before it looks for room again."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Location = tuple[Segment, Entry]
 """The place of a page."""
@@ -98,7 +101,7 @@ class Space:
             self.seal()
             segment = None
         if segment is None:
-            if not self._has_room():
+            if not self._has_room(files):
                 return None
             segment = Segment.create(files, self._directory.path, self._next, self._namespace)
             self._next += 1
@@ -109,6 +112,31 @@ class Space:
         segment.users += 1
         segment.writing += 1
         return segment, offset
+
+    def relieve(self, files: Files, error: OSError) -> bool:
+        """Do what helps after the medium has refused a write; return whether a second try is due.
+
+        If somebody has removed the directory, it is made anew. If a file may not grow any further,
+        records go to the next one. If the disk or a quota is full below our own limit, our segment
+        that was unused longest is deleted.
+        """
+        if self._directory.removed():
+            return self._renew(files)
+        if error.errno not in (*_NO_ROOM, errno.EFBIG):
+            return False
+        last = self.active
+        self.seal()
+        if last is not None and not last.keys and not last.writing:
+            # Even an empty file takes no page, so another one would not either.
+            self.drop(last)
+            last = None
+        if error.errno == errno.EFBIG:
+            return last is not None
+        return self._evict_oldest()
+
+    def pause(self) -> None:
+        """Decline pages that need a new segment for a while."""
+        self._full_until = time.monotonic() + FULL_SECONDS
 
     def give_way(self) -> None:
         """Delete surplus bytes if another namespace was opened or wishes for more."""
@@ -150,7 +178,10 @@ class Space:
             self.active = None
 
     def drop(self, segment: Segment) -> bool:
-        """Delete a segment and forget its pages; False if the medium refused to delete it."""
+        """Delete a segment and forget its pages; False if the medium refused to delete it.
+
+        Where the directory was removed, a file of its name may be another process's, and stays.
+        """
         segment.dropped = True
         self.sealed.pop(segment.number, None)
         if self.active is segment:
@@ -162,7 +193,7 @@ class Space:
                 del self.index[key]
                 self._counters.add("dropped_pages")
         self.close_unused(segment)
-        if deleted := segment.unlink():
+        if deleted := (self._directory.removed() or segment.unlink()):
             self._counters.add("deleted_segments")
         return deleted
 
@@ -171,6 +202,8 @@ class Space:
         self.seal()
         for segment in list(self.sealed.values()):
             self.drop(segment)
+        if self._directory.removed() and not self._directory.renew():
+            return False
         return self._directory.delete_files()
 
     def close(self) -> None:
@@ -201,16 +234,19 @@ class Space:
         segment.pending.append(entry)
         self.dirty.add(segment)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, files: Files) -> bool:
         """Whether there is room for a new segment.
 
         If not, later calls return False for a while without looking again.
         """
         if time.monotonic() < self._full_until:
             return False
+        # Without the lock of its directory, a store must not make files in it.
+        if self._directory.removed() and not self._renew(files):
+            return False
         if self._make_room(self._segment_bytes):
             return True
-        self._full_until = time.monotonic() + FULL_SECONDS
+        self.pause()
         warning_once(
             f"{self._directory.path.parent} has no room for a segment of {self._segment_bytes} "
             "bytes: other namespaces are open there. No page is stored until they make room."
@@ -253,10 +289,28 @@ class Space:
         while self._most_bytes() > limit and self.segments:
             if not self.sealed:
                 self.seal()
-                continue
-            victim = min(self.sealed.values(), key=lambda segment: segment.tick)
-            self._counters.add("evicted_segments")
-            self.drop(victim)
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> bool:
+        """Delete the sealed segment that was unused longest; False if none could be deleted."""
+        if not self.sealed:
+            return False
+        victim = min(self.sealed.values(), key=lambda segment: segment.tick)
+        self._counters.add("evicted_segments")
+        return self.drop(victim)
+
+    def _renew(self, files: Files) -> bool:
+        """Give up what was in a removed directory, and make it anew."""
+        self.seal()
+        for segment in list(self.sealed.values()):
+            self.drop(segment)
+        self._counters.add("renewed_directories")
+        logger.warning("%s was removed; it is made anew.", self._directory.path)
+        if not self._directory.renew():
+            self.pause()
+            return False
+        self._recover(files)
+        return True
 
     def _delete_closed(self, others: Neighbours, needed: int) -> int:
         """Delete surplus bytes of namespaces that no process has open; return the bytes left."""

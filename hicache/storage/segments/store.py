@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from vllm_graft.base.log import logger
+from vllm_graft.base.log import logger, warning_once
 from vllm_graft.hicache.config.connector_options import option_flag, parse_options
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
@@ -16,10 +16,13 @@ from vllm_graft.hicache.storage.folder import require_folder
 from vllm_graft.hicache.storage.record import as_bytes, storable
 from vllm_graft.hicache.storage.segments.directory import Directory
 from vllm_graft.hicache.storage.segments.format import FILE_HEADER_BYTES, Entry
-from vllm_graft.hicache.storage.segments.neighbours import holders
+from vllm_graft.hicache.storage.segments.neighbours import LOCK_NAME, holders
 from vllm_graft.hicache.storage.segments.segment import OVERHEAD_BYTES, DataLostError, Segment
 from vllm_graft.hicache.storage.segments.segment_options import SegmentsOptions
 from vllm_graft.hicache.storage.segments.space import Location, Space
+
+FAILURES_TOLD = 32
+"""Failed writes in a row after which the log says so."""
 
 
 class SegmentsBackend(StorageBackend):
@@ -48,6 +51,7 @@ class SegmentsBackend(StorageBackend):
         self._commits = threading.Lock()
         self._uncommitted = 0
         self._closed = False
+        self._failures = 0
         self._directory = Directory(self.options.path, namespace)
         try:
             self._space = Space(
@@ -64,8 +68,9 @@ class SegmentsBackend(StorageBackend):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse wrong options, and a directory that cannot be created or written to."""
-        require_folder(parse_options(cls.OPTIONS, options, "storage").path)
+        """Refuse wrong options, and a directory or size that cannot be had."""
+        given = parse_options(cls.OPTIONS, options, "storage")
+        require_folder(given.path, int(given.max_bytes), LOCK_NAME)
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
@@ -124,33 +129,17 @@ class SegmentsBackend(StorageBackend):
         if not storable(key) or not self._space.fits(page.nbytes):
             return self._decline("too_large")
         try:
-            with self._lock:
-                if self._closed:
-                    return self._decline("closed")
-                found = self._space.index.get(key)
-                if found is not None and found[1].length == page.nbytes:
-                    self.counters.add("writes_present")
-                    return True
-                room = self._space.reserve(self.files, page.nbytes)
-                self.full = room is None
+            return self._write(key, page)
         except OSError as error:
-            return self._failed(error)
-        if room is None:
-            return self._decline("full")
-        segment, offset = room
-        entry = Entry(key, offset, page.nbytes)
-        with self._user(segment):
-            try:
-                segment.write_at(self.files, offset, key, page)
-            except OSError as error:
-                self._take_back(segment, entry)
+            if not self._relieved(error):
                 return self._failed(error)
-            if not self._added(segment, entry):
-                return self._decline("dropped")
-        self.counters.add("writes")
-        self.counters.add("write_bytes", page.nbytes)
-        self._commit_if_due()
-        return True
+        try:
+            return self._write(key, page)
+        except OSError as error:
+            # What was freed has gone to others. Pages are declined for a while, so that they do not
+            # take all of the store's room at once.
+            self._space.pause()
+            return self._failed(error)
 
     def remove(self, key: PageKey) -> None:
         """Forget a page. The next commit makes this durable."""
@@ -201,6 +190,43 @@ class SegmentsBackend(StorageBackend):
                 "uncommitted_bytes": self._uncommitted,
             }
         return self.counters.snapshot() | gauges
+
+    def _write(self, key: PageKey, page: memoryview) -> bool:
+        """Append a page.
+
+        Raises:
+            OSError: if the medium refuses.
+        """
+        with self._lock:
+            if self._closed:
+                return self._decline("closed")
+            found = self._space.index.get(key)
+            if found is not None and found[1].length == page.nbytes:
+                self.counters.add("writes_present")
+                return True
+            room = self._space.reserve(self.files, page.nbytes)
+            self.full = room is None
+        if room is None:
+            return self._decline("full")
+        segment, offset = room
+        entry = Entry(key, offset, page.nbytes)
+        with self._user(segment):
+            try:
+                segment.write_at(self.files, offset, key, page)
+            except OSError:
+                self._take_back(segment, entry)
+                raise
+            if not self._added(segment, entry):
+                return self._decline("dropped")
+        self._failures = 0
+        self.counters.add("writes")
+        self.counters.add("write_bytes", page.nbytes)
+        self._commit_if_due()
+        return True
+
+    def _relieved(self, error: OSError) -> bool:
+        with self._lock:
+            return not self._closed and self._space.relieve(self.files, error)
 
     def _read(self, location: Location, buffer: memoryview) -> ReadStatus:
         segment, entry = location
@@ -271,6 +297,7 @@ class SegmentsBackend(StorageBackend):
                 self.counters.add("lost_segments")
                 with self._lock:
                     self._space.drop(segment)
+                self._relieved(error)
             except OSError as error:
                 # The pages can be read. The next commit writes their entries again.
                 logger.warning("The index of the KV store could not be written: %s", error)
@@ -280,9 +307,16 @@ class SegmentsBackend(StorageBackend):
                     if not segment.dropped:
                         segment.pending = entries + segment.pending
                         self._space.dirty.add(segment)
+                self._relieved(error)
         return False
 
     def _failed(self, error: OSError) -> bool:
         self.counters.add("write_errors")
         logger.debug("A page could not be written: %s", error)
+        self._failures += 1
+        if self._failures == FAILURES_TOLD:
+            warning_once(
+                f"The last {FAILURES_TOLD} pages could not be written below "
+                f"{self._directory.path} ({error.strerror}). The engine goes on without them."
+            )
         return self._decline("error")

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.guarded import guarded
 from vllm_graft.hicache.storage.threads import joined, started
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 
@@ -56,7 +56,7 @@ class Loader:
     def __init__(self, backend: StorageBackend, threads: int) -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
-        self._backend = backend
+        self._backend = guarded(backend)
         self._queue: deque[Load] = deque()
         self._finished: list[Load] = []
         self._changed = threading.Condition()
@@ -114,16 +114,8 @@ class Loader:
                 if not self._queue:
                     return
                 load = self._queue.popleft()
-            status = self._read(load)
+            status = self._backend.read(load.key, load.slot.buffer)
             with self._changed:
                 load.status = status
                 self._finished.append(load)
                 self._changed.notify_all()
-
-    def _read(self, load: Load) -> ReadStatus:
-        try:
-            return self._backend.read(load.key, load.slot.buffer)
-        except Exception:
-            # An exception of a third party's backend must not end the thread.
-            logger.exception("A storage backend raised in read(); the page counts as an error.")
-            return ReadStatus.ERROR

@@ -18,6 +18,7 @@ from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.guarded import guarded
 from vllm_graft.hicache.storage.threads import joined, started
 from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
@@ -70,7 +71,7 @@ class StorageTier:
         geometry: Geometry,
         options: PrefetchConfig,
     ) -> None:
-        self.backend = backend
+        self.backend = guarded(backend)
         self.written = 0
         self.declined = 0
         """Pages that were not written because too many waited, or the store had no room."""
@@ -84,10 +85,10 @@ class StorageTier:
         self._options = options
         budget = int(options.max_share * geometry.shape.num_bytes)
         self._prefetcher = Prefetcher(
-            backend, self, threads=options.threads, budget_bytes=max(1, budget)
+            self.backend, self, threads=options.threads, budget_bytes=max(1, budget)
         )
         capacity = max(1, geometry.shape.num_slots // 4)
-        self._writer = WriteBehind(backend, options.threads, capacity)
+        self._writer = WriteBehind(self.backend, options.threads, capacity)
         self._writing: dict[int, Page] = {}
         self._next_write = 0
         self._incoming: dict[PageKey, _Incoming] = {}
@@ -96,12 +97,13 @@ class StorageTier:
 
     @property
     def errors(self) -> int:
-        """Number of reads, writes and flushes that failed."""
+        """Number of lookups, reads, writes and flushes that failed."""
         reads = self._prefetcher.counters.snapshot()
         failed_reads = sum(
             reads.get(status.value, 0) for status in (ReadStatus.ERROR, ReadStatus.CORRUPT)
         )
-        return failed_reads + self._failed_writes + self._writer.failed_flushes
+        failed = failed_reads + self._failed_writes + self._writer.failed_flushes
+        return failed + self.backend.failed_lookups
 
     @property
     def resetting(self) -> bool:
@@ -210,10 +212,7 @@ class StorageTier:
         ended &= self._writer.close(DRAIN_SECONDS)
         self.poll()
         if ended and not self.resetting:
-            try:
-                self.backend.close()
-            except Exception:
-                logger.exception("A storage backend raised in close().")
+            self.backend.close()
         else:
             logger.warning("host KV cache: storage hangs; it is left as it is at shutdown.")
         self._pool.close()
@@ -221,10 +220,7 @@ class StorageTier:
     def _clear(self) -> None:
         """Clear the store after running writes have ended. It runs on a thread of its own."""
         self._writer.wait_idle()
-        try:
-            self._cleared = self.backend.clear()
-        except Exception:
-            logger.exception("A storage backend raised in clear(); it may still have pages.")
+        self._cleared = self.backend.clear()
 
     # The host pool, as the prefetcher sees it
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import StorageBackend
+from vllm_graft.hicache.storage.guarded import guarded
 from vllm_graft.hicache.storage.threads import joined, started
 
 FLUSH_SECONDS = 1.0
@@ -62,7 +63,7 @@ class WriteBehind:
     """
 
     def __init__(self, backend: StorageBackend, threads: int, capacity: int) -> None:
-        self._backend = backend
+        self._backend = guarded(backend)
         self._capacity = capacity
         self._queue: deque[Write] = deque()
         self._finished: list[Written] = []
@@ -139,14 +140,9 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def _write(self, write: Write) -> Outcome:
-        try:
-            if all(self._backend.write(key, page) for key, page in write.parts):
-                return Outcome.KEPT
-            return Outcome.DECLINED if self._backend.full else Outcome.FAILED
-        except Exception:
-            # An exception of a third party's backend must not end the thread.
-            logger.exception("A storage backend raised in write(); the page is not kept.")
-            return Outcome.FAILED
+        if all(self._backend.write(key, page) for key, page in write.parts):
+            return Outcome.KEPT
+        return Outcome.DECLINED if self._backend.is_full else Outcome.FAILED
 
     def _flush_if_due(self) -> None:
         with self._changed:
@@ -154,12 +150,7 @@ class WriteBehind:
             if now - self._last_flush < FLUSH_SECONDS:
                 return
             self._last_flush = now
-        try:
-            done = self._backend.flush()
-        except Exception:
-            # As in _write(). Unflushed pages may be lost in a crash; then reads miss them.
-            logger.exception("A storage backend raised in flush().")
-            done = False
-        if not done:
+        if not self._backend.flush():
+            # Unflushed pages may be lost in a crash; then reads miss them.
             with self._changed:
                 self.failed_flushes += 1

@@ -11,7 +11,6 @@ import io
 import itertools
 import os
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_offload.base import Medium
 
 from vllm_graft.hicache.connector import HiCacheConnector
-from vllm_graft.hicache.native.cache_policy import Arc, Lru  # noqa: F401
 from vllm_graft.hicache.native.native_tier import SegmentsTier, page_key
 from vllm_graft.hicache.planning.request_state import Chosen
 
@@ -114,27 +112,6 @@ def spy() -> Mock:
 
     role = KVConnectorRole.SCHEDULER
     return Mock(wraps=HiCacheConnector(create_vllm_config(), role, cache_config(10_000)))
-
-
-class SeenArc(Arc):
-    """Our ARC, with the names by which vLLM's tests look into theirs."""
-
-    def _part(self, name: str) -> OrderedDict[Any, Any]:
-        keys = getattr(self._order, name)
-        return OrderedDict((key, self._chunks.get(key)) for key in keys)
-
-    t1 = property(lambda self: self._part("_once"))
-    t2 = property(lambda self: self._part("_often"))
-    b1 = property(lambda self: self._part("_gone_once"))
-    b2 = property(lambda self: self._part("_gone_often"))
-
-    @property
-    def target_t1_size(self) -> float:
-        return self._order._target
-
-    @target_t1_size.setter
-    def target_t1_size(self, value: float) -> None:
-        self._order._target = value
 
 
 class FsTier(SegmentsTier):

@@ -117,56 +117,7 @@ CONNECTOR = Suite(
     modules=[STAND_INS],
 )
 
-SCANS = "counts how far vLLM's ARC iterates over its own dicts; ours has others"
-GHOSTS = (
-    "vLLM's ARC moves its target when an evicted key is asked for; ours, as in the paper, when the "
-    "page comes back: a page that is not stored again changes nothing"
-)
 OFFLOAD = "tests/v1/kv_offload"
-OUR_POLICIES = "vllm_graft.hicache.native.cache_policy"
-FACTORY = f"{OFFLOAD}/cpu/policies/test_factory.py"
-MANAGER = f"{OFFLOAD}/cpu/test_manager.py"
-
-POLICY = Suite(
-    files=[FACTORY, MANAGER],
-    swaps=[
-        # This class is from outside of vLLM's tree, by name and by module path.
-        Swap(FACTORY, "class _DummyCachePolicy(CachePolicy)", "class _Replaced(CachePolicy)"),
-        Swap(FACTORY, '"tests.v1.kv_offload.cpu.policies.test_factory"', f'"{OUR_POLICIES}"', 3),
-        Swap(FACTORY, "_DummyCachePolicy", "Lru", 7),
-        Swap(
-            FACTORY,
-            "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n",
-            "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n"
-            f"from {OUR_POLICIES} import Lru\n",
-        ),
-        # The manager has our LRU in place of "lru", and our ARC in place of "arc".
-        Swap(
-            MANAGER,
-            "        cache_policy=cache_policy,\n"
-            "        cache_policy_module_path=cache_policy_module_path,\n",
-            '        cache_policy={"lru": "Lru", "arc": "SeenArc"}[cache_policy],\n'
-            '        cache_policy_module_path="graft_stand_ins",\n',
-        ),
-        Swap(
-            MANAGER,
-            "from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy\n"
-            "from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy\n",
-            "from graft_stand_ins import SeenArc as ARCCachePolicy\n"
-            "from graft_stand_ins import Lru as LRUCachePolicy\n",
-        ),
-    ],
-    deselected={
-        "test_lru_repeated_pin_cycles_compact_lazy_heap_entries": "counts entries of a heap that "
-        "ours does not have: its LRU is one ordered dict",
-        "test_batch_eviction_scans_t1_and_t2_once": SCANS,
-        "test_batch_eviction_falls_back_after_t1_iterator_exhausted": SCANS,
-        "test_adaptive_target": GHOSTS,
-        "test_store_falls_back_to_t1_when_t2_cannot_satisfy_eviction": GHOSTS,
-        "test_arc_ghost_hit_adapts_once_per_request_before_insertion": GHOSTS,
-    },
-    modules=[STAND_INS],
-)
 
 TIERING = f"{OFFLOAD}/tiering/test_tiering_offloading.py"
 FS = f"{OFFLOAD}/tiering/test_fs_tier.py"
@@ -220,7 +171,7 @@ TIER = Suite(
     modules=[STAND_INS],
 )
 
-PARTS = {"connector": CONNECTOR, "tier": TIER, "policy": POLICY}
+PARTS = {"connector": CONNECTOR, "tier": TIER}
 
 EVERYTHING = Suite(
     files=[*(file for part in PARTS.values() for file in part.files), CHILDREN.name],
@@ -230,8 +181,8 @@ EVERYTHING = Suite(
 )
 """Run every part in one process, because imports take most of its time."""
 
-PASSED = 73 + 121 + 48 + 5
-"""Number of tests that run in the three parts and ours; fixed, as vLLM's version is pinned."""
+PASSED = 73 + 121 + 5
+"""Number of tests that run in the two parts and ours; fixed, as vLLM's version is pinned."""
 
 SKIPPED = {
     # vLLM itself skips this test.

@@ -1,4 +1,4 @@
-"""vLLM's own tests of KV connectors, tiers and cache policies, on ours.
+"""vLLM's own tests of KV connectors and tiers, on ours.
 
 The files come from vLLM's source distribution, with pip; none of them is in this repository. They
 are kept in the user's cache folder. ``suites.py`` has the replacements in them.

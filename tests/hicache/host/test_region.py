@@ -23,6 +23,7 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.host import pool as host_pool
 from vllm_graft.hicache.host import region
+from vllm_graft.hicache.host.machine_memory import unclaimed_bytes
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
@@ -139,10 +140,32 @@ def test_a_file_system_without_unnamed_files_serves_as_well(
     assert region.remove_orphans() == 1
 
 
+def test_what_sparse_files_may_still_take_is_left_to_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's message queues are such files; a large message would end the engine by SIGBUS."""
+    size = SimpleNamespace(f_bavail=100, f_frsize=PAGE)
+    monkeypatch.setattr(os, "statvfs", lambda path: size)
+    queue = folder / "psm_queue"
+    with queue.open("wb") as file:
+        file.truncate(60 * PAGE)
+        with pytest.raises(ConfigError, match=rf"has {40 * PAGE} bytes that are free and that no"):
+            region.create("region", 41 * PAGE)
+        assert not (folder / "region").exists()
+        os.close(region.create("region", 40 * PAGE))
+        region.remove("region")
+        # A file claims no more than what is not present yet.
+        os.posix_fallocate(file.fileno(), 0, 60 * PAGE)
+    os.close(region.create("region", 100 * PAGE))
+    assert unclaimed_bytes(folder) == 0
+
+
 def test_a_full_shm_is_an_error_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no SIGBUS in a copy, whether it is full at once or others fill it meanwhile."""
     huge = PoolShape(num_slots=1 << 40, slot_bytes=PAGE, num_shards=1)
-    with pytest.raises(ConfigError, match=r"bytes free, \d+ are needed: raise its size"):
+    with pytest.raises(
+        ConfigError, match=r"bytes that are free and .*, \d+ are needed: raise its size"
+    ):
         HostPool(huge, "region", creates=True)
     # A file that was cut has no memory to give either.
     monkeypatch.setattr(host_pool, "prefer_node", lambda *_: os.truncate(folder / "region", 0))

@@ -1,8 +1,7 @@
-"""Our store and policies as plug-ins of vLLM's own connector, and vLLM's policies in our pool."""
+"""Our store as a plug-in of vLLM's own connector."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import (
@@ -36,15 +34,10 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.host.eviction import EvictionPolicy
-from vllm_graft.hicache.native.cache_policy import from_cache_policy
 from vllm_graft.hicache.native.native_tier import SegmentsTier
-from vllm_graft.testing import EvictionPolicyContract
-from vllm_graft.testing.contracts.cache_contracts import page_key
 
 CHUNKS, CHUNK_BYTES = 8, 4096
 CONTEXT = ReqContext(req_id="test")
-MODULE = "vllm_graft.hicache.native.cache_policy"
 
 
 def key(number: int, group: int = 0) -> OffloadKey:
@@ -286,78 +279,3 @@ def test_beneath_vllms_tiering_manager(tmp_path: Path) -> None:
     slots = manager.prepare_load(first, later)
     assert np.array_equal(host.memory[slots.block_ids], expected[:2])  # type: ignore[attr-defined]
     host.tier.shutdown()
-
-
-def manager_of(policy: str, module: str | None) -> CPUOffloadingManager:
-    return CPUOffloadingManager(num_chunks=6, cache_policy=policy, cache_policy_module_path=module)
-
-
-def drive(manager: CPUOffloadingManager, seed: int) -> list[list[OffloadKey]]:
-    """Return the keys that are evicted while random requests store, load and finish."""
-    rng, evicted = random.Random(seed), []
-    for number in range(120):
-        context = ReqContext(req_id=str(number))
-        manager.on_new_request(context)
-        keys = [key(rng.randrange(12)) for _ in range(rng.randrange(1, 4))]
-        keys = list(dict.fromkeys(keys))
-        for position, one in enumerate(keys):
-            context.set_offload_key_position(one, 16 * (position + 1))
-        hits = [one for one in keys if manager.lookup(one, context) is LookupResult.HIT]
-        if hits:
-            manager.prepare_load(hits, context)
-            manager.complete_load(hits, context)
-        stored = manager.prepare_store(keys, context)
-        if stored is not None:
-            evicted.append(stored.evicted_keys)
-            manager.complete_store(stored.keys_to_store, context, success=rng.random() < 0.9)
-        manager.on_request_finished(context)
-    return evicted
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_our_lru_evicts_what_vllms_does(seed: int) -> None:
-    ours, theirs = (drive(manager_of(*one), seed) for one in (("Lru", MODULE), ("lru", None)))
-    assert ours == theirs
-    assert any(ours)
-
-
-@pytest.mark.parametrize("name", ["Lru", "Lfu", "Arc", "CostAware"])
-def test_our_policies_serve_vllms_manager(name: str) -> None:
-    manager = manager_of(name, MODULE)
-    assert any(drive(manager, 9))
-    manager.reset_cache()
-    assert any(drive(manager, 10))
-    assert manager.get_stats() is not None
-
-
-def test_cost_aware_keeps_the_ends_of_long_prefixes() -> None:
-    manager, context = manager_of("CostAware", MODULE), ReqContext(req_id="long")
-    manager.on_new_request(context)
-    keys = [key(number) for number in range(6)]
-    for position, one in enumerate(keys):
-        context.set_offload_key_position(one, 10_000 * (position + 1))
-    assert manager.prepare_store(keys, context) is not None
-    manager.complete_store(keys, context)
-    stored = manager.prepare_store([key(100)], ReqContext(req_id="other"))
-    assert stored is not None
-    assert stored.evicted_keys == [keys[0]]
-
-
-class TestVllmsPoliciesInOurPool(EvictionPolicyContract):
-    @pytest.fixture(params=[("lru", None), ("arc", None), ("Lfu", MODULE)], ids=lambda one: one[0])
-    def policy(self, request: pytest.FixtureRequest) -> EvictionPolicy:
-        return from_cache_policy(*request.param)(8)
-
-
-def test_a_policy_that_vllm_does_not_know() -> None:
-    with pytest.raises(ValueError, match="Unknown cache policy: 'fifo'"):
-        from_cache_policy("fifo")
-
-
-def test_keys_that_a_cache_policy_cannot_take() -> None:
-    policy = from_cache_policy("lru")(8)
-    with pytest.raises(TypeError, match="PageKey or bytes"):
-        policy.insert(3, 1.0, 1)
-    policy.insert(b"bytes", 1.0, 1)
-    policy.insert(page_key(1), 1.0, 1)
-    assert policy.evict(2, lambda _: False) == [b"bytes", page_key(1)]

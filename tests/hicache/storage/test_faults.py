@@ -17,7 +17,7 @@ from vllm_graft.hicache.faults.injector import FaultInjector, FaultKind, FaultOp
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
-from vllm_graft.hicache.storage.file_store import FileBackend
+from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher, PrefetchPolicy, Slot
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
@@ -28,7 +28,8 @@ KEYS = [page_key(number) for number in range(60)]
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on what survives a power failure."""
+    """Nothing here depends on what survives a power failure, and "full" lasts no time."""
+    monkeypatch.setattr(space, "FULL_SECONDS", 0)
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
@@ -38,20 +39,17 @@ def injector(rate: float, seed: int = 7, *kinds: FaultKind) -> FaultInjector:
     return FaultInjector(options.model_copy(update={"kinds": kinds}) if kinds else options)
 
 
-def open_store(kind: str, path: Path, faults: FaultInjector) -> StorageBackend:
+def open_store(path: Path, faults: FaultInjector) -> StorageBackend:
     """Open a store whose recovery already runs into faults."""
     files = FaultyFiles(faults)
-    if kind == "file":
-        return inject(FileBackend(NAMESPACE, {"path": path, "max_bytes": "100KiB"}, files), faults)
     options = {"path": path, "max_bytes": "1MiB", "segment_bytes": "64KiB", "sync_bytes": 30_000}
     return inject(SegmentsBackend(NAMESPACE, options, files), faults)
 
 
-@pytest.mark.parametrize("kind", ["segments", "file"])
-def test_ten_thousand_faults_and_no_wrong_byte(tmp_path: Path, kind: str) -> None:
-    faults, rng = injector(0.2), random.Random(kind)
+def test_ten_thousand_faults_and_no_wrong_byte(tmp_path: Path) -> None:
+    faults, rng = injector(0.2), random.Random(3)
     statuses: Counter[ReadStatus] = Counter()
-    store = open_store(kind, tmp_path, faults)
+    store = open_store(tmp_path, faults)
     injected = 0
     while injected < FAULTS:
         for _ in range(500):
@@ -68,7 +66,7 @@ def test_ten_thousand_faults_and_no_wrong_byte(tmp_path: Path, kind: str) -> Non
                 store.flush()
         if rng.random() < 0.2:
             store.close()
-            store = open_store(kind, tmp_path, faults)
+            store = open_store(tmp_path, faults)
         injected = faults.counters.snapshot().get("injected", 0)
     assert set(statuses) == set(ReadStatus)
     assert statuses[ReadStatus.HIT] > 1000
@@ -82,7 +80,7 @@ def test_without_checksums_it_would_be_wrong(
 ) -> None:
     """Negative control: the same faults, without checksums."""
     monkeypatch.setattr("vllm_graft.hicache.storage.segments.segment.verify", lambda *_: True)
-    store = open_store("segments", tmp_path, injector(0.3))
+    store = open_store(tmp_path, injector(0.3))
     wrong = 0
     for _ in range(20):
         for key in KEYS:
@@ -161,7 +159,7 @@ class Pool:
 
 def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) -> None:
     faults = injector(0.3)
-    store, pool = open_store("segments", tmp_path, faults), Pool(8)
+    store, pool = open_store(tmp_path, faults), Pool(8)
     prefetcher = Prefetcher(store, pool, threads=3, budget_bytes=15_000)
     rng = random.Random(5)
     for number in range(150):

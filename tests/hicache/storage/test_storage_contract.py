@@ -12,10 +12,7 @@ import pytest
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.file_store import FileBackend
-from vllm_graft.hicache.storage.segments.nixl_store import NixlBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.hicache.storage.vllm_tiers.store import VllmTierBackend
 from vllm_graft.hooks.manager import Manager
 from vllm_graft.testing import StorageBackendContract
 from vllm_graft.testing.contracts.cache_contracts import (
@@ -43,24 +40,12 @@ class TestSegments(StorageBackendContract):
         return lambda namespace: SegmentsBackend(namespace, {"path": tmp_path, **OPTIONS})
 
 
-class TestFile(StorageBackendContract):
-    @pytest.fixture
-    def open_backend(self, tmp_path: Path) -> Open:
-        return lambda namespace: FileBackend(namespace, {"path": tmp_path, "max_bytes": "4MiB"})
-
-
-def test_all_are_offered_by_name(tmp_path: Path) -> None:
+def test_it_is_offered_by_name() -> None:
     offers = Manager().offers("graft_storage_backends")
     classes = {offer.entry.name: offer.entry.resolve() for offer in offers}
-    assert classes == {
-        "segments": SegmentsBackend,
-        "nixl": NixlBackend,
-        "file": FileBackend,
-        "vllm_tier": VllmTierBackend,
-    }
+    assert classes == {"segments": SegmentsBackend}
 
 
-@pytest.mark.parametrize("kind", [SegmentsBackend, FileBackend])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -71,11 +56,9 @@ def test_all_are_offered_by_name(tmp_path: Path) -> None:
         ({"path": "/dev/null/x", "max_bytes": "4MiB"}, "storage.path: '/dev/null/x' cannot be"),
     ],
 )
-def test_wrong_options_are_errors(
-    kind: type[StorageBackend], options: dict[str, object], message: str
-) -> None:
+def test_wrong_options_are_errors(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match="--kv-transfer-config") as error:
-        kind(NAMESPACE, options)
+        SegmentsBackend(NAMESPACE, options)
     assert message in str(error.value)
 
 
@@ -98,15 +81,9 @@ def _disk_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(SegmentsBackend, {"segment_bytes": "128KiB"}), (FileBackend, {})],
-    ids=["segments", "file"],
-)
-def test_bytes_on_disk_stay_below_the_cap(
-    tmp_path: Path, kind: type[StorageBackend], options: dict[str, object]
-) -> None:
-    backend = kind(NAMESPACE, {"path": tmp_path, "max_bytes": "1MiB", **options})
+def test_bytes_on_disk_stay_below_the_cap(tmp_path: Path) -> None:
+    options = {"path": tmp_path, "max_bytes": "1MiB", "segment_bytes": "128KiB"}
+    backend = SegmentsBackend(NAMESPACE, options)
     keys = [page_key(number) for number in range(1000)]
     for number, key in enumerate(keys):
         assert backend.write(key, memoryview(page_of(key)))
@@ -156,11 +133,8 @@ def test_another_models_pages_leave_first(tmp_path: Path) -> None:
     assert 0 < sum(found) < 100
 
 
-@pytest.mark.parametrize("kind", [SegmentsBackend, FileBackend])
-def test_what_cannot_be_kept_is_declined_and_counted(
-    tmp_path: Path, kind: type[StorageBackend]
-) -> None:
-    backend = kind(NAMESPACE, {"path": tmp_path, "max_bytes": "1MiB"})
+def test_what_cannot_be_kept_is_declined_and_counted(tmp_path: Path) -> None:
+    backend = SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "1MiB"})
     assert not backend.write(page_key(1), memoryview(bytes(2 << 20)))
     assert not backend.write(PageKey(b"", 0), memoryview(b"page"))
     assert not backend.write(PageKey(bytes(65), 0), memoryview(b"page"))
@@ -170,38 +144,32 @@ def test_what_cannot_be_kept_is_declined_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "largest", "flag"),
+    ("options", "largest", "flag"),
     [
-        (SegmentsBackend, {"max_bytes": "1MiB"}, (128 << 10) - 448, "storage.max_bytes is 1048576"),
+        ({"max_bytes": "1MiB"}, (128 << 10) - 448, "storage.max_bytes is 1048576"),
         (
-            SegmentsBackend,
             {"max_bytes": "4MiB", "segment_bytes": "64KiB"},
             (64 << 10) - 448,
             "storage.segment_bytes is 65536",
         ),
-        (FileBackend, {"max_bytes": 5000}, 5000 - 128, "storage.max_bytes is 5000"),
     ],
 )
 def test_options_that_hold_no_page_are_told_before_a_store_is_opened(
-    tmp_path: Path, kind: type[StorageBackend], options: dict[str, object], largest: int, flag: str
+    tmp_path: Path, options: dict[str, object], largest: int, flag: str
 ) -> None:
     """The largest page that is not refused is kept, and a refused one is not."""
     options = {"path": tmp_path, **options}
-    assert kind.too_small(options, largest) is None
-    problem = kind.too_small(options, largest + 1) or ""
+    assert SegmentsBackend.too_small(options, largest) is None
+    problem = SegmentsBackend.too_small(options, largest + 1) or ""
     assert flag in problem
-    assert f"but a page of KV takes {largest + 1 + (448 if kind is SegmentsBackend else 128)} " in (
-        problem
-    )
+    assert f"but a page of KV takes {largest + 1 + 448} " in problem
     assert not list(tmp_path.iterdir())
-    store = kind(NAMESPACE, options)
+    store = SegmentsBackend(NAMESPACE, options)
     assert store.write(page_key(1), memoryview(bytes(largest)))
     assert not store.write(page_key(2), memoryview(bytes(largest + 1)))
     # With the bytes that the message asks for, a page fits.
     numbers = [int(number) for number in re.findall(r"at least (\d+)", problem)]
     store.close()
-    enough = {**options, "max_bytes": numbers[-1]}
-    if kind is SegmentsBackend:
-        enough |= {"segment_bytes": numbers[0], "max_bytes": max(numbers[1], 1 << 20)}
-    assert kind.too_small(enough, largest + 1) is None
-    assert kind(NAMESPACE, enough).write(page_key(2), memoryview(bytes(largest + 1)))
+    enough = {**options, "segment_bytes": numbers[0], "max_bytes": max(numbers[1], 1 << 20)}
+    assert SegmentsBackend.too_small(enough, largest + 1) is None
+    assert SegmentsBackend(NAMESPACE, enough).write(page_key(2), memoryview(bytes(largest + 1)))

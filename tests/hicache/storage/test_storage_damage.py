@@ -11,7 +11,6 @@ import pytest
 
 from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.file_store import FileBackend
 from vllm_graft.hicache.storage.record import encode_header, verify
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import (
@@ -37,13 +36,6 @@ def segments(path: Path, namespace: bytes = NAMESPACE) -> SegmentsBackend:
     return SegmentsBackend(namespace, {"path": path, **OPTIONS})
 
 
-def files(path: Path, namespace: bytes = NAMESPACE) -> FileBackend:
-    return FileBackend(namespace, {"path": path, "max_bytes": "8MiB"})
-
-
-Make = Callable[[Path], StorageBackend]
-
-
 def fill(store: StorageBackend) -> None:
     for key in KEYS:
         assert store.write(key, memoryview(page_of(key)))
@@ -61,14 +53,8 @@ def count_hits(store: StorageBackend) -> int:
 
 
 def data_files(path: Path) -> list[Path]:
-    found = [*path.rglob("*.data"), *path.rglob("*.index"), *path.rglob("*.page")]
+    found = [*path.rglob("*.data"), *path.rglob("*.index")]
     return sorted(found)
-
-
-@pytest.fixture(params=[segments, files], ids=["segments", "file"])
-def make(request: pytest.FixtureRequest) -> Make:
-    found: Make = request.param
-    return found
 
 
 def flip(file: Path, rng: random.Random) -> None:
@@ -120,11 +106,11 @@ DAMAGES = [flip, zero, zero_part, truncate, empty, grow, vanish, repeat_a_part]
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("opened", [False, True], ids=["before-opening", "while-open"])
 def test_damage_is_never_served(
-    tmp_path: Path, make: Make, damage: Callable[[Path, random.Random], None], opened: bool
+    tmp_path: Path, damage: Callable[[Path, random.Random], None], opened: bool
 ) -> None:
     """Each round damages a file of a full store, on top of the damage of the rounds before."""
     rng = random.Random(damage.__name__)
-    store = make(tmp_path)
+    store = segments(tmp_path)
     fill(store)
     assert store.flush()
     for _ in range(6):
@@ -134,11 +120,11 @@ def test_damage_is_never_served(
         if damaged := data_files(tmp_path):
             damage(rng.choice(damaged), rng)
         if not opened:
-            store = make(tmp_path)
+            store = segments(tmp_path)
         count_hits(store)
         fill(store)
     store.close()
-    store = make(tmp_path)
+    store = segments(tmp_path)
     count_hits(store)
     fill(store)
     assert store.flush()
@@ -147,9 +133,9 @@ def test_damage_is_never_served(
     store.close()
 
 
-def test_a_flipped_bit_costs_one_page(tmp_path: Path, make: Make) -> None:
+def test_a_flipped_bit_costs_one_page(tmp_path: Path) -> None:
     """The page is forgotten, also after a restart, and can be written again."""
-    store = make(tmp_path)
+    store = segments(tmp_path)
     fill(store)
     assert store.flush()
     file = next(file for file in data_files(tmp_path) if file.suffix != ".index")
@@ -160,7 +146,7 @@ def test_a_flipped_bit_costs_one_page(tmp_path: Path, make: Make) -> None:
     assert store.stats()["read_corrupt"] == 1
     [bad] = [key for key, there in zip(KEYS, store.contains(KEYS)) if not there]
     store.close()
-    store = make(tmp_path)
+    store = segments(tmp_path)
     assert store.contains([bad]) == [False]
     fill(store)
     assert count_hits(store) == len(KEYS)
@@ -184,24 +170,23 @@ def test_every_single_bit_of_a_record_counts() -> None:
 
 
 def test_a_right_record_of_another_key_is_not_served(tmp_path: Path) -> None:
-    """Two pages' files are exchanged: checksums agree, keys don't."""
-    store = files(tmp_path)
+    """Two records are exchanged: checksums agree, keys don't."""
+    store = segments(tmp_path)
     fill(store)
-    first, second, *_ = data_files(tmp_path)
-    one, two = first.read_bytes(), second.read_bytes()
-    first.write_bytes(two)
-    second.write_bytes(one)
+    [file, *_] = data_files(tmp_path)
+    content, record = file.read_bytes(), 3000 + 128
+    first, second = (content[start : start + record] for start in (64, 64 + record))
+    file.write_bytes(content[:64] + second + first + content[64 + 2 * record :])
     assert count_hits(store) == len(KEYS) - 2
 
 
-def test_another_namespaces_files_are_not_served(tmp_path: Path, make: Make) -> None:
+def test_another_namespaces_files_are_not_served(tmp_path: Path) -> None:
     """The weights are new, and somebody moved the old directory to the new name."""
-    maker = segments if make is segments else files
-    store = maker(tmp_path, OTHER)
+    store = segments(tmp_path, OTHER)
     fill(store)
     store.close()
     (tmp_path / OTHER.hex()).rename(tmp_path / NAMESPACE.hex())
-    store = make(tmp_path)
+    store = segments(tmp_path)
     assert count_hits(store) == 0
     fill(store)
     assert count_hits(store) == len(KEYS)
@@ -299,25 +284,25 @@ def test_files_that_vanish_under_it_are_made_anew(tmp_path: Path) -> None:
     assert count_hits(segments(tmp_path)) == len(KEYS)
 
 
-def test_an_older_version_does_not_come_back(tmp_path: Path, make: Make) -> None:
+def test_an_older_version_does_not_come_back(tmp_path: Path) -> None:
     key = KEYS[0]
     for length in (100, 200):
-        store = make(tmp_path)
+        store = segments(tmp_path)
         assert store.write(key, memoryview(page_of(key, length)))
         store.close()
-    store = make(tmp_path)
+    store = segments(tmp_path)
     store.remove(key)
     store.close()
-    assert make(tmp_path).contains([key]) == [False]
+    assert segments(tmp_path).contains([key]) == [False]
 
 
-def test_keys_of_any_length(tmp_path: Path, make: Make) -> None:
-    store = make(tmp_path)
+def test_keys_of_any_length(tmp_path: Path) -> None:
+    store = segments(tmp_path)
     keys = [PageKey(bytes(length), 3) for length in range(1, 65)]
     for key in keys:
         assert store.write(key, memoryview(page_of(key, 100)))
     store.close()
-    store = make(tmp_path)
+    store = segments(tmp_path)
     for key in keys:
         assert read_page(store, key, 100) == (ReadStatus.HIT, page_of(key, 100))
 

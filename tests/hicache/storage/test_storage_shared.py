@@ -21,7 +21,6 @@ from tests.support.storage_sharers import (
     stored_bytes,
     write_pages,
 )
-from vllm_graft.hicache.storage import file_space
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
@@ -29,13 +28,10 @@ from vllm_graft.testing.contracts.cache_contracts import page_key, page_of, read
 
 pytestmark = pytest.mark.usefixtures("tests_importable")
 
-KINDS = pytest.mark.parametrize("kind", sorted(OPTIONS))
-
 
 @pytest.fixture(autouse=True)
 def _ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (space, file_space):
-        monkeypatch.setattr(module, "FULL_SECONDS", 0)
+    monkeypatch.setattr(space, "FULL_SECONDS", 0)
 
 
 def _right(store: StorageBackend, numbers: range) -> int:
@@ -50,9 +46,8 @@ def _right(store: StorageBackend, numbers: range) -> int:
     return hits
 
 
-@KINDS
-def test_four_open_namespaces_come_to_no_more_than_the_bound(kind: str, tmp_path: Path) -> None:
-    stores = [open_store(kind, tmp_path, number) for number in range(4)]
+def test_four_open_namespaces_come_to_no_more_than_the_bound(tmp_path: Path) -> None:
+    stores = [open_store(tmp_path, number) for number in range(4)]
     most = 0
     for start in range(0, 400, 20):
         for store in stores:
@@ -65,17 +60,16 @@ def test_four_open_namespaces_come_to_no_more_than_the_bound(kind: str, tmp_path
         assert _right(store, range(400)) * 3000 > MAX_BYTES / 10
         assert store.flush()
         store.close()
-    again = [open_store(kind, tmp_path, number) for number in range(4)]
+    again = [open_store(tmp_path, number) for number in range(4)]
     assert stored_bytes(tmp_path) <= MAX_BYTES
     assert all(_right(store, range(400)) for store in again)
 
 
-@KINDS
-def test_whoever_has_all_gives_way_to_who_comes_later(kind: str, tmp_path: Path) -> None:
-    first = open_store(kind, tmp_path, 0)
+def test_whoever_has_all_gives_way_to_who_comes_later(tmp_path: Path) -> None:
+    first = open_store(tmp_path, 0)
     write_pages(first, range(400))
     assert stored_bytes(tmp_path) > MAX_BYTES * 0.8
-    second = open_store(kind, tmp_path, 1)
+    second = open_store(tmp_path, 1)
     for start in range(400, 800, 10):
         write_pages(first, range(start, start + 10))
         assert first.flush()
@@ -88,29 +82,27 @@ def test_whoever_has_all_gives_way_to_who_comes_later(kind: str, tmp_path: Path)
     second.close()
     write_pages(first, range(800, 1200))
     assert MAX_BYTES * 0.8 < stored_bytes(tmp_path) <= MAX_BYTES
-    assert kind == "file" or first.stats()["bytes"] > MAX_BYTES * 0.8
+    assert first.stats()["bytes"] > MAX_BYTES * 0.8
 
 
-@KINDS
-def test_a_smaller_bound_is_kept_from_the_start(kind: str, tmp_path: Path) -> None:
-    store = open_store(kind, tmp_path, 0, max_bytes=2 * MAX_BYTES)
+def test_a_smaller_bound_is_kept_from_the_start(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 0, max_bytes=2 * MAX_BYTES)
     write_pages(store, range(800))
     store.close()
     assert stored_bytes(tmp_path) > MAX_BYTES
-    other = open_store(kind, tmp_path, 1)
+    other = open_store(tmp_path, 1)
     assert MAX_BYTES * 0.8 < stored_bytes(tmp_path) <= MAX_BYTES
     other.close()
 
 
-@KINDS
-def test_any_order_of_opening_writing_closing(kind: str, tmp_path: Path) -> None:
+def test_any_order_of_opening_writing_closing(tmp_path: Path) -> None:
     draw = random.Random(5)
     stores: dict[int, StorageBackend] = {}
     written = 0
     for _ in range(120):
         number = draw.randrange(4)
         if number not in stores:
-            stores[number] = open_store(kind, tmp_path, number)
+            stores[number] = open_store(tmp_path, number)
         elif draw.random() < 0.1:
             stores.pop(number).close()
         elif draw.random() < 0.05:
@@ -126,7 +118,7 @@ def test_any_order_of_opening_writing_closing(kind: str, tmp_path: Path) -> None
 
 def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
     """Segments of a later format, or unreadable ones, leave less room for others."""
-    store = SegmentsBackend(namespace(0), {"path": tmp_path, **OPTIONS["segments"]})
+    store = SegmentsBackend(namespace(0), {"path": tmp_path, **OPTIONS})
     write_pages(store, range(400))
     foreign = tmp_path / namespace(0).hex() / "0123456789abcdef.index"
     foreign.write_bytes(bytes(MAX_BYTES // 2))
@@ -137,8 +129,8 @@ def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
 
 def test_what_is_left_by_others_is_too_little_for_a_segment(tmp_path: Path) -> None:
     """Then nothing is written, the declined pages are counted, and the bound holds."""
-    options = {**OPTIONS["segments"], "segment_bytes": MAX_BYTES // 2}
-    stores = [open_store("segments", tmp_path, number, **options) for number in range(3)]
+    options = {**OPTIONS, "segment_bytes": MAX_BYTES // 2}
+    stores = [open_store(tmp_path, number, **options) for number in range(3)]
     for store in stores:
         write_pages(store, range(40))
     assert stores[2].stats()["declined_full"] == 40
@@ -148,7 +140,7 @@ def test_what_is_left_by_others_is_too_little_for_a_segment(tmp_path: Path) -> N
 
 def test_a_full_segment_holds_the_removals_of_all_its_pages(tmp_path: Path) -> None:
     """Each removal takes an entry in the index, whose room is reserved from the start."""
-    store = open_store("segments", tmp_path, 0)
+    store = open_store(tmp_path, 0)
     write_pages(store, range(1000), length=20)
     assert store.flush()
     for number in range(1000):
@@ -158,19 +150,14 @@ def test_a_full_segment_holds_the_removals_of_all_its_pages(tmp_path: Path) -> N
     assert len(files) > 1
     for file in files:
         size = file.stat().st_size + file.with_suffix(".index").stat().st_size
-        assert size <= OPTIONS["segments"]["segment_bytes"]
+        assert size <= OPTIONS["segment_bytes"]
 
 
-@KINDS
-def test_processes_that_write_and_are_killed_stay_within_the_bound(
-    kind: str, tmp_path: Path
-) -> None:
-    """Two processes share each of two namespaces, or each has its own if it can't be shared."""
+def test_processes_that_write_and_are_killed_stay_within_the_bound(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
 
     def started(number: int) -> Any:
-        place = number // 2 if kind == "file" else number
-        process = context.Process(target=storage_sharers.write_on, args=(kind, tmp_path, place))
+        process = context.Process(target=storage_sharers.write_on, args=(tmp_path, number))
         process.start()
         return process
 
@@ -193,18 +180,7 @@ def test_processes_that_write_and_are_killed_stay_within_the_bound(
         process.join()
     assert MAX_BYTES * 0.6 < most <= MAX_BYTES
     # Claims of killed processes do not count.
-    store = open_store(kind, tmp_path, 9)
+    store = open_store(tmp_path, 9)
     write_pages(store, range(400))
     assert stored_bytes(tmp_path) <= MAX_BYTES
     assert store.stats()["bytes"] > MAX_BYTES * 0.8
-
-
-def test_a_page_that_another_process_has_deleted_is_a_miss(tmp_path: Path) -> None:
-    first, second = (open_store("file", tmp_path, 0) for _ in range(2))
-    write_pages(first, range(100))
-    write_pages(second, range(100, 500))
-    assert first.contains([page_key(0)]) == [True]
-    assert read_page(first, page_key(0))[0] is ReadStatus.MISS
-    assert first.contains([page_key(0)]) == [False]
-    assert write_pages(first, range(1)) == 1
-    assert _right(first, range(1)) == 1

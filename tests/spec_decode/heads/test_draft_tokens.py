@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.drafters.tree_loading import TreeLoading
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads import draft_tokens
 from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
 
@@ -65,4 +65,4 @@ def test_a_drafter_checks_its_draft() -> None:
         draft_model_config=SimpleNamespace(model="/some/head"),
     )
     with pytest.raises(ConfigError, match="d2t of '/some/head' leads from 1"):
-        TreeLoading._make_head(drafter)
+        TreeDrafting.make_head(drafter)

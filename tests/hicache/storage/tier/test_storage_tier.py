@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +330,15 @@ def test_a_backend_that_raises_costs_a_page_and_no_thread(
     rig.tier.store([rig.keep(1)])
     rig.settle()
     assert rig.tier.written == 1
+
+
+def test_a_lookup_that_raises_finds_nothing_and_is_an_error(
+    rig: _Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(keys: Sequence[PageKey]) -> list[bool]:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(rig.backend, "contains", broken)
+    assert rig.tier.contains([_key(1), _key(2)]) == {_key(1): False, _key(2): False}
+    assert rig.tier.prefetch("request", [_key(1)], 16).ended
+    assert rig.tier.errors == 2

@@ -1,13 +1,12 @@
-"""Two replicas of a server with a host KV cache, whose K/V lies in one folder.
+"""A server with a host KV cache that is restarted, and finds its K/V in a folder.
 
 ::
 
-    python shared_store.py Qwen/Qwen3-8B --store /var/cache/graft
+    python warm_restart.py Qwen/Qwen3-8B --store /var/cache/graft
 
-The first replica computes the K/V of a long prompt and keeps it. The second one starts later, as
-when a deployment is scaled up, and reads it instead of computing it. With the store `file` a
-replica finds the pages that were in the folder when it started, and those that it has written
-itself; `max_bytes` bounds the folder, whoever writes to it.
+The first server computes the K/V of a long prompt and keeps it. The second one starts when the
+first has ended, as at an update, and reads the K/V instead of computing it. One process at a time
+has the pages of a model open: give servers that run at once folders of their own.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()) / "graft-store")
-    parser.add_argument("--host-bytes", default="4GiB", help="host memory of each replica")
+    parser.add_argument("--host-bytes", default="4GiB", help="host memory of a server")
     parser.add_argument("--max-bytes", default="16GiB", help="of the folder")
     parser.add_argument("--cache", type=json.loads, default={}, help="more keys of the cache, JSON")
     parser.add_argument("--flags", type=json.loads, default=[], help="more flags, a JSON list")
     return parser.parse_args()
 
 
-def replica(arguments: argparse.Namespace, name: str) -> VllmServer:
+def with_cache(arguments: argparse.Namespace, name: str) -> VllmServer:
     """A server that has not been started yet."""
-    storage = {"backend": "file", "path": str(arguments.store), "max_bytes": arguments.max_bytes}
+    storage = {"backend": "segments", "path": str(arguments.store)}
+    storage["max_bytes"] = arguments.max_bytes
     transfer = {
         "kv_connector": "HiCacheConnector",
         "kv_role": "kv_both",
@@ -92,17 +92,17 @@ def main() -> None:
     arguments = parse()
     arguments.store.mkdir(parents=True, exist_ok=True)
     prompt = "".join(f"{number} bottles of beer on the wall, " for number in range(20, 0, -1))
-    with replica(arguments, "first") as first:
+    with with_cache(arguments, "first") as first:
         first.wait_ready()
         answer = ask(first, prompt)
         wait_until_stored(first)
-        with replica(arguments, "second") as second:
-            second.wait_ready()
-            again = ask(second, prompt)
-            tokens = int(total(second, READ))
+    with with_cache(arguments, "second") as second:
+        second.wait_ready()
+        again = ask(second, prompt)
+        tokens = int(total(second, READ))
     told = {
         "prompt tokens": answer["usage"]["prompt_tokens"],
-        "of which the second replica read from the store": tokens,
+        "of which the second server read from the store": tokens,
         "same answer": answer["choices"][0]["text"] == again["choices"][0]["text"],
     }
     print(json.dumps(told))

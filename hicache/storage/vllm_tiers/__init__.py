@@ -1,1 +1,0 @@
-"""vLLM's secondary tiers as a storage backend."""

@@ -1,0 +1,163 @@
+"""A third party's store that raises or answers nonsense while the engine runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.guarded import guarded
+from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
+from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
+from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
+
+KEYS = [page_key(number) for number in range(3)]
+
+
+class PanicException(BaseException):
+    """The exception of a panic in Rust, as pyo3 raises it."""
+
+
+class Good(StorageBackend):
+    """A third party's store that has every page."""
+
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
+        return [True] * len(keys)
+
+    def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
+        return ReadStatus.HIT
+
+    def write(self, key: PageKey, page: memoryview) -> bool:
+        return True
+
+    def remove(self, key: PageKey) -> None:
+        return
+
+    def flush(self) -> bool:
+        return True
+
+    def clear(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        return
+
+
+def store(**methods: Callable[..., Any]) -> StorageBackend:
+    """Make a store some of whose methods are replaced."""
+    kind: type[StorageBackend] = type("Third", (Good,), methods)
+    return kind(NAMESPACE, {})
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*given: Any) -> Any:
+        raise error
+
+    return fail
+
+
+ERRORS = [OSError("gone"), SystemExit(3), PanicException("a panic"), GeneratorExit()]
+FAULTS = [*map(raising, ERRORS), lambda *_: None]
+
+
+def slot() -> Slot:
+    return Slot(0, memoryview(bytearray(8)))
+
+
+@pytest.fixture
+def loaders() -> Iterator[Callable[[StorageBackend], Loader]]:
+    made = []
+
+    def make(backend: StorageBackend) -> Loader:
+        made.append(Loader(backend, 2))
+        return made[-1]
+
+    yield make
+    for loader in made:
+        assert loader.close(30)
+
+
+INTERRUPT = raising(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, INTERRUPT, lambda *_: "yes", lambda *_: True])
+def test_a_load_finishes_whatever_a_read_does(
+    loaders: Callable[[StorageBackend], Loader], fault: Callable[..., Any]
+) -> None:
+    loader = loaders(store(read=fault))
+    for key in KEYS:
+        load = Load(key, slot())
+        loader.submit(load)
+        loader.wait_finished(30)
+        assert loader.take_finished() == [load]
+        assert load.status is ReadStatus.ERROR
+    assert all(thread.is_alive() for thread in loader._threads)
+
+
+SHORT, LONG = (lambda *_: []), (lambda *_: [True] * 99)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, SHORT, LONG, lambda *_: 3])
+def test_a_lookup_that_fails_is_a_miss_and_counted(
+    loaders: Callable[[StorageBackend], Loader], fault: Callable[..., Any]
+) -> None:
+    backend = guarded(store(contains=fault))
+    assert backend.contains(KEYS) == [False] * 3
+    assert loaders(backend).contained(KEYS) == []
+    assert backend.failed_lookups == 2
+
+
+def test_a_lookup_may_answer_with_other_truths(
+    loaders: Callable[[StorageBackend], Loader],
+) -> None:
+    assert guarded(store(contains=lambda *_: (1, None, "x"))).contains(KEYS) == [True, False, True]
+    assert loaders(store(contains=lambda *_: iter([1, 1, 0]))).contained(KEYS) == KEYS[:2]
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, INTERRUPT])
+def test_a_write_finishes_whatever_the_store_does(fault: Callable[..., Any]) -> None:
+    writer = WriteBehind(store(write=fault, flush=fault), 1, 10)
+    writer._last_flush = -100.0
+    for tag in range(3):
+        assert writer.submit(Write(tag, ((KEYS[tag], memoryview(b"page")),)))
+    assert writer.close(30)
+    assert [one.outcome for one in writer.take_finished()] == [Outcome.FAILED] * 3
+    assert writer.failed_flushes >= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_calls_raise_nothing(
+    fault: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = guarded(store(remove=fault, clear=fault, close=fault, stats=fault))
+    for _ in range(5):
+        backend.remove(KEYS[0])
+        assert backend.clear() is False
+        backend.close()
+        assert backend.stats() == {}
+    assert caplog.text.count("raised in clear()") == (fault is not FAULTS[-1])
+
+
+def test_a_signal_s_exit_is_not_the_store_s() -> None:
+    """vLLM ends its engine by an exception of a handler, which may come within a store's call."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise SystemExit
+
+    def contains(self: Any, keys: Sequence[PageKey]) -> list[bool]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [True] * len(keys)
+
+    stock = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(SystemExit):
+            guarded(store(contains=contains)).contains(KEYS)
+    finally:
+        signal.signal(signal.SIGTERM, stock)
+    with pytest.raises(KeyboardInterrupt):
+        guarded(store(contains=raising(KeyboardInterrupt()))).contains(KEYS)

@@ -154,13 +154,13 @@ def _adapters(engine: Engine) -> Any:
 def _vllm(engine: Engine) -> str:
     import vllm
 
-    return vllm.__version__
+    return str(vllm.__version__)
 
 
 def _device(engine: Engine) -> str:
     from vllm.platforms import current_platform
 
-    return current_platform.device_type
+    return str(current_platform.device_type)
 
 
 def _pools(engine: Engine) -> list[Any]:

@@ -123,8 +123,5 @@ CACHE: tuple[Seam, ...] = (
     ),
     *seams("hicache", "vLLM fingerprints what KV depends on (#49261)", "",
         ("config.LoadConfig", "has", "load_format, model_loader_extra_config", "inputs of K/V"),
-        ("config.CacheConfig", "has", "block_size, cache_dtype, kv_cache_dtype_skip_layers, mamba_cache_dtype, mamba_ssm_cache_dtype, prefix_caching_hash_algo, user_specified_block_size", "likewise"),
-        ("config.MultiModalConfig", "has", "media_io_kwargs, mm_encoder_attn_dtype, mm_encoder_fp8_scale_path, mm_processor_kwargs, video_pruning_rate", "likewise"),
-        ("config.ParallelConfig", "has", "cp_kv_cache_interleave_size, data_parallel_index, decode_context_parallel_size, enable_expert_parallel, pipeline_parallel_size, prefill_context_parallel_size, tensor_parallel_size", "likewise"),
     ),
 )

@@ -300,6 +300,19 @@ def test_inputs_of_the_engine_make_the_namespace(
     other.tier.shutdown()
 
 
+def test_chunks_of_adapters_are_shared_with_nobody(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = Core(checkpoint)
+    _with_adapters(core)
+    monkeypatch.setattr(engine_core, "_latest", weakref.ref(core))
+    for _ in range(2):
+        host = Host(tmp_path / "store", spec(model=str(checkpoint)))
+        assert host.lookup(key(1)) == [LookupResult.MISS]
+        assert host.job([key(1)], [0], load=False).success
+        host.tier.shutdown()
+
+
 def test_after_a_change_no_chunk_of_before_is_found_and_none_of_after_elsewhere(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,10 +181,11 @@ def test_an_adapter_that_is_loaded_again_costs_adapters_alone() -> None:
     engine = Engine()
     engine.fill(lora=True)
     assert engine.offered(lora=True) == TOKENS
+    engine.scheduler.changed(Change.ADAPTER)
+    assert engine.offered(lora=True) == 0
     running = engine.request(lora=True)
     engine.begin(running)
     engine.scheduler.changed(Change.ADAPTER)
-    assert engine.offered(lora=True) == 0
     assert engine.step(running) == []
     plain = Engine()
     plain.fill()

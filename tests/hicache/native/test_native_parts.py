@@ -3,119 +3,35 @@
 from __future__ import annotations
 
 import random
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingKVEventsConfig,
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
-    make_offload_key,
-)
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
 )
 
-from tests.support.vllm_configs import vllm_config_at
+from tests.support.tier_host import CHUNK_BYTES, CHUNKS, CONTEXT, Host, key, spec
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.native.cache_policy import from_cache_policy
-from vllm_graft.hicache.native.native_tier import SegmentsTier
-from vllm_graft.hicache.pages import engine_core
 from vllm_graft.testing import EvictionPolicyContract
 from vllm_graft.testing.contracts.cache_contracts import page_key
 
-CHUNKS, CHUNK_BYTES = 8, 4096
-CONTEXT = ReqContext(req_id="test")
 MODULE = "vllm_graft.hicache.native.cache_policy"
-
-
-def key(number: int, group: int = 0) -> OffloadKey:
-    return make_offload_key(number.to_bytes(8, "big"), group)
-
-
-def spec(events: bool = False, model: str = "test", **parallel: Any) -> Any:
-    """Make the part of an OffloadingSpec that a tier sees."""
-    geometry: dict[str, Any] = {
-        "rank": 0,
-        "world_size": 1,
-        "tp_size": 1,
-        "pp_size": 1,
-        "pcp_size": 1,
-        "dcp_size": 1,
-        "data_parallel_index": 0,
-        "data_parallel_size": 1,
-        "data_parallel_rank_local": None,
-        "is_parallelism_agnostic": False,
-    }
-    config = OffloadingConfig(
-        groups=(),
-        worker_kv_bytes_per_block=0,
-        enable_kv_cache_events=events,
-        extra_config={},
-        engine_id="engine",
-        model=OffloadingModelConfig(name=model, dtype="float32"),
-        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(**(geometry | parallel)),
-    )
-    return SimpleNamespace(
-        config=config, blocks_per_chunk=1, kv_events_config=OffloadingKVEventsConfig(events, False)
-    )
-
-
-class Host:
-    """A primary tier's memory, and a tier below it."""
-
-    def __init__(self, path: Path, offloading: Any = None, **options: Any) -> None:
-        self.memory = np.zeros((CHUNKS, CHUNK_BYTES // 4), dtype=np.float32)
-        config = {"type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier"}
-        config |= {"path": str(path), "max_bytes": "8MiB", "weights": "v1"}
-        tier = SecondaryTierFactory.create_secondary_tier(
-            {**config, **options}, memoryview(self.memory), offloading or spec()
-        )
-        assert isinstance(tier, SegmentsTier)
-        self.tier = tier
-        self.jobs = 0
-
-    def job(self, keys: list[OffloadKey], chunks: list[int], load: bool) -> JobResult:
-        self.jobs += 1
-        ids = np.array(chunks, dtype=np.int64)
-        submit = self.tier.submit_load if load else self.tier.submit_store
-        submit(TransferJob(self.jobs, keys, ids, load, CONTEXT))
-        self.tier.drain_jobs()
-        [result] = self.tier.get_finished_jobs()
-        assert result.job_id == self.jobs
-        return result
-
-    def lookup(self, *keys: OffloadKey) -> list[LookupResult]:
-        return [self.tier.lookup(one, CONTEXT) for one in keys]
-
-    def fill(self, seed: int) -> np.ndarray[Any, Any]:
-        self.memory[:] = np.random.default_rng(seed).random(self.memory.shape)
-        return self.memory.copy()
 
 
 @pytest.fixture
@@ -225,129 +141,6 @@ def test_topology_free_bytes_are_shared(tmp_path: Path) -> None:
         assert host.lookup(key(1)) == [LookupResult.HIT if tp_size == 4 else LookupResult.MISS]
         assert host.job([key(1)], [0], load=False).success
         host.tier.shutdown()
-
-
-class Core:
-    """Stand-in for vLLM's engine core, with the configuration of a model at a path."""
-
-    def __init__(self, path: Path, runs: str = "FlashAttentionBackend") -> None:
-        self.vllm_config = vllm_config_at(path)
-        self.runs = runs
-
-    def collective_rpc(self, method: Any) -> list[dict[str, list[str]]]:
-        return [{self.runs: ["layers.0"]}] * 2
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a": torch.zeros(4)}, folder / "model.safetensors")
-    return folder
-
-
-def _without_a_change(core: Core) -> None:
-    pass
-
-
-def _rope_by_overrides(core: Core) -> None:
-    core.vllm_config.model_config.hf_values["rope_theta"] = 500_000.0
-
-
-def _quantised_while_loading(core: Core) -> None:
-    core.vllm_config.model_config.quantization = "fp8"
-
-
-def _another_processor(core: Core) -> None:
-    (Path(core.vllm_config.model_config.model) / "preprocessor_config.json").write_text("{}")
-
-
-def _other_attention(core: Core) -> None:
-    core.runs = "TorchAttentionBackend"
-
-
-def _with_adapters(core: Core) -> None:
-    core.vllm_config.lora_config = object()
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (_without_a_change, LookupResult.HIT),
-        (_rope_by_overrides, LookupResult.MISS),
-        (_quantised_while_loading, LookupResult.MISS),
-        (_another_processor, LookupResult.MISS),
-        (_other_attention, LookupResult.MISS),
-        (_with_adapters, LookupResult.MISS),
-    ],
-)
-def test_inputs_of_the_engine_make_the_namespace(
-    tmp_path: Path,
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Core], None],
-    found: LookupResult,
-) -> None:
-    """vLLM's spec tells none of these; see ``test_namespace`` for all of them."""
-    core = Core(checkpoint)
-    monkeypatch.setattr(engine_core, "_latest", weakref.ref(core))
-    host = Host(tmp_path / "store", spec(model=str(checkpoint)), weights=None)
-    assert host.job([key(1)], [0], load=False).success
-    host.tier.shutdown()
-    change(core)
-    other = Host(tmp_path / "store", spec(model=str(checkpoint)), weights=None)
-    assert other.lookup(key(1)) == [found]
-    other.tier.shutdown()
-
-
-def test_chunks_of_adapters_are_shared_with_nobody(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = Core(checkpoint)
-    _with_adapters(core)
-    monkeypatch.setattr(engine_core, "_latest", weakref.ref(core))
-    for _ in range(2):
-        host = Host(tmp_path / "store", spec(model=str(checkpoint)))
-        assert host.lookup(key(1)) == [LookupResult.MISS]
-        assert host.job([key(1)], [0], load=False).success
-        host.tier.shutdown()
-
-
-def test_after_a_change_no_chunk_of_before_is_found_and_none_of_after_elsewhere(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = Core(checkpoint)
-    monkeypatch.setattr(engine_core, "_latest", weakref.ref(core))
-    host = Host(tmp_path / "store", spec(model=str(checkpoint)))
-    assert host.job([key(1)], [0], load=False).success
-    engine_core._tell(core, engine_core.Change.RESET, "reset_prefix_cache")
-    assert host.lookup(key(1)) == [LookupResult.MISS]
-    assert not host.job([key(1)], [0], load=True).success
-    assert host.job([key(1), key(2)], [1, 2], load=False).success
-    assert host.lookup(key(1), key(2)) == [LookupResult.HIT] * 2
-    engine_core._tell(core, engine_core.Change.WEIGHTS, "reload_weights")
-    assert host.lookup(key(1), key(2)) == [LookupResult.MISS] * 2
-    host.tier.shutdown()
-    # The files' weights are those of the first chunk alone.
-    again = Host(tmp_path / "store", spec(model=str(checkpoint)))
-    assert again.lookup(key(1), key(2)) == [LookupResult.HIT, LookupResult.MISS]
-    again.tier.shutdown()
-
-
-def test_a_store_that_waits_keeps_the_name_of_its_time(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = Core(checkpoint)
-    monkeypatch.setattr(engine_core, "_latest", weakref.ref(core))
-    host = Host(tmp_path / "store", spec(model=str(checkpoint)), n_write_threads=1)
-    busy = threading.Event()
-    host.tier._writers.submit(busy.wait)
-    host.tier.submit_store(TransferJob(1, [key(1)], np.arange(1), False, CONTEXT))
-    host.tier.changed(engine_core.Change.RESET)
-    busy.set()
-    host.tier.drain_jobs()
-    assert host.lookup(key(1)) == [LookupResult.MISS]
-    host.tier.shutdown()
 
 
 def test_wrong_options_are_errors(tmp_path: Path) -> None:

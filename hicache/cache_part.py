@@ -15,6 +15,7 @@ from vllm_graft.hicache.config.cache_config import CONNECTOR
 from vllm_graft.hicache.config.connector_options import FLAG
 from vllm_graft.hicache.config.stamp import stamp
 from vllm_graft.hicache.messages.cache_metrics import METRICS
+from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hooks import manager
 from vllm_graft.seams.post_import import after_import
 
@@ -42,8 +43,9 @@ class CachePart:
     metrics = METRICS
 
     def install(self) -> None:
-        """Register our connectors once vLLM's factory is imported. Later calls do nothing."""
+        """Hook vLLM's factory and engine core once they are imported. Later calls do nothing."""
         after_import(_FACTORY, register_connectors)
+        after_import(engine_core.MODULE, engine_core.hook)
 
     def section(self, vllm_config: Any) -> Asked | None:
         """The configuration of each of our connectors; None if there is none."""

@@ -106,12 +106,13 @@ def _refuse_held(held: Mapping[bytes, int], config: HiCacheConfig, vllm_config: 
     it is unknown here which replica this is, so nothing is checked. In all cases that are not
     decided here, opening the store will fail if another process has it open.
     """
+    from vllm_graft.hicache.pages.inputs import Engine
     from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace_start
 
     if vllm_config.parallel_config.data_parallel_size > 1:
         return
     try:
-        start = namespace_start(vllm_config, weights=config.weights, asked=config.page_options)
+        start = namespace_start(Engine(vllm_config, config.weights, config.page_options))
     except ConfigError:
         return  # The weights may not be on the disk yet.
     for space, pid in held.items():

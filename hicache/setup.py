@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError, HookError
+from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.config.connector_options import parse_options
 from vllm_graft.hicache.faults.injector import FaultInjector, FaultOptions
@@ -12,7 +13,9 @@ from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hicache.pages.geometry import Geometry
+from vllm_graft.hicache.pages.inputs import Engine
 from vllm_graft.hicache.pages.namespace import namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.storage.backend import StorageBackend
@@ -57,31 +60,49 @@ def _make_scheduler(
         {group.index: group.page_bytes for group in geometry.groups},
     )
     speculative = vllm_config.speculative_config is not None
+    core = engine_core.core_of(vllm_config.model_config.model)
     tier = None
     if config.storage is not None:
-        backend = make_backend(config, namespace_of(config, geometry, vllm_config, kv_cache_config))
+        engine = engine_of(config, geometry, vllm_config, kv_cache_config, core)
+        backend = make_backend(config, namespace(engine))
         pool = HostPool(geometry.shape, geometry.shared_name)
         tier = StorageTier(backend, pool, index, geometry, config.prefetch)
-    return HiCacheScheduler(config, geometry, index, speculative, tier)
+    scheduler = HiCacheScheduler(config, geometry, index, speculative, tier)
+    if core is not None:
+        engine_core.listen(core, scheduler)
+    return scheduler
 
 
-def namespace_of(
+def engine_of(
     config: HiCacheConfig,
     geometry: Geometry,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-) -> bytes:
-    """The namespace of an engine's pages, which also covers how this connector lays them out."""
+    core: Any,
+) -> Engine:
+    """What the inputs of an engine's K/V are read from.
+
+    Args:
+        config: the connector's configuration.
+        geometry: sizes on which all processes agree.
+        vllm_config: the engine's.
+        kv_cache_config: the engine's.
+        core: the engine core, whose ranks are asked what they run. None for a scheduler that
+            nobody's engine core has built; its pages are shared with nobody.
+    """
+    if core is None:
+        warning_once(
+            "host KV cache: no engine core of this process has loaded the model, so it is unknown "
+            "what its ranks run; its pages in storage are read by no other engine."
+        )
     pools = {str(g.index): [g.page_bytes, *g.layers] for g in geometry.groups}
-    extra: dict[str, object] = {"pools": pools, "shards": geometry.shape.num_shards}
-    if config.host_dtype is not None:
-        extra["host_dtype"] = config.host_dtype
-    return namespace(
+    return Engine(
         vllm_config,
+        config.weights,
+        config.page_options,
         kv_cache_config,
-        weights=config.weights,
-        asked=config.page_options,
-        extra=extra,
+        None if core is None else engine_core.ask_attention(core),
+        {"pools": pools, "shards": geometry.shape.num_shards},
     )
 
 

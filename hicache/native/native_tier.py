@@ -12,18 +12,18 @@
 It replaces vLLM's tier ``fs``. It has a byte limit, checks every load, recovers after a crash, and
 its pages belong to certain weights.
 
-vLLM's API for tiers is experimental, and a tier is not told that the cache was reset. So after
-``reset_prefix_cache(reset_connector=True)`` every tier keeps its pages, this one too. Use
-HiCacheConnector if weights change while the engine runs.
+vLLM's API for tiers is experimental, and a tier is not told that the cache was reset or that
+weights were replaced. Ours hears of it from the engine core. From then on it finds no page of
+before, and stores new ones where no other engine finds them.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -41,9 +41,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.pages.namespace import digest
-from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
-from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
+from vllm_graft.hicache.config.connector_options import flags_below
+from vllm_graft.hicache.pages import engine_core
+from vllm_graft.hicache.pages.inputs import INPUTS, POOLS, SHARING, SOFTWARE, Engine
+from vllm_graft.hicache.pages.namespace import digest, inputs
+from vllm_graft.hicache.pages.page_key import SALT_BYTES, PageKey, salted
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.seams.compare import require_seams
@@ -67,9 +69,7 @@ class SegmentsTier(SecondaryTierManager):
         max_bytes: see there.
         segment_bytes: see there.
         sync_bytes: see there.
-        weights: identity of the weights. If given, the checkpoint is not read. If
-            ``--quantization`` quantises while loading, it should name the quantisation, because
-            vLLM does not tell a tier.
+        weights: identity of the weights. If given, the checkpoint is not read.
         n_read_threads: number of threads for loads.
         n_write_threads: number of threads for stores.
         enable_kv_events: whether to emit an event for each stored job, if vLLM's events are on.
@@ -110,7 +110,9 @@ class SegmentsTier(SecondaryTierManager):
         options: dict[str, Any] = {"path": path, "max_bytes": max_bytes, "sync_bytes": sync_bytes}
         if segment_bytes is not None:
             options["segment_bytes"] = segment_bytes
-        space = tier_namespace(offloading_spec, self.block_size_bytes, weights)
+        self._salt = b""
+        core = engine_core.core_of(offloading_spec.config.model.name)
+        space = tier_namespace(offloading_spec, self.block_size_bytes, weights, core)
         if problem := SegmentsBackend.too_small(options, self.block_size_bytes):
             raise ConfigError(problem)
         self.store = self.open_store(space, options)
@@ -120,6 +122,12 @@ class SegmentsTier(SecondaryTierManager):
         self._changed = threading.Condition()
         self._running = 0
         self._finished: list[JobResult] = []
+        if core is not None:
+            engine_core.listen(core, self)
+
+    def changed(self, change: engine_core.Change) -> None:
+        """Find no page of before the change any more, and store new ones for nobody else."""
+        self._salt = os.urandom(SALT_BYTES)
 
     def open_store(self, namespace: bytes, options: Mapping[str, Any]) -> StorageBackend:
         """Open the store of a namespace."""
@@ -127,7 +135,7 @@ class SegmentsTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether the store's index has the chunk."""
-        [there] = self.store.contains([page_key(key)])
+        [there] = self.store.contains([page_key(key, self._salt)])
         return LookupResult.HIT if there else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -171,12 +179,13 @@ class SegmentsTier(SecondaryTierManager):
         self,
         pool: ThreadPoolExecutor,
         job: TransferJob,
-        transfer: Callable[[TransferJob, Sequence[OffloadKey]], list[OffloadKey]],
+        transfer: Callable[[TransferJob, Sequence[OffloadKey], bytes], list[OffloadKey]],
     ) -> None:
         with self._changed:
             self._running += 1
         try:
-            future = pool.submit(self._run, job, transfer)
+            # The salt is that of now, as the job's K/V may be outdated when a thread takes it up.
+            future = pool.submit(self._run, job, transfer, self._salt)
         except RuntimeError:
             self._end(JobResult(job_id=job.job_id, success=False))
         else:
@@ -198,12 +207,13 @@ class SegmentsTier(SecondaryTierManager):
     def _run(
         self,
         job: TransferJob,
-        transfer: Callable[[TransferJob, Sequence[OffloadKey]], list[OffloadKey]],
+        transfer: Callable[[TransferJob, Sequence[OffloadKey], bytes], list[OffloadKey]],
+        salt: bytes,
     ) -> None:
         start, keys = time.perf_counter(), list(job.keys)
         done: list[OffloadKey] = []
         try:
-            done = transfer(job, keys)
+            done = transfer(job, keys, salt)
         except Exception:
             logger.exception("Job %d of the tier failed.", job.job_id)
         loading, success = transfer == self._load, len(done) == len(keys)
@@ -217,18 +227,18 @@ class SegmentsTier(SecondaryTierManager):
         event = OffloadingEvent(keys, self.medium, removed=False, locality=self.locality)
         self._end(result, event if success and not loading else None)
 
-    def _store(self, job: TransferJob, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _store(self, job: TransferJob, keys: Sequence[OffloadKey], salt: bytes) -> list[OffloadKey]:
         return [
             key
             for key, chunk in zip(keys, job.chunk_ids)
-            if self.store.write(page_key(key), self._chunk(int(chunk)))
+            if self.store.write(page_key(key, salt), self._chunk(int(chunk)))
         ]
 
-    def _load(self, job: TransferJob, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def _load(self, job: TransferJob, keys: Sequence[OffloadKey], salt: bytes) -> list[OffloadKey]:
         return [
             key
             for key, chunk in zip(keys, job.chunk_ids)
-            if self.store.read(page_key(key), self._chunk(int(chunk))) is ReadStatus.HIT
+            if self.store.read(page_key(key, salt), self._chunk(int(chunk))) is ReadStatus.HIT
         ]
 
     def _chunk(self, chunk: int) -> memoryview:
@@ -238,28 +248,29 @@ class SegmentsTier(SecondaryTierManager):
         return self._bytes[start : start + self.block_size_bytes]
 
 
-def page_key(key: OffloadKey) -> PageKey:
-    """Our key for vLLM's key: its hash, and its KV cache group."""
-    return PageKey(get_offload_block_hash(key), get_offload_group_idx(key))
+def page_key(key: OffloadKey, salt: bytes = b"") -> PageKey:
+    """Our key for vLLM's key: its hash, which a salt may change, and its KV cache group."""
+    return PageKey(salted(get_offload_block_hash(key), salt), get_offload_group_idx(key))
 
 
-def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None) -> bytes:
-    """The namespace of a tier's chunks, from everything that vLLM tells a tier.
+def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None, core: Any) -> bytes:
+    """The namespace of a tier's chunks: the inputs of K/V, and what vLLM tells a tier of chunks.
 
     Args:
         spec: vLLM's spec.
         chunk_bytes: bytes per chunk.
         weights: identity of the weights; None to read the checkpoint.
+        core: the engine core that the inputs are read from. None outside of an engine, where
+            ``weights`` has to stand for them.
 
     Raises:
-        ConfigError: if the weights are not on a local disk, and ``weights`` is not given.
+        ConfigError: if the inputs cannot be told, and ``weights`` is not given.
     """
     config: Any = spec.config
     return digest(
         {
-            "format": FORMAT,
+            "inputs": _inputs(config.model.name, weights, core),
             "tier": "native",
-            "weights": weights or _weights(config.model.name),
             "dtype": config.model.dtype,
             "chunk_bytes": chunk_bytes,
             "cache": config.cache,
@@ -268,6 +279,24 @@ def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None) 
             "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
         }
     )
+
+
+def _inputs(model: str, weights: str | None, core: Any) -> dict[str, Any]:
+    """The inputs of K/V, apart from those that vLLM's spec tells."""
+    if core is not None:
+        attention = engine_core.ask_attention(core)
+        engine = Engine(core.vllm_config, weights, attention=attention, holds_adapters=True)
+        with flags_below("secondary_tiers[...]"):
+            # vLLM tells the pools as groups, and its connector may share chunks among ranks.
+            return inputs(engine, without=(*POOLS, *SHARING))
+    if weights is None:
+        raise ConfigError(
+            f"secondary_tiers[...].weights: no engine core of this process serves {model!r}, so "
+            "its weights and settings can't be told from others. Give a text that changes "
+            "whenever they do."
+        )
+    others = [row.name for row in INPUTS if row.name not in SOFTWARE]
+    return {**inputs(Engine(None), without=others), "weights": weights}
 
 
 def _geometry(config: Any) -> dict[str, int]:
@@ -281,13 +310,3 @@ def _geometry(config: Any) -> dict[str, int]:
     if parallel.is_parallelism_agnostic or config.replicated_layout:
         names = []
     return {name: getattr(parallel, name) for name in [*names, "data_parallel_index"]}
-
-
-def _weights(model: str) -> str:
-    try:
-        return checkpoint_fingerprint(Path(model)).hex()
-    except OSError as error:
-        raise ConfigError(
-            f"secondary_tiers[...].weights: the weights of {model!r} can't be told from others "
-            f"({error}). Give a text that changes whenever they do, such as a revision."
-        ) from error

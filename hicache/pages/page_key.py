@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 NAMESPACE_BYTES = 16
@@ -12,6 +13,9 @@ MAX_HASH_BYTES = 64
 
 MAX_POOL = 2**16 - 1
 """Largest pool number that a store has to take."""
+
+SALT_BYTES = 16
+"""Length of a salt: see :func:`salted`."""
 
 FORMAT = 1
 """Version of the records in which stores keep pages. It is the only version that is written or
@@ -25,9 +29,25 @@ class PageKey(NamedTuple):
 
     Attributes:
         hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
-            the tokens of the whole prefix, but not the weights: those are in the namespace.
+            the tokens of the whole prefix, but not the weights: those are in the namespace, or in
+            a salt; see :func:`salted`.
         pool: number of the pool (KV cache group) that the page belongs to, 0 to :data:`MAX_POOL`.
     """
 
     hash: bytes
     pool: int
+
+
+def salted(block_hash: bytes, salt: bytes) -> bytes:
+    """The hash of a page that only those find who know the salt.
+
+    A namespace says what an engine has started with. Its pages get a random salt once that is no
+    longer true, because weights were replaced or may have been.
+
+    Args:
+        block_hash: vLLM's, 1 to :data:`MAX_HASH_BYTES` bytes.
+        salt: up to 64 bytes; empty as long as the namespace is true.
+    """
+    if not salt:
+        return block_hash
+    return hashlib.blake2b(block_hash, digest_size=32, key=salt).digest()

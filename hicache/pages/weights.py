@@ -2,18 +2,24 @@
 
 The fingerprint covers, for each file:
 
-* its name, size and time of modification;
+* its name, size, time of modification and time of change (``ctime``);
 * the header of a safetensors file, which names every tensor, its dtype, shape and place;
-* samples of :data:`SAMPLE_BYTES` bytes at up to :data:`SAMPLES` places of the checkpoint. Files in
-  safetensors format are sampled once per tensor, other files (gguf, .bin, .pt) at equal distances.
+* samples of :data:`SAMPLE_BYTES` bytes at up to :data:`SAMPLES` places of the checkpoint: at least
+  one in each tensor of a safetensors file, and more in larger tensors. Other files (gguf, .bin,
+  .pt) are sampled as one tensor. A checkpoint of up to 8 MiB is read completely.
+
+No tool can set the time of change, so it tells rows that were mended in place although the time of
+modification was kept. The number of the inode adds nothing to it, as a file that takes another's
+place has a new time of change. File systems such as FUSE mounts number inodes anew whenever they
+are mounted, so that a restart would find a cold cache.
 
 A file that links into the Hugging Face cache is named there after the hash of its content. That
 name is enough, so its bytes are not read.
 
 Weights that were replaced at the same path, trained further, merged or quantised again get another
-fingerprint. Because of the time of modification, so does a mere copy of a checkpoint. That costs a
-cold cache, while the opposite mistake would cost wrong tokens. Users who want copies to share pages
-set the option ``weights``.
+fingerprint. Because of the times, so does a mere copy of a checkpoint, or one whose owner was set
+again. That costs a cold cache, while the opposite mistake would cost wrong tokens. Users who want
+copies to share pages set the option ``weights``.
 """
 
 from __future__ import annotations
@@ -47,6 +53,7 @@ _HEADER_LIMIT = 1 << 28
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 Range = tuple[Path, int, int]
+"""A file, an offset in it, and a number of bytes."""
 
 
 def checkpoint_fingerprint(path: Path) -> bytes:
@@ -60,7 +67,8 @@ def checkpoint_fingerprint(path: Path) -> bytes:
     if not files:
         raise FileNotFoundError(f"no weights ({', '.join(SUFFIXES)}) at {str(path)!r}")
     digest = xxhash.xxh3_128()
-    ranges: list[Range] = []
+    headers: list[Range] = []
+    tensors: list[Range] = []
     for file in files:
         digest.update(f"{file.name}\0".encode())
         blob = file.resolve().name
@@ -68,14 +76,20 @@ def checkpoint_fingerprint(path: Path) -> bytes:
             digest.update(blob.encode())
             continue
         status = file.stat()
-        digest.update(f"{status.st_size} {status.st_mtime_ns}\0".encode())
-        ranges += _ranges(file, status.st_size)
+        digest.update(f"{status.st_size} {_times(status)}\0".encode())
+        header, content = _content(file, status.st_size)
+        headers += header
+        tensors += content
     for config in CONFIGS:
         if path.is_dir() and (path / config).is_file():
             digest.update((path / config).read_bytes())
-    for sample in _read_all(_thin(ranges)):
+    for sample in _read_all([*headers, *_samples(tensors)]):
         digest.update(sample)
     return digest.digest()
+
+
+def _times(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -87,19 +101,13 @@ def weight_files(path: Path) -> list[Path]:
     return preferred or found
 
 
-def _ranges(file: Path, size: int) -> list[Range]:
-    """The ranges of a file to read: header and a sample per tensor, or evenly spread samples."""
+def _content(file: Path, size: int) -> tuple[list[Range], list[Range]]:
+    """The header of a file, which is read completely, and its tensors, which are sampled."""
     if file.suffix == ".safetensors" and (header := _safetensors_header(file, size)) is not None:
         start, tensors = header
-        found: list[Range] = [(file, 0, start)]
-        for name, (begin, end) in sorted(tensors.items()):
-            # The place depends on the name, so that not all samples are of a tensor's first rows.
-            room = max(0, end - begin - SAMPLE_BYTES)
-            shift = xxhash.xxh3_64_intdigest(name.encode()) % (room + 1)
-            found.append((file, start + begin + shift, min(SAMPLE_BYTES, end - begin)))
-        return found
-    count = max(1, min(256, size // SAMPLE_BYTES))
-    return [(file, size * index // count, SAMPLE_BYTES) for index in range(count)]
+        places = sorted(tensors.values())
+        return [(file, 0, start)], [(file, start + begin, end - begin) for begin, end in places]
+    return [], [(file, 0, size)]
 
 
 def _safetensors_header(file: Path, size: int) -> tuple[int, dict[str, tuple[int, int]]] | None:
@@ -120,18 +128,31 @@ def _safetensors_header(file: Path, size: int) -> tuple[int, dict[str, tuple[int
     return 8 + length, tensors
 
 
-def _thin(ranges: list[Range]) -> list[Range]:
-    """About :data:`SAMPLES` of the ranges, evenly spread. Headers always stay."""
-    step = -(-len(ranges) // SAMPLES)
-    if step <= 1:
-        return ranges
-    return [one for index, one in enumerate(ranges) if index % step == 0 or one[1] == 0]
+def _samples(tensors: list[Range]) -> list[Range]:
+    """At most :data:`SAMPLES` ranges of the tensors, in proportion to the tensors' sizes."""
+    tensors = [one for one in tensors if one[2]]
+    step = max(1, -(-len(tensors) // SAMPLES))
+    tensors = tensors[::step]
+    spare = SAMPLES - len(tensors)
+    total = sum(size for _, _, size in tensors)
+    found: list[Range] = []
+    for number, (file, start, size) in enumerate(tensors):
+        count = min(1 + spare * size // total, -(-size // SAMPLE_BYTES))
+        for part in range(count):
+            begin, end = size * part // count, size * (part + 1) // count
+            # The place varies, as otherwise all samples might be of a tensor's first rows.
+            room = max(0, end - begin - SAMPLE_BYTES)
+            shift = xxhash.xxh3_64_intdigest(f"{number} {part}".encode()) % (room + 1)
+            found.append((file, start + begin + shift, min(SAMPLE_BYTES, end - begin)))
+    return found
 
 
 def _read_all(ranges: list[Range]) -> Iterator[bytes]:
     """Yield the bytes of each range, in order."""
-    files = {file: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for file, _, _ in ranges}
+    files: dict[Path, int] = {}
     try:
+        for file in dict.fromkeys(file for file, _, _ in ranges):
+            files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         with ThreadPoolExecutor(THREADS) as pool:
             yield from pool.map(lambda one: os.pread(files[one[0]], one[2], one[1]), ranges)
     finally:

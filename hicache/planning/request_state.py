@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
-from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.pages.page_key import PageKey, salted
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,23 +37,33 @@ class RequestState:
     Attributes:
         request: vLLM's request.
         groups: pools that are cached.
+        salt: salt of the keys; see :func:`vllm_graft.hicache.pages.page_key.salted`.
         keys: keys of the request's full blocks, by the group's number.
         stored: number of leading blocks that were considered for a store, by the group's number.
         chosen: the load that the last lookup offered; None if it offered none.
         sources: number of tokens of the accepted offer from each source.
         suspect: whether a load has failed, so that blocks that vLLM counts as computed may be
             invalid.
+        outdated: whether K/V of the request may come from before a reset or from weights that were
+            replaced. It is not stored until the request computes anew.
     """
 
     request: Request
     groups: Sequence[Group]
+    salt: bytes = b""
     keys: dict[int, list[PageKey]] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     chosen: Chosen | None = None
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
     suspect: bool = False
+    outdated: bool = False
 
     def __post_init__(self) -> None:
+        self.begin(self.salt)
+
+    def begin(self, salt: bytes) -> None:
+        """Make the keys, of a request that computes all of its K/V now."""
+        self.salt, self.outdated = salt, False
         for group in self.groups:
             self.keys[group.index] = []
             self.stored[group.index] = 0
@@ -73,7 +83,7 @@ class RequestState:
         for group in self.groups:
             keys, step = self.keys[group.index], group.hashes_per_block
             for last in range((len(keys) + 1) * step - 1, len(hashes), step):
-                keys.append(PageKey(bytes(hashes[last]), group.index))
+                keys.append(PageKey(salted(bytes(hashes[last]), self.salt), group.index))
 
     def due(self, tokens: int) -> bool:
         """Whether there is a full block below ``tokens`` that was not considered for a store."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -14,8 +15,10 @@ from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
+from vllm_graft.hicache.pages.engine_core import Change
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
+from vllm_graft.hicache.pages.page_key import SALT_BYTES
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode
 from vllm_graft.hicache.planning.load_planner import LoadPlanner
 from vllm_graft.hicache.planning.recency import Recency
@@ -62,6 +65,8 @@ class HiCacheScheduler:
             StorageReads(tier, geometry, index, self.cost, self.stats) if tier else None
         )
         self._states: dict[str, RequestState] = {}
+        self._salt = b""
+        self._adapter_salt = b""
         self._loads = LoadPlanner(geometry, index, self.controller, self.stats)
         self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
@@ -76,7 +81,7 @@ class HiCacheScheduler:
         """The state of a request, which is created if the request is new."""
         state = self._states.get(request.request_id)
         if state is None:
-            state = RequestState(request, self.geometry.groups)
+            state = RequestState(request, self.geometry.groups, self._salt_of(request))
             self._states[request.request_id] = state
             self._stores.arrived(state)
         else:
@@ -109,6 +114,9 @@ class HiCacheScheduler:
             outside of steps. The number is None if the request should wait for its prefetch.
         """
         state = self.state_of(request)
+        if state.outdated:
+            # vLLM looks up requests whose K/V will be computed from the start.
+            state.begin(self._salt_of(request))
         state.chosen = None
         # vLLM counts computed tokens anew for each lookup.
         state.suspect = False
@@ -149,7 +157,9 @@ class HiCacheScheduler:
         state = self._states.pop(request.request_id, None)
         if self.storage_reads is not None:
             self.storage_reads.finished(request.request_id)
-        if state is None or state.suspect or self._load_pending(request.request_id):
+        if state is None or state.suspect or state.outdated:
+            return
+        if self._load_pending(request.request_id):
             return
         if request.status is RequestStatus.FINISHED_ERROR:
             # A load of this or another connector has failed, so the blocks may be invalid.
@@ -280,15 +290,43 @@ class HiCacheScheduler:
         return bool(self.controller.jobs or self._early_stores)
 
     def reset(self) -> bool:
-        """Forget every page."""
+        """Forget every page, and store new ones where no other engine finds them.
+
+        A cache is reset because its pages are no longer right, so the namespace may not be either.
+        """
+        self._forget()
+        return self.storage_reads is None or self.storage_reads.reset()
+
+    def changed(self, change: Change) -> None:
+        """Find no page of before the change any more; see :class:`Change`.
+
+        Pages that are in storage already stay there, as they belong to the namespace's weights.
+        """
+        if change is Change.WEIGHTS:
+            self._forget()
+            if self.storage_reads is not None:
+                self.storage_reads.cancel()
+        elif change is Change.ADAPTER:
+            self._adapter_salt = os.urandom(SALT_BYTES)
+            self._outdate(state for state in self._states.values() if state.volatile)
+
+    def _forget(self) -> None:
+        """Forget the host's pages, and store no K/V that was computed until now."""
+        self._salt = os.urandom(SALT_BYTES)
         for operation in self._early_stores:
             self.controller.cancel(operation)
         self._early_stores = []
         self.controller.reset()
         self._stores.reset()
-        for state in self._states.values():
-            state.stored = dict.fromkeys(state.stored, 0)
-        return self.storage_reads is None or self.storage_reads.reset()
+        self._outdate(self._states.values())
+
+    def _outdate(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            state.outdated = True
+
+    def _salt_of(self, request: Request) -> bytes:
+        """The salt of a request's pages; that of an adapter changes with either."""
+        return self._salt + (self._adapter_salt if request.lora_request is not None else b"")
 
     def close(self) -> None:
         """Stop the threads of the storage tier."""

@@ -125,10 +125,14 @@ class StorageReads:
             self._stats.add(name, count - seen)
         self._seen = counted
 
-    def reset(self) -> bool:
-        """Cancel all prefetches, and forget every page in storage."""
+    def cancel(self) -> None:
+        """Cancel all prefetches."""
         for request_id in list(self._running):
             self.finished(request_id)
+
+    def reset(self) -> bool:
+        """Cancel all prefetches, and forget every page in storage."""
+        self.cancel()
         return self.tier.reset()
 
     def _wanted(self, state: RequestState, local: int, limit: int) -> tuple[list[PageKey], int]:

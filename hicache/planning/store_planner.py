@@ -63,7 +63,7 @@ class StorePlanner:
         write_back = self._config.write_policy == "write_back"
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = states.get(request_id)
-            if state is None or write_back:
+            if state is None or state.outdated or write_back:
                 continue
             state.update_keys()
             request = state.request
@@ -115,7 +115,7 @@ class StorePlanner:
         self, state: RequestState | None, entries: Sequence[tuple[int, int, int]]
     ) -> CacheOperation | None:
         """Store recurrent states. vLLM hands each over with its block and its number of tokens."""
-        if state is None:
+        if state is None or state.outdated:
             return None
         state.update_keys()
         source: list[tuple[PageKey, int]] = []

@@ -49,7 +49,6 @@ VISION: tuple[Seam, ...] = (
         ("v1.attention.ops.vit_attn_wrappers.current_platform", "name", "present", "replaced while a tower runs, to that end"),
         ("utils.gpu_sync_debug.gpu_sync_allowed", "call", "first_only=", "grids are read on the host"),
         ("config.LoRAConfig", "has", "enable_tower_connector_lora", "a tower with LoRA is not captured"),
-        ("config.MultiModalConfig", "has", "language_model_only, mm_encoder_tp_mode", "what is refused"),
         ("platforms.interface.Platform.support_static_graph_mode", "call", "cls", "a platform without graphs is refused"),
     ),
     *seams("pixtral", "vLLM captures Pixtral's tower (vLLM #56277)", "model_executor.models",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,95 +12,17 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingKVEventsConfig,
-    OffloadKey,
     ReqContext,
     ScheduleEndContext,
-    make_offload_key,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
 )
 
+from tests.support.tier_host import CHUNK_BYTES, CHUNKS, CONTEXT, Host, key, spec
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.native.native_tier import SegmentsTier
-
-CHUNKS, CHUNK_BYTES = 8, 4096
-CONTEXT = ReqContext(req_id="test")
-
-
-def key(number: int, group: int = 0) -> OffloadKey:
-    return make_offload_key(number.to_bytes(8, "big"), group)
-
-
-def spec(events: bool = False, model: str = "test", **parallel: Any) -> Any:
-    """Make the part of an OffloadingSpec that a tier sees."""
-    geometry: dict[str, Any] = {
-        "rank": 0,
-        "world_size": 1,
-        "tp_size": 1,
-        "pp_size": 1,
-        "pcp_size": 1,
-        "dcp_size": 1,
-        "data_parallel_index": 0,
-        "data_parallel_size": 1,
-        "data_parallel_rank_local": None,
-        "is_parallelism_agnostic": False,
-    }
-    config = OffloadingConfig(
-        groups=(),
-        worker_kv_bytes_per_block=0,
-        enable_kv_cache_events=events,
-        extra_config={},
-        engine_id="engine",
-        model=OffloadingModelConfig(name=model, dtype="float32"),
-        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(**(geometry | parallel)),
-    )
-    return SimpleNamespace(
-        config=config, blocks_per_chunk=1, kv_events_config=OffloadingKVEventsConfig(events, False)
-    )
-
-
-class Host:
-    """A primary tier's memory, and a tier below it."""
-
-    def __init__(self, path: Path, offloading: Any = None, **options: Any) -> None:
-        self.memory = np.zeros((CHUNKS, CHUNK_BYTES // 4), dtype=np.float32)
-        config = {"type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier"}
-        config |= {"path": str(path), "max_bytes": "8MiB", "weights": "v1"}
-        tier = SecondaryTierFactory.create_secondary_tier(
-            {**config, **options}, memoryview(self.memory), offloading or spec()
-        )
-        assert isinstance(tier, SegmentsTier)
-        self.tier = tier
-        self.jobs = 0
-
-    def job(self, keys: list[OffloadKey], chunks: list[int], load: bool) -> JobResult:
-        self.jobs += 1
-        ids = np.array(chunks, dtype=np.int64)
-        submit = self.tier.submit_load if load else self.tier.submit_store
-        submit(TransferJob(self.jobs, keys, ids, load, CONTEXT))
-        self.tier.drain_jobs()
-        [result] = self.tier.get_finished_jobs()
-        assert result.job_id == self.jobs
-        return result
-
-    def lookup(self, *keys: OffloadKey) -> list[LookupResult]:
-        return [self.tier.lookup(one, CONTEXT) for one in keys]
-
-    def fill(self, seed: int) -> np.ndarray[Any, Any]:
-        self.memory[:] = np.random.default_rng(seed).random(self.memory.shape)
-        return self.memory.copy()
 
 
 @pytest.fixture
@@ -215,7 +135,7 @@ def test_topology_free_bytes_are_shared(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the weights of 'test' can't be told"):
+    with pytest.raises(ConfigError, match=r"\.weights: no engine core .* serves 'test'.*Give a"):
         Host(tmp_path, weights=None)
     with pytest.raises(ConfigError, match=r"storage\.path"):
         Host(Path("/dev/null/x"))

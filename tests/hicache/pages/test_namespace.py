@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,145 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.checkpoints import change_a_tensor, tensors, write_parts
+from tests.support.vllm_configs import model_at, vllm_config_at
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.pages import weights as weights_module
+from vllm_graft.hicache.pages.inputs import INPUTS, Engine
 from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace, namespace_start
-from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
-
-
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"layer.{n}": torch.randn(40, 64, generator=generator) for n in range(20)}
-
-
-def keep_time(path: Path) -> None:
-    """Keep the time of modification at one value, as a tool that preserves times would."""
-    os.utime(path, ns=(0, 0))
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    for part in range(2):
-        file = tmp_path / f"model-{part}.safetensors"
-        save_file({f"{part}.{name}": one for name, one in tensors(part).items()}, file)
-        keep_time(file)
-    (tmp_path / "config.json").write_text('{"rope_theta": 10000}')
-    return tmp_path
-
-
-def change_a_tensor(path: Path) -> None:
-    content = {f"0.{name}": one for name, one in tensors(0).items()}
-    content["0.layer.7"] += 0.01
-    save_file(content, path / "model-0.safetensors")
-
-
-def rename_a_tensor(path: Path) -> None:
-    content = {f"0.{name}": one for name, one in tensors(0).items()}
-    content["0.layer.x"] = content.pop("0.layer.7")
-    save_file(content, path / "model-0.safetensors")
-
-
-def change_a_type(path: Path) -> None:
-    content = {f"0.{name}": one.half() for name, one in tensors(0).items()}
-    save_file(content, path / "model-0.safetensors")
-
-
-def drop_a_file(path: Path) -> None:
-    (path / "model-1.safetensors").unlink()
-
-
-def change_the_configuration(path: Path) -> None:
-    (path / "config.json").write_text('{"rope_theta": 20000}')
-
-
-@pytest.mark.parametrize(
-    "change",
-    [change_a_tensor, rename_a_tensor, change_a_type, drop_a_file, change_the_configuration],
-)
-def test_other_weights_at_the_same_path(checkpoint: Path, change: Callable[[Path], None]) -> None:
-    before = checkpoint_fingerprint(checkpoint)
-    assert checkpoint_fingerprint(checkpoint) == before
-    change(checkpoint)
-    for file in checkpoint.glob("*.safetensors"):
-        keep_time(file)
-    assert checkpoint_fingerprint(checkpoint) != before
-
-
-def test_one_byte_that_is_not_sampled_shows_in_the_time(checkpoint: Path) -> None:
-    before = checkpoint_fingerprint(checkpoint)
-    file = checkpoint / "model-0.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert checkpoint_fingerprint(checkpoint) != before
-
-
-@pytest.mark.parametrize("suffix", [".gguf", ".bin", ".pt", ".safetensors"])
-def test_files_without_a_header_are_sampled(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"model{suffix}"
-    content = bytearray(random.Random(1).randbytes(3_000_000))
-    seen = set()
-    for position in (None, 0, 11_800, 2_990_000):
-        if position is not None:
-            content[position : position + 6000] = bytes(min(6000, len(content) - position))
-        file.write_bytes(content)
-        keep_time(file)
-        # Take it as a directory and as a file (gguf is given as a file).
-        seen.add(checkpoint_fingerprint(tmp_path))
-        assert checkpoint_fingerprint(file) == checkpoint_fingerprint(file)
-    assert len(seen) == 4
-
-
-def test_blobs_of_the_hub_are_named_after_their_content(tmp_path: Path) -> None:
-    """Times and bytes do not matter; another blob is another model."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
-    blobs.mkdir()
-    snapshot.mkdir()
-    for name in ("a" * 64, "b" * 64):
-        save_file(tensors(), blobs / name)
-    link = snapshot / "model.safetensors"
-    link.symlink_to(blobs / ("a" * 64))
-    first = checkpoint_fingerprint(snapshot)
-    os.utime(blobs / ("a" * 64), ns=(5, 5))
-    assert checkpoint_fingerprint(snapshot) == first
-    link.unlink()
-    link.symlink_to(blobs / ("b" * 64))
-    assert checkpoint_fingerprint(snapshot) != first
-
-
-def test_a_large_checkpoint_is_read_in_few_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reads are bounded, whatever the size: here 64 GiB in a sparse file."""
-    for part in range(8):
-        with (tmp_path / f"model-{part}.gguf").open("wb") as stream:
-            stream.truncate(8 << 30)
-    read = []
-    original = os.pread
-
-    def pread(fd: int, length: int, offset: int) -> bytes:
-        read.append(length)
-        return original(fd, length, offset)
-
-    monkeypatch.setattr(os, "pread", pread)
-    checkpoint_fingerprint(tmp_path)
-    assert len(read) <= weights_module.SAMPLES
-    assert sum(read) <= weights_module.SAMPLES * weights_module.SAMPLE_BYTES
-
-
-def test_many_tensors_are_thinned_and_headers_kept(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights_module, "SAMPLES", 10)
-    before = checkpoint_fingerprint(checkpoint)
-    rename_a_tensor(checkpoint)
-    keep_time(checkpoint / "model-0.safetensors")
-    assert checkpoint_fingerprint(checkpoint) != before
-
-
-def test_no_weights_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no weights"):
-        checkpoint_fingerprint(tmp_path)
+    return write_parts(tmp_path)
 
 
 @dataclass(frozen=True)
@@ -162,52 +31,36 @@ class Spec:
     page_size_bytes: int = 4096
 
 
-def engine(path: Path) -> tuple[Any, Any]:
-    """Make stand-ins for a VllmConfig and a KVCacheConfig, with the fields that are read."""
-    hf_config = {"hidden_size": 64, "rope_scaling": None, "_name_or_path": str(path)}
-    model = SimpleNamespace(
-        model=str(path),
-        revision=None,
-        hf_config=SimpleNamespace(to_dict=lambda: dict(hf_config)),
-        hf_values=hf_config,
-        dtype=torch.bfloat16,
-        quantization=None,
-        max_model_len=4096,
-        seed=0,
-    )
-    vllm_config = SimpleNamespace(
-        model_config=model,
-        speculative_config=None,
-        weight_transfer_config=None,
-        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
-        cache_config=SimpleNamespace(
-            cache_dtype="auto", prefix_caching_hash_algo="sha256", block_size=16
-        ),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            enable_expert_parallel=False,
-            data_parallel_index=0,
-        ),
-    )
+def engine(path: Path) -> Engine:
+    """Make what the inputs are read from, with a stand-in for a KVCacheConfig."""
     group = SimpleNamespace(kv_cache_spec=Spec(), layer_names=["layer.0", "layer.1"])
     kv = SimpleNamespace(hash_block_size=16, kv_cache_layout="LBHNC", kv_cache_groups=[group])
-    return vllm_config, kv
+    attention = {"CPUAttentionBackend vec": ["layer.0", "layer.1"]}
+    return Engine(
+        vllm_config_at(path),
+        options={"kv_layout": None, "host_dtype": None},
+        kv_cache_config=kv,
+        attention=attention,
+        layout={"shards": 1},
+    )
 
 
 def test_the_same_engine_has_the_same_namespace(checkpoint: Path) -> None:
-    first, again = namespace(*engine(checkpoint)), namespace(*engine(checkpoint))
+    first, again = namespace(engine(checkpoint)), namespace(engine(checkpoint))
     assert first == again
     assert len(first) == 16
 
 
-def set_value(*path: str, value: object) -> Callable[[Any, Any], None]:
-    def change(vllm_config: Any, kv: Any) -> None:
-        target = {"kv": kv}.get(path[0], vllm_config)
-        for name in path[1 if path[0] == "kv" else 0 : -1]:
-            target = target[int(name)] if name.isdigit() else getattr(target, name)
+Change = Callable[[Engine, Path, pytest.MonkeyPatch], Engine | None]
+
+
+def config(*path: str, value: object) -> Change:
+    """Set a value in vLLM's configuration."""
+
+    def change(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = found.vllm_config
+        for name in path[:-1]:
+            target = getattr(target, name)
         if isinstance(target, dict):
             target[path[-1]] = value
         else:
@@ -216,129 +69,289 @@ def set_value(*path: str, value: object) -> Callable[[Any, Any], None]:
     return change
 
 
-CHANGES = {
-    "quantization": set_value("model_config", "quantization", value="fp8"),
-    "dtype": set_value("model_config", "dtype", value=torch.float16),
-    "hf_config": set_value("model_config", "hf_values", "hidden_size", value=65),
-    "load_format": set_value("load_config", "load_format", value="safetensors"),
-    "loader": set_value("load_config", "model_loader_extra_config", "x", value=1),
-    "kv_dtype": set_value("cache_config", "cache_dtype", value="fp8"),
-    "hash": set_value("cache_config", "prefix_caching_hash_algo", value="xxhash"),
-    "hash_block": set_value("kv", "hash_block_size", value=32),
-    "layout": set_value("kv", "kv_cache_layout", value="LBNHC"),
-    "block": set_value("kv", "kv_cache_groups", "0", "kv_cache_spec", value=Spec(32)),
-    "layers": set_value("kv", "kv_cache_groups", "0", "layer_names", value=["layer.0"]),
-    "tp": set_value("parallel_config", "tensor_parallel_size", value=2),
-    "pp": set_value("parallel_config", "pipeline_parallel_size", value=2),
-    "dcp": set_value("parallel_config", "decode_context_parallel_size", value=2),
-    "replica": set_value("parallel_config", "data_parallel_index", value=1),
-    "updates": set_value("weight_transfer_config", value=object()),
-}
+def pools(name: str, value: object) -> Change:
+    """Set a value in vLLM's configuration of the KV cache, or in that of its first group."""
+
+    def change(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = found.kv_cache_config
+        setattr(kv if hasattr(kv, name) else kv.kv_cache_groups[0], name, value)
+
+    return change
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_every_part_counts(checkpoint: Path, name: str) -> None:
-    vllm_config, kv = engine(checkpoint)
-    CHANGES[name](vllm_config, kv)
-    assert namespace(vllm_config, kv) != namespace(*engine(checkpoint))
+def fields(**values: Any) -> Change:
+    """Set what only a loaded model tells, or what the user has asked for."""
+    return lambda found, folder, monkeypatch: replace(found, **values)
 
 
-KNOWN_LATE = {"hash", "hash_block", "layout", "block", "layers"}
+def write(name: str, content: str) -> Change:
+    """Write a file into the model's folder."""
+
+    def change(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / name).write_text(content)
+
+    return change
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_its_start_is_known_before_the_model_is_loaded(checkpoint: Path, name: str) -> None:
-    vllm_config, kv = engine(checkpoint)
-    before = namespace_start(vllm_config, asked={"kv_layout": None})
-    whole = namespace(vllm_config, kv, asked={"kv_layout": None}, extra={"shards": 1})
-    assert whole[:NAMESPACE_START] == before
-    CHANGES[name](vllm_config, kv)
-    changed = namespace_start(vllm_config, asked={"kv_layout": None})
-    assert (changed == before) == (name in KNOWN_LATE)
+def patch(path: str, value: object) -> Change:
+    """Let something outside of the engine be otherwise."""
+    return lambda found, folder, monkeypatch: monkeypatch.setattr(path, value)
 
 
-def test_what_was_asked_of_the_pages_is_in_its_start(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm_config, _ = engine(checkpoint)
-    found = {namespace_start(vllm_config)}
-    found.add(namespace_start(vllm_config, asked={"host_dtype": "fp8"}))
+def in_another_snapshot(
+    found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Engine | None:
+    """Rename the folder, as if it came from a commit."""
+    snapshots = folder.with_name(folder.name + "-hub") / "snapshots"
+    snapshots.mkdir(parents=True)
+    found.vllm_config.model_config.model = str(folder.rename(snapshots / ("c" * 40)))
+    return None
+
+
+def with_a_draft(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found.vllm_config.speculative_config = SimpleNamespace(
+        draft_model_config=model_at(folder), method="eagle3"
+    )
+
+
+def with_a_given_block_size(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found.vllm_config.cache_config.user_specified_block_size = True
+
+
+def with_a_layout(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
-    found.add(namespace_start(vllm_config))
-    # A block size that vLLM has chosen may change later; one that was asked for does not.
-    vllm_config.cache_config.block_size = 32
-    vllm_config.cache_config.user_specified_block_size = False
-    assert namespace_start(vllm_config) in found
-    vllm_config.cache_config.user_specified_block_size = True
-    found.add(namespace_start(vllm_config))
-    vllm_config.attention_config = SimpleNamespace(backend="TRITON_ATTN")
-    found.add(namespace_start(vllm_config))
-    assert len(found) == 5
+
+
+def with_other_weights(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_a_tensor(folder)
+
+
+MODEL = "model_config"
+LONG_ROPE = {"rope_type": "longrope"}
+CHANGES: dict[str, list[Change]] = {
+    "format": [patch("vllm_graft.hicache.pages.inputs.FORMAT", 2)],
+    "vLLM": [patch("vllm.__version__", "0.99")],
+    "device": [patch("vllm.platforms.current_platform.device_type", "tpu")],
+    "weights": [with_other_weights, fields(weights="v1")],
+    "commit": [in_another_snapshot],
+    "loader": [
+        config("load_config", "load_format", value="safetensors"),
+        config("load_config", "model_loader_extra_config", "x", value=1),
+    ],
+    "config": [
+        config(MODEL, "hf_values", "hidden_size", value=65),
+        config(MODEL, "hf_values", "rope_theta", value=5e5),
+        config(MODEL, "hf_values", "rms_norm_eps", value=0.1),
+    ],
+    "longest request": [config(MODEL, "hf_values", "rope_scaling", value=LONG_ROPE)],
+    "code": [
+        write("modeling_own.py", "pass"),
+        config(MODEL, "model_impl", value="transformers"),
+    ],
+    "dtype": [config(MODEL, "dtype", value=torch.float16)],
+    "quantization": [
+        config(MODEL, "quantization", value="fp8"),
+        config(MODEL, "quantization_config", value={"linear": "fp8"}),
+    ],
+    "modalities": [
+        write("preprocessor_config.json", '{"image_mean": [0.1]}'),
+        write("processor_config.json", "{}"),
+        write("video_preprocessor_config.json", "{}"),
+        write("tekken.json", "{}"),
+        config(MODEL, "multimodal_config", "mm_processor_kwargs", value={"size": 1}),
+        config(MODEL, "multimodal_config", "media_io_kwargs", "video", value={"num_frames": 2}),
+        config(MODEL, "multimodal_config", "video_pruning_rate", value=0.5),
+        patch("transformers.__version__", "99"),
+    ],
+    "draft": [with_a_draft],
+    "LoRA": [config("lora_config", value=object())],
+    "weight transfer": [config("weight_transfer_config", value=object())],
+    "KV dtype": [
+        config("cache_config", "cache_dtype", value="fp8"),
+        config("cache_config", "kv_cache_dtype_skip_layers", value=["0"]),
+    ],
+    "block size": [with_a_given_block_size],
+    "hash": [config("cache_config", "prefix_caching_hash_algo", value="xxhash")],
+    "window": [config(MODEL, "disable_sliding_window", value=True)],
+    "backend": [config("attention_config", "backend", value="TRITON_ATTN")],
+    "layout": [with_a_layout],
+    "options": [fields(options={"host_dtype": "fp8", "kv_layout": None})],
+    "parallel sizes": [
+        config("parallel_config", name, value=2)
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "decode_context_parallel_size",
+            "cp_kv_cache_interleave_size",
+            "enable_expert_parallel",
+        )
+    ],
+    "replica": [config("parallel_config", "data_parallel_index", value=1)],
+    "states": [config("cache_config", "mamba_ssm_cache_dtype", value="float32")],
+    "pools": [pools("kv_cache_spec", Spec(32)), pools("layer_names", ["layer.0"])],
+    "hash blocks": [
+        pools("hash_block_size", 32),
+        config("num_hash_lookahead_tokens", value=1),
+    ],
+    "pool layout": [pools("kv_cache_layout", "LBNHC")],
+    "attention": [
+        fields(attention={"TorchAttentionBackend": ["layer.0", "layer.1"]}),
+        fields(attention={"CPUAttentionBackend amx": ["layer.0", "layer.1"]}),
+        fields(attention=None),
+    ],
+    "host layout": [fields(layout={"shards": 2})],
+}
+CASES = [(name, number) for name, changes in CHANGES.items() for number in range(len(changes))]
+# A draft has weights, a configuration and so on as well, and rope is in the configuration.
+ALSO = {"draft": None, "longest request": {"config"}}
+
+
+def test_every_input_has_a_change() -> None:
+    assert list(CHANGES) == [row.name for row in INPUTS]
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_one_input_alone_makes_another_namespace(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """Exactly the changed input reads otherwise, and both namespaces differ where they have to."""
+    first = engine(checkpoint)
+    values = {row.name: str(row.read(first)) for row in INPUTS}
+    whole, start = namespace(first), namespace_start(first)
+    assert whole[:NAMESPACE_START] == start
+    changed = CHANGES[name][number](first, checkpoint, monkeypatch) or first
+    differ = {row.name for row in INPUTS if str(row.read(changed)) != values[row.name]}
+    also = ALSO.get(name, set())
+    assert name in differ
+    assert also is None or differ == {name} | also
+    assert namespace(changed) != whole
+    [row] = [row for row in INPUTS if row.name == name]
+    assert (namespace_start(changed) != start) == row.early
+
+
+def test_the_docs_list_every_input() -> None:
+    docs = (Path(__file__).parents[3] / "docs" / "hicache.md").read_text()
+    missing = [row.name for row in INPUTS if f"| {row.name} | {row.says} |" not in docs]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        config("weight_transfer_config", value=object()),
+        fields(attention=None),
+    ],
+)
+def test_what_no_file_tells_is_shared_with_nobody(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    found = engine(checkpoint)
+    found = change(found, checkpoint, monkeypatch) or found
+    assert namespace(found) != namespace(found)
+
+
+def test_adapters_are_shared_with_nobody_where_their_pages_go_to_storage(checkpoint: Path) -> None:
+    found = engine(checkpoint)
+    found.vllm_config.lora_config = object()
+    assert namespace(found) == namespace(found)
+    held = replace(found, holds_adapters=True)
+    assert namespace(held) != namespace(held)
+
+
+def test_a_block_size_that_vllm_has_chosen_may_change(checkpoint: Path) -> None:
+    found = engine(checkpoint)
+    before = namespace_start(found)
+    found.vllm_config.cache_config.block_size = 32
+    found.vllm_config.cache_config.user_specified_block_size = False
+    assert namespace_start(found) == before
 
 
 def test_where_the_files_lie_does_not_count(checkpoint: Path, tmp_path: Path) -> None:
-    before = namespace(*engine(checkpoint))
+    before = namespace(engine(checkpoint))
     moved = checkpoint.rename(tmp_path.with_name(tmp_path.name + "-moved"))
-    assert namespace(*engine(moved)) == before
+    assert namespace(engine(moved)) == before
+
+
+def test_processors_do_not_count_for_text(checkpoint: Path) -> None:
+    found = engine(checkpoint)
+    found.vllm_config.model_config.multimodal_config = None
+    before = namespace(found)
+    (checkpoint / "preprocessor_config.json").write_text("{}")
+    assert namespace(found) == before
 
 
 def test_the_draft_counts(checkpoint: Path) -> None:
-    vllm_config, kv = engine(checkpoint)
-    draft = engine(checkpoint)[0].model_config
-    vllm_config.speculative_config = SimpleNamespace(draft_model_config=draft, method="eagle3")
-    with_draft = namespace(vllm_config, kv)
-    assert with_draft != namespace(*engine(checkpoint))
+    found = engine(checkpoint)
+    draft = model_at(checkpoint)
+    found.vllm_config.speculative_config = SimpleNamespace(
+        draft_model_config=draft, method="eagle3"
+    )
+    with_draft = namespace(found)
     draft.hf_values["hidden_size"] = 66
-    assert namespace(vllm_config, kv) != with_draft
+    assert namespace(found) != with_draft
 
 
-def test_weights_that_change_in_memory_are_shared_with_nobody(checkpoint: Path) -> None:
-    vllm_config, kv = engine(checkpoint)
-    vllm_config.weight_transfer_config = object()
-    assert namespace(vllm_config, kv) != namespace(vllm_config, kv)
-
-
-def test_an_explicit_identity_stands_for_the_files(checkpoint: Path) -> None:
-    vllm_config, kv = engine(checkpoint)
-    first = namespace(vllm_config, kv, weights="v1")
+def test_an_explicit_identity_stands_for_the_weights_alone(checkpoint: Path) -> None:
+    found = replace(engine(checkpoint), weights="v1")
+    first = namespace(found)
     change_a_tensor(checkpoint)
-    assert namespace(vllm_config, kv, weights="v1") == first
-    assert namespace(vllm_config, kv, weights="v2") != first
-    assert namespace(vllm_config, kv, weights="v1", extra={"host_dtype": "fp8"}) != first
+    assert namespace(found) == first
+    assert namespace(replace(found, weights="v2")) != first
+    (checkpoint / "preprocessor_config.json").write_text("{}")
+    assert namespace(found) != first
 
 
 def test_long_rope_depends_on_the_longest_request(checkpoint: Path) -> None:
-    vllm_config, kv = engine(checkpoint)
-    plain = namespace(vllm_config, kv)
-    vllm_config.model_config.max_model_len = 8192
-    assert namespace(vllm_config, kv) == plain
-    vllm_config.model_config.hf_values["rope_scaling"] = {"rope_type": "longrope"}
-    long = namespace(vllm_config, kv)
-    vllm_config.model_config.max_model_len = 4096
-    assert namespace(vllm_config, kv) != long
+    found = engine(checkpoint)
+    model = found.vllm_config.model_config
+    plain = namespace(found)
+    model.max_model_len = 8192
+    assert namespace(found) == plain
+    model.hf_values["rope_scaling"] = {"rope_type": "longrope"}
+    long = namespace(found)
+    model.max_model_len = 4096
+    assert namespace(found) != long
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
-    vllm_config, kv = engine(tmp_path / "nothing")
-    vllm_config.load_config.load_format = "dummy"
-    first = namespace(vllm_config, kv)
-    vllm_config.model_config.seed = 1
-    assert namespace(vllm_config, kv) != first
+    found = engine(tmp_path / "nothing")
+    found.vllm_config.load_config.load_format = "dummy"
+    first = namespace(found)
+    found.vllm_config.model_config.seed = 1
+    assert namespace(found) != first
 
 
 def test_a_commit_of_the_hub_says_it_all(tmp_path: Path) -> None:
-    vllm_config, kv = engine(tmp_path)
-    vllm_config.model_config.model = "somebody/model"
-    vllm_config.model_config.revision = "0" * 40
-    first = namespace(vllm_config, kv)
-    vllm_config.model_config.revision = "1" * 40
-    assert namespace(vllm_config, kv) != first
+    found = engine(tmp_path)
+    found.vllm_config.model_config.model = "somebody/model"
+    found.vllm_config.model_config.revision = "0" * 40
+    first = namespace(found)
+    found.vllm_config.model_config.revision = "1" * 40
+    assert namespace(found) != first
+
+
+def test_two_snapshots_that_differ_in_a_processor_alone(tmp_path: Path) -> None:
+    """They share the blobs of their weights, and are told by the file and by the commit."""
+    blob = tmp_path / "blobs" / ("f" * 64)
+    blob.parent.mkdir()
+    save_file(tensors(), blob)
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        snapshot = tmp_path / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").symlink_to(blob)
+        (snapshot / "preprocessor_config.json").write_text(commit[:1])
+        found.append({row.name: str(row.read(engine(snapshot))) for row in INPUTS})
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["modalities"] != found[1]["modalities"]
+    assert found[0]["commit"] != found[1]["commit"]
 
 
 def test_weights_that_cannot_be_told_apart_are_an_error(tmp_path: Path) -> None:
-    vllm_config, kv = engine(tmp_path)
+    found = engine(tmp_path)
     with pytest.raises(ConfigError, match=r"extra_config\.weights: .*no weights.*Give a text"):
-        namespace(vllm_config, kv)
-    vllm_config.model_config.model = "s3://bucket/model"
+        namespace(found)
+    found.vllm_config.model_config.model = "s3://bucket/model"
     with pytest.raises(ConfigError, match=r"extra_config\.weights"):
-        namespace(vllm_config, kv)
+        namespace(found)

@@ -1,0 +1,186 @@
+"""The engine core of this process: what its ranks run, and when somebody replaces its weights.
+
+All orders to an engine that serves go through its ``EngineCore``, in the process of the scheduler
+and between two steps. So what is heard of here is heard of before the next request is looked up.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+from vllm_graft.base.log import logger
+from vllm_graft.hicache.pages.attention import attention_of
+from vllm_graft.seams.wrap import wrap
+
+MODULE = "vllm.v1.engine.core"
+"""The module whose import :func:`hook` waits for."""
+
+KEEPS_WEIGHTS = frozenset(
+    (
+        "check_health",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "get_cache_block_size_bytes",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "graft_info",
+        "graft_states",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+    )
+)
+"""Methods of workers that are known to leave the weights alone.
+
+A call of any other, such as a trainer's own extension, counts as a replacement of weights. That may
+cost a cold cache, while the opposite mistake would cost wrong tokens.
+"""
+
+
+class Change(enum.Enum):
+    """A change after which K/V of before must not be found any more."""
+
+    WEIGHTS = "weights may have been replaced"
+    ADAPTER = "a LoRA adapter was loaded or removed"
+    RESET = "the cache was reset"
+
+
+class Listener(Protocol):
+    """Whoever keeps pages of an engine."""
+
+    def changed(self, change: Change) -> None:
+        """Take in a change, which has happened."""
+
+
+_latest: weakref.ref[Any] | None = None
+"""The engine core that has loaded its model last; its scheduler is built next."""
+
+_listeners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def core_of(model: str) -> Any:
+    """The engine core of this process that serves a model; None if there is none.
+
+    It is for those who are built with the scheduler, when the ranks have loaded the model.
+
+    Args:
+        model: the model's name or path.
+    """
+    core = None if _latest is None else _latest()
+    return core if core is not None and core.vllm_config.model_config.model == model else None
+
+
+def ask_attention(core: Any) -> dict[str, list[str]]:
+    """The layers of all ranks by the attention that they run with.
+
+    Ranks of a tensor-parallel group have the same layers, and count once.
+    """
+    found: dict[str, set[str]] = {}
+    for rank in core.collective_rpc(attention_of):
+        for runs, layers in rank.items():
+            found.setdefault(runs, set()).update(layers)
+    return {runs: sorted(layers) for runs, layers in found.items()}
+
+
+def listen(core: Any, listener: Listener) -> None:
+    """Tell a listener of all changes of an engine, as long as both exist."""
+    _listeners.setdefault(core, weakref.WeakSet()).add(listener)
+
+
+def hook(module: ModuleType) -> None:
+    """Hear of what happens to engine cores. Without listeners the hooks do nothing.
+
+    Args:
+        module: vLLM's module of the engine core.
+    """
+    core = module.EngineCore
+    wrap(core, "_initialize_kv_caches", _then_remember)
+    wrap(core, "collective_rpc", _then_tell_of_call)
+    wrap(core, "wake_up", _then_tell(Change.WEIGHTS))
+    for name in ("add_lora", "remove_lora"):
+        wrap(core, name, _then_tell(Change.ADAPTER))
+    wrap(core, "reset_prefix_cache", _then_tell_of_reset)
+
+
+def _then_remember(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _initialize_kv_caches(core: Any, vllm_config: Any) -> Any:
+        global _latest
+        result = original(core, vllm_config)
+        _latest = weakref.ref(core)
+        return result
+
+    return _initialize_kv_caches
+
+
+def _then_tell(change: Change) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def order(core: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(core, *args, **kwargs)
+            finally:
+                # An order that fails may have been carried out in part.
+                _tell(core, change, original.__name__)
+
+        return order
+
+    return around
+
+
+def _then_tell_of_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(core, method, *args, **kwargs)
+        finally:
+            if not _keeps_weights(method):
+                _tell(core, Change.WEIGHTS, getattr(method, "__name__", method))
+
+    return collective_rpc
+
+
+def _then_tell_of_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reset_prefix_cache(
+        core: Any, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> Any:
+        try:
+            return original(core, reset_running_requests, reset_connector)
+        finally:
+            if reset_connector:
+                _tell(core, Change.RESET, original.__name__)
+
+    return reset_prefix_cache
+
+
+def _keeps_weights(method: Any) -> bool:
+    """Whether a method of workers leaves weights alone. Functions of our own do."""
+    if isinstance(method, str):
+        return method in KEEPS_WEIGHTS
+    return str(getattr(method, "__module__", "")).startswith("vllm_graft.")
+
+
+def _tell(core: Any, change: Change, order: Any) -> None:
+    listeners = list(_listeners.get(core, ()))
+    if listeners and change is not Change.RESET:
+        logger.info(
+            "host KV cache: %s (%s); no K/V of before is used any more, and new K/V is stored "
+            "where no other engine finds it.",
+            change.value,
+            str(order)[:80],
+        )
+    for listener in listeners:
+        listener.changed(change)

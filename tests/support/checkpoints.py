@@ -1,0 +1,36 @@
+"""Small checkpoints on disk, and other weights in their place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{n}": torch.randn(40, 64, generator=generator) for n in range(20)}
+
+
+def keep_time(path: Path) -> None:
+    """Keep the time of modification at one value, as a tool that preserves times would."""
+    os.utime(path, ns=(0, 0))
+
+
+def write_parts(folder: Path) -> Path:
+    """Write a checkpoint of two files, each with twenty tensors; return its folder."""
+    for part in range(2):
+        file = folder / f"model-{part}.safetensors"
+        save_file({f"{part}.{name}": one for name, one in tensors(part).items()}, file)
+        keep_time(file)
+    (folder / "config.json").write_text('{"rope_theta": 10000}')
+    return folder
+
+
+def change_a_tensor(path: Path) -> None:
+    """Write other numbers into one tensor."""
+    content = {f"0.{name}": one for name, one in tensors(0).items()}
+    content["0.layer.7"] += 0.01
+    save_file(content, path / "model-0.safetensors")

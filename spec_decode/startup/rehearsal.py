@@ -20,7 +20,6 @@ import torch
 from vllm_graft.base.values import reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
-from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
@@ -44,7 +43,6 @@ from vllm_graft.spec_decode.verification.sampler import Chunk, TreeRejectionSamp
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
-    from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -66,7 +64,7 @@ class Rehearsable(Protocol):
     """
 
     config: TreeConfig
-    trees: DraftTrees
+    trees: Any
     draft_model_config: Any
     input_buffers: Any
     grafts_draft: bool
@@ -128,7 +126,7 @@ class _Stage:
         self.twin.device = META
         # The twin allocates in a copy of its own.
         self.twin.trees = copy.copy(drafter.trees)
-        self.twin.trees.sources = Sources()
+        self.twin.trees.sources = type(drafter.trees.sources)()
         self.twin.input_buffers = on_meta(drafter.input_buffers)
 
     def scenes(self) -> Iterator[tuple[str, Callable[[], None]]]:

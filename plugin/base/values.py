@@ -66,10 +66,15 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
+def printable(text: str) -> str:
+    """A text whose control characters are escaped, as a terminal would obey them."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def reason_of(error: BaseException) -> str:
     """``RuntimeError: out of paper``, in one line, whatever the error is."""
     try:
-        text = " ".join(str(error).split())
+        text = printable(" ".join(str(error).split()))
     except Exception:  # A third party's __str__.
         text = ""
     if len(text) > 4 * _SHOWN:

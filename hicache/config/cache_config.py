@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ByteSize, Field
-from pydantic import ValidationError as PydanticError
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import Count, EntryName, Number, Section, did_you_mean
-from vllm_graft.base.values import MAX_DEPTH, below, require_plain, several, shown
-from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag, reason
+from vllm_graft.base.options import Count, EntryName, Number, Section, parse
+from vllm_graft.base.values import MAX_DEPTH, below, shown
+from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag
 from vllm_graft.hicache.config.nonce import without_nonce
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
     from vllm.config import VllmConfig
 
 CONNECTOR = "HiCacheConnector"
@@ -66,7 +64,7 @@ class CostConfig(Section):
 class HiCacheConfig(Section):
     """The configuration of the host KV cache. Only ``host_bytes`` is required."""
 
-    host_bytes: Bytes = Field(gt=0)
+    host_bytes: Bytes = Field(gt=0, examples=["64GiB"])
     """Bytes of host memory for all ranks of this engine; ``"64GiB"`` or a number."""
 
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
@@ -126,15 +124,10 @@ class HiCacheConfig(Section):
             ConfigError: has a line for each wrong key, with its full flag, its value, and what is
                 allowed.
         """
-        require_plain(values, flag())
         if isinstance(values, Mapping):
             given = without_nonce(values)
             values = {key: value for key, value in given.items() if key not in _VLLM_KEYS}
-        try:
-            config = cls.model_validate(values)
-        except PydanticError as error:
-            lines = [_explain(cls, details) for details in error.errors()]
-            raise ConfigError(several(lines)) from None
+        config = parse(cls, values, flag())
         if config.storage is not None and not isinstance(config.storage.get("backend"), str):
             raise ConfigError(
                 f"{flag('storage', 'backend')} is missing: name a storage backend, for example "
@@ -203,23 +196,3 @@ def _extra_configs(
 
 flag = option_flag
 """The command-line flag of a key: ``flag("prefetch", "policy")``."""
-
-
-def _explain(model: type[Section], details: ErrorDetails) -> str:
-    """A sentence for one of pydantic's errors."""
-    path, value = details["loc"], details["input"]
-    if details["type"] == "extra_forbidden":
-        known = _keys_at(model, path[:-1])
-        return f"{flag(*path)}: unknown key.{did_you_mean(str(path[-1]), known)}"
-    if details["type"] == "missing":
-        return f'{flag(*path)} is missing: give it, for example "64GiB".'
-    return f"{flag(*path)}: {shown(value)} is refused: {reason(details)}."
-
-
-def _keys_at(model: type[Section], path: tuple[str | int, ...]) -> list[str]:
-    for name in path:
-        annotation = model.model_fields[str(name)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-            return []
-        model = annotation
-    return list(model.model_fields)

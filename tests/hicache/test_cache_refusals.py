@@ -211,7 +211,7 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
         ({"host_bytes": GIB, "faults": {"sed": 1}}, "Did you mean 'seed'?"),
         (_stored(backend="segment", path="/x"), "Did you mean 'segments'?"),
         (_stored(backend="segments", pth="/x"), f"{FLAG}.storage.pth: unknown key"),
-        (_stored(backend="segments"), f"{FLAG}.storage.path: missing"),
+        (_stored(backend="segments"), f"{FLAG}.storage.path is missing"),
         (_stored(backend="segments", path=3), f"{FLAG}.storage.path: 3 is refused"),
         (_stored(backend="file", path="/x", sync_bytes=1), f"{FLAG}.storage.sync_bytes: unknown"),
         (_stored(backend="segments", path="/x", max_bytes=[]), f"{FLAG}.storage.max_bytes: []"),

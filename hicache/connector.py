@@ -63,7 +63,6 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 rank,
                 kv_cache_config.num_blocks,
                 make_injector(config),
-                config.copy_delay_cycles,
                 int(config.staging_bytes),
             )
 

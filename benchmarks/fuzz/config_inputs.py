@@ -96,8 +96,6 @@ class Inputs(Mutations):
             nodes=[None, 7, "15", 64],
             shape=["fixed", "auto", "Auto"],
             fallback=["chain", "refuse", "tree"],
-            check_ranks=[False, True, 1],
-            compile_processes=[None, 0, 4, 65],
             recurrent=[None, False, True, "on"],
             recurrent_form=["auto", "states", "inputs", "both", 1],
             coupled=[True, False, "yes"],
@@ -157,7 +155,6 @@ class Inputs(Mutations):
             prefetch=[self._prefetch],
             cost=[self._cost],
             weights=[None, "r1", "", "w" * 5000],
-            copy_delay_cycles=[0, 100, -1],
             faults=[self._faults],
             kv_load_failure_policy=["fail", "recompute"],
         )

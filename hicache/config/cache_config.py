@@ -37,10 +37,13 @@ class PrefetchConfig(Section):
     pages are read, or at most ``base_seconds + seconds_per_1k_tokens * tokens / 1000``."""
 
     base_seconds: Number = Field(default=1.0, ge=0, le=600)
+    """Seconds that ``timeout`` waits at least, whatever the prompt's length."""
+
     seconds_per_1k_tokens: Number = Field(default=0.25, ge=0, le=600)
+    """Seconds that the deadline of ``timeout`` grows by per 1000 tokens."""
 
     max_seconds: Number = Field(default=20.0, ge=0, le=600)
-    """Most seconds that a request waits with any policy, because storage may hang."""
+    """Most seconds that a request waits with any policy, as storage may hang."""
 
     max_share: Number = Field(default=0.5, gt=0, le=1)
     """Fraction of the host pool that prefetches in flight may hold."""
@@ -59,13 +62,15 @@ class CostConfig(Section):
     """GB/s read from storage."""
 
     prefill_tokens_per_second: Number = Field(default=20_000.0, ge=1e-3, le=1e9)
+    """Tokens of prompts that a step computes in a second."""
 
 
 class HiCacheConfig(Section):
     """The configuration of the host KV cache. Only ``host_bytes`` is required."""
 
     host_bytes: Bytes = Field(gt=0, examples=["64GiB"])
-    """Bytes of host memory for all ranks of this engine; ``"64GiB"`` or a number."""
+    """Bytes of host memory for all ranks of this engine, ``"64GiB"`` or a number. It is pinned on
+    GPUs."""
 
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
         "write_through"
@@ -77,11 +82,12 @@ class HiCacheConfig(Section):
     """Number of requests with a prefix from which ``write_through_selective`` stores it."""
 
     eviction: EntryName = "lru"
-    """Name of an entry of ``graft_eviction_policies``."""
+    """Name of a ``graft_eviction_policies`` entry: ``lru``, ``lfu``, ``arc``, ``cost_aware``, or a
+    plugin's."""
 
     load: Literal["auto", "async", "layerwise", "recompute"] = "auto"
-    """How a hit is loaded to the device. The cost model chooses per request; or always before the
-    request runs; or always layer by layer during its first step; or never."""
+    """How a hit is loaded to the device: as the cost model chooses for each request, always before
+    the request runs, always layer by layer during its first step, or never."""
 
     kv_layout: Literal["LBHNC", "BLHNC"] | None = None
     """Layout of the device's KV cache that vLLM is asked for. None leaves the choice to vLLM.
@@ -104,9 +110,6 @@ class HiCacheConfig(Section):
     weights: EntryName | None = None
     """Identity of the weights (a revision, a hash) for the namespace of stored pages. If given, the
     files of the weights are not read."""
-
-    copy_delay_cycles: Count = Field(default=0, ge=0)
-    """GPU clock cycles by which each load is delayed, so that tests find races."""
 
     faults: dict[str, Any] | None = None
     """Options of the fault injector; None injects no faults."""

@@ -171,7 +171,8 @@ def _allowed(model: type[Section], path: tuple[str | int, ...]) -> str:
 
 def bounds_of(field: FieldInfo) -> str:
     """``1 to 32`` for a number with two bounds, else nothing."""
-    low = [rule.ge for rule in field.metadata if hasattr(rule, "ge")]
+    low = [str(rule.ge) for rule in field.metadata if hasattr(rule, "ge")]
+    low += [f"over {rule.gt}" for rule in field.metadata if hasattr(rule, "gt")]
     high = [rule.le for rule in field.metadata if hasattr(rule, "le")]
     return f"{low[0]} to {high[0]}" if low and high else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import PurePath
@@ -64,6 +65,20 @@ def shown(value: object) -> str:
     except Exception:  # An integer of thousands of digits; a third party's __repr__.
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def lever(name: str) -> int | None:
+    """The whole number in an environment variable for debugging; None where it is not set.
+
+    Raises:
+        ConfigError: if it is no number from 0 on.
+    """
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(
+            f"{name} is {shown(text)} in the environment: give a number, or unset it."
+        )
+    return int(text[:_KEY]) if text else None
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,7 @@ from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
-from vllm_graft.spec_decode.verification.rank_check import check_trees
+from vllm_graft.spec_decode.verification.rank_check import check_trees, is_asked_for
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -222,7 +222,7 @@ class TreeDrafting(TreeLoading):
         if self.ngrams is not None and not dummy_run:
             self.ngrams.end_step()
         drafts = self.draft_tokens[: input_batch.num_reqs]
-        if self.config.check_ranks and not dummy_run:
+        if not dummy_run and is_asked_for():
             nodes = plan.shape.num_nodes
             slots = self.idx_mapping[: input_batch.num_reqs].long()
             check_trees(self.context.tree, slots, drafts[:, :nodes])

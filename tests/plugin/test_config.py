@@ -109,7 +109,7 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
             {"tree": {"zzz": 1}},
             [
                 "graft.tree.zzz",
-                "Known: attention, check_ranks, compile_processes, coupled, draft_window, drafter",
+                "Known: attention, coupled, draft_window, drafter, fallback, fit_graphs",
             ],
         ),
         ({"tree": {"topk": 33}}, ["graft.tree.topk", "33", "Allowed: 1 to 32"]),

@@ -75,7 +75,7 @@ def _rows(section: type[Section], prefix: str = "") -> Iterator[list[str]]:
     meanings = _meanings(section)
     for key, field in section.model_fields.items():
         inner = section_type(field.annotation)
-        if inner is not None and field.annotation is inner:
+        if inner and inner == field.annotation:
             yield from _rows(inner, f"{prefix}{key}.")
         else:
             yield [f"`{prefix}{key}`", _default(field), _allowed(field), meanings[key]]

@@ -9,9 +9,10 @@ start ends with the first answer. Starts that no longer fit into `--seconds` are
 
 `ahead` is ``shape: auto`` as it is, `late` the same with ``VLLM_GRAFT_COMPILE_PROCESSES=0``,
 `chain` vLLM without us. Of our starts the table has the parts that `graft_info()` tells, in
-seconds: listing kernels, waiting for those that are compiled ahead, compiling in the
-worker itself (vLLM's kernels among them), comparing attention, capturing the draft's graphs, timing steps. `kernels` are those
-that were compiled ahead, of those foretold; compiled in the worker; and found in the cache there.
+seconds: listing kernels, waiting for those that are compiled ahead, compiling in the worker itself
+(vLLM's kernels among them), comparing attention, capturing the draft's graphs, timing steps.
+`kernels` are those that were compiled ahead, of those foretold; compiled in the worker; and found
+in the cache there.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def _rows(section: type[Section], prefix: str = "") -> Iterator[list[str]]:
     meanings = _meanings(section)
     for key, field in section.model_fields.items():
         inner = section_type(field.annotation)
-        if inner and inner == field.annotation:
+        is_always = inner is field.annotation
+        if inner is not None and is_always:
             yield from _rows(inner, f"{prefix}{key}.")
         else:
             yield [f"`{prefix}{key}`", _default(field), _allowed(field), meanings[key]]

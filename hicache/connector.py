@@ -62,7 +62,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 geometry,
                 rank,
                 kv_cache_config.num_blocks,
-                make_injector(config),
+                make_injector(),
                 int(config.staging_bytes),
             )
 

@@ -155,7 +155,6 @@ class Inputs(Mutations):
             prefetch=[self._prefetch],
             cost=[self._cost],
             weights=[None, "r1", "", "w" * 5000],
-            faults=[self._faults],
             kv_load_failure_policy=["fail", "recompute"],
         )
         if not self._slips(0.1):
@@ -199,16 +198,6 @@ class Inputs(Mutations):
                 share=0.95,
             )
         return self._spoilt(storage, 0.15)
-
-    def _faults(self) -> Any:
-        return self._spoilt(
-            self._some(
-                seed=[0, 1, "x", 1 << 80],
-                rate=[0, 0.01, 1, 2, float("nan")],
-                kinds=[[], ["slow"], ["corrupt", "failing"], ["flood"], "slow", ["slow", 1]],
-                slow_seconds=[0, 0.1, 61, None],
-            )
-        )
 
     def _prefetch(self) -> Any:
         return self._spoilt(

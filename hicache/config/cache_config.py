@@ -111,9 +111,6 @@ class HiCacheConfig(Section):
     """Identity of the weights (a revision, a hash) for the namespace of stored pages. If given, the
     files of the weights are not read."""
 
-    faults: dict[str, Any] | None = None
-    """Options of the fault injector; None injects no faults."""
-
     @property
     def page_options(self) -> dict[str, str | None]:
         """The options that change the bytes of pages."""

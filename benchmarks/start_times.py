@@ -7,11 +7,12 @@ of its own, one after another. A cold start finds empty caches (those of Triton,
 compiler, of vLLM and of the driver); the warm start of an arm finds what its cold one has left. A
 start ends with the first answer. Starts that no longer fit into `--seconds` are left out, and said.
 
-`ahead` is ``shape: auto`` as it is, `late` the same with ``compile_processes: 0``, `chain` vLLM
-without us. Of our starts the table has the parts that `graft_info()` tells, in seconds: listing
-kernels, waiting for those that are compiled ahead, compiling in the worker itself (vLLM's kernels
-among them), comparing attention, capturing the draft's graphs, timing steps. `kernels` are those
-that were compiled ahead, of those foretold; compiled in the worker; and found in the cache there.
+`ahead` is ``shape: auto`` as it is, `late` the same with ``VLLM_GRAFT_COMPILE_PROCESSES=0``,
+`chain` vLLM without us. Of our starts the table has the parts that `graft_info()` tells, in
+seconds: listing kernels, waiting for those that are compiled ahead, compiling in the worker itself
+(vLLM's kernels among them), comparing attention, capturing the draft's graphs, timing steps.
+`kernels` are those that were compiled ahead, of those foretold; compiled in the worker; and found
+in the cache there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.engine_arms import read_arm
+from vllm_graft.spec_decode.startup.begin import COMPILE_PROCESSES
 from vllm_graft.spec_decode.startup.clock import PARTS
 
 STARTS = (
@@ -54,13 +56,10 @@ def engine_options(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
     name = arguments.chain if arm == "chain" else arguments.tree
     draft = arguments.draft or arguments.pair / "eagle3"
     found = read_arm(name, draft, arguments.topk, arguments.steps, arguments.max_num_seqs)
-    options = dict(found.options)
-    if arm == "late":
-        options["additional_config"]["graft"]["tree"]["compile_processes"] = 0
-    return {**options, "max_num_seqs": arguments.max_num_seqs}
+    return {**found.options, "max_num_seqs": arguments.max_num_seqs}
 
 
-def environment(caches: Path) -> dict[str, str]:
+def environment(arm: str, caches: Path) -> dict[str, str]:
     """An environment whose caches all lie in one folder."""
     places = {
         "TRITON_HOME": caches,
@@ -69,6 +68,8 @@ def environment(caches: Path) -> dict[str, str]:
         "CUDA_CACHE_PATH": caches / "driver",
     }
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+    if arm == "late":
+        kept[COMPILE_PROCESSES] = "0"
     return {**kept, **{name: str(place) for name, place in places.items()}}
 
 
@@ -89,7 +90,7 @@ def start(arm: str, caches: Path, arguments: argparse.Namespace, seconds: float)
         with tempfile.TemporaryFile() as log:
             try:
                 code = subprocess.run(
-                    command, env=environment(caches), stdout=log, stderr=log, timeout=seconds
+                    command, env=environment(arm, caches), stdout=log, stderr=log, timeout=seconds
                 ).returncode
             except subprocess.TimeoutExpired:
                 return {"why": f"not done after {seconds:.0f} s"}

@@ -16,8 +16,8 @@ from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.base.values import reason_of
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
-from vllm_graft.hicache.config.connector_options import flags_below, parse_options
-from vllm_graft.hicache.faults.injector import FaultOptions
+from vllm_graft.hicache.config.connector_options import flags_below
+from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes, target_of
@@ -59,8 +59,7 @@ def _eviction(config: HiCacheConfig, vllm_config: Any) -> None:
 
 
 def _faults(config: HiCacheConfig, vllm_config: Any) -> None:
-    if config.faults is not None:
-        parse_options(FaultOptions, config.faults, "faults")
+    asked_for()
 
 
 def _storage(config: HiCacheConfig, vllm_config: Any) -> None:
@@ -207,7 +206,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _for_each(_eviction),
     ),
     Refusal(
-        "wrong keys of the fault injector",
+        "wrong keys of `VLLM_GRAFT_FAULTS`",
         "It would inject something else.",
         "the keys that the message names",
         _for_each(_faults),

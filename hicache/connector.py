@@ -62,8 +62,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 geometry,
                 rank,
                 kv_cache_config.num_blocks,
-                make_injector(config),
-                config.copy_delay_cycles,
+                make_injector(),
                 int(config.staging_bytes),
             )
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
-from vllm_graft.hicache.config.connector_options import parse_options
-from vllm_graft.hicache.faults.injector import FaultInjector, FaultOptions
+from vllm_graft.hicache.faults.injector import FaultInjector, asked_for
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
@@ -142,15 +141,14 @@ def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
             f"{flag('storage', 'backend')}={name}: {type(backend).__name__} of {offer.provider} "
             "is not a vllm_graft.hicache.storage.backend.StorageBackend"
         )
-    injector = make_injector(config)
+    injector = make_injector()
     return backend if injector is None else inject(backend, injector)
 
 
-def make_injector(config: HiCacheConfig) -> FaultInjector | None:
-    """The configured fault injector; None if there is none."""
-    if config.faults is None:
-        return None
-    return FaultInjector(parse_options(FaultOptions, config.faults, "faults"))
+def make_injector() -> FaultInjector | None:
+    """The fault injector that the environment asks for; None if it asks for none."""
+    options = asked_for()
+    return None if options is None else FaultInjector(options)
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:

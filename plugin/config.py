@@ -16,19 +16,20 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+HICACHE = (
+    " The host KV cache is a KV connector: its keys stand in kv_connector_extra_config of "
+    "--kv-transfer-config, whose kv_connector is HiCacheConnector."
+)
+"""What to say of keys of the host cache that stand among ours."""
+
 HINTS = {
-    "hicache": " The host KV cache is a KV connector: its keys stand in kv_connector_extra_config "
-    "of --kv-transfer-config.",
-    "eagle": " It is called 'tree' now: write graft.tree for graft.eagle, and graft.tree.shape for "
-    "graft.eagle.tree.",
+    "hicache": HICACHE,
     **{
         name: f" A preset stands in place of all keys: write {FLAG} {preset}."
         for name, preset in {"preset": "auto", **{each: each for each in decision.PRESETS}}.items()
     },
-    "tree.tree": " It is called 'shape' now.",
-    "tree.proposer": " It is called 'drafter' now.",
 }
-"""What to say of keys that stand elsewhere, or had another name."""
+"""What to say of keys that stand elsewhere."""
 
 
 class GraftConfig(Section):

@@ -96,8 +96,6 @@ class Inputs(Mutations):
             nodes=[None, 7, "15", 64],
             shape=["fixed", "auto", "Auto"],
             fallback=["chain", "refuse", "tree"],
-            check_ranks=[False, True, 1],
-            compile_processes=[None, 0, 4, 65],
             recurrent=[None, False, True, "on"],
             recurrent_form=["auto", "states", "inputs", "both", 1],
             coupled=[True, False, "yes"],
@@ -157,8 +155,6 @@ class Inputs(Mutations):
             prefetch=[self._prefetch],
             cost=[self._cost],
             weights=[None, "r1", "", "w" * 5000],
-            copy_delay_cycles=[0, 100, -1],
-            faults=[self._faults],
             kv_load_failure_policy=["fail", "recompute"],
         )
         if not self._slips(0.1):
@@ -189,16 +185,6 @@ class Inputs(Mutations):
         )
         storage |= self._some(segment_bytes=["64KiB", None, "8MiB", 1], sync_bytes=["1MiB", 0, -1])
         return self._spoilt(storage, 0.15)
-
-    def _faults(self) -> Any:
-        return self._spoilt(
-            self._some(
-                seed=[0, 1, "x", 1 << 80],
-                rate=[0, 0.01, 1, 2, float("nan")],
-                kinds=[[], ["slow"], ["corrupt", "failing"], ["flood"], "slow", ["slow", 1]],
-                slow_seconds=[0, 0.1, 61, None],
-            )
-        )
 
     def _prefetch(self) -> Any:
         return self._spoilt(

@@ -77,12 +77,12 @@ def build(case: Case, config: Any, root: Path) -> None:
     assert parse_connectors(again) == connectors
     for _, one in connectors:
         setup.make_policy(one.eviction, 8)
-        setup.make_injector(one)
+        setup.make_injector()
         model = CostModel(
             one.cost.host_gbps, one.cost.disk_gbps, one.cost.prefill_tokens_per_second
         )
         assert model.seconds_to_load(1 << 30) > 0 < model.seconds_to_compute(1000)
         if one.storage is not None:
-            setup.make_backend(one.model_copy(update={"faults": None}), bytes(16)).close()
+            setup.make_backend(one, bytes(16)).close()
             for store in root.glob("store*"):
                 shutil.rmtree(store)

@@ -194,7 +194,8 @@ def test_the_gap_is_read_where_the_reference_tells_it(monkeypatch: pytest.Monkey
 
 def test_arms_of_each_part_are_there(tmp_path: Path) -> None:
     flags = {name: " ".join(arm.flags(tmp_path)) for name, arm in ARMS.items()}
-    assert "graft" not in flags["chain"]
+    assert "--additional-config" not in flags["chain"]
+    assert "--kv-transfer-config" not in flags["chain"]
     assert PLAIN.flags(tmp_path) == []
     for name in ("tree", "auto", "tree-ngram", "ngram", "draft-model", "both-async"):
         assert '"graft": {"tree"' in flags[name]

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ByteSize, Field
-from pydantic import ValidationError as PydanticError
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import Count, EntryName, Number, Section, did_you_mean
-from vllm_graft.base.values import MAX_DEPTH, below, require_plain, several, shown
-from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag, reason
+from vllm_graft.base.options import Count, EntryName, Number, Section, parse
+from vllm_graft.base.values import MAX_DEPTH, below, shown
+from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag
 from vllm_graft.hicache.config.nonce import without_nonce
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
     from vllm.config import VllmConfig
 
 CONNECTOR = "HiCacheConnector"
@@ -39,10 +37,13 @@ class PrefetchConfig(Section):
     pages are read, or at most ``base_seconds + seconds_per_1k_tokens * tokens / 1000``."""
 
     base_seconds: Number = Field(default=1.0, ge=0, le=600)
+    """Seconds that ``timeout`` waits at least, whatever the prompt's length."""
+
     seconds_per_1k_tokens: Number = Field(default=0.25, ge=0, le=600)
+    """Seconds that the deadline of ``timeout`` grows by per 1000 tokens."""
 
     max_seconds: Number = Field(default=20.0, ge=0, le=600)
-    """Most seconds that a request waits with any policy, because storage may hang."""
+    """Most seconds that a request waits with any policy, as storage may hang."""
 
     max_share: Number = Field(default=0.5, gt=0, le=1)
     """Fraction of the host pool that prefetches in flight may hold."""
@@ -61,13 +62,15 @@ class CostConfig(Section):
     """GB/s read from storage."""
 
     prefill_tokens_per_second: Number = Field(default=20_000.0, ge=1e-3, le=1e9)
+    """Tokens of prompts that a step computes in a second."""
 
 
 class HiCacheConfig(Section):
     """The configuration of the host KV cache. Only ``host_bytes`` is required."""
 
-    host_bytes: Bytes = Field(gt=0)
-    """Bytes of host memory for all ranks of this engine; ``"64GiB"`` or a number."""
+    host_bytes: Bytes = Field(gt=0, examples=["64GiB"])
+    """Bytes of host memory for all ranks of this engine, ``"64GiB"`` or a number. It is pinned on
+    GPUs."""
 
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
         "write_through"
@@ -79,11 +82,12 @@ class HiCacheConfig(Section):
     """Number of requests with a prefix from which ``write_through_selective`` stores it."""
 
     eviction: EntryName = "lru"
-    """Name of an entry of ``graft_eviction_policies``."""
+    """Name of a ``graft_eviction_policies`` entry: ``lru``, ``lfu``, ``arc``, ``cost_aware``, or a
+    plugin's."""
 
     load: Literal["auto", "async", "layerwise", "recompute"] = "auto"
-    """How a hit is loaded to the device. The cost model chooses per request; or always before the
-    request runs; or always layer by layer during its first step; or never."""
+    """How a hit is loaded to the device: as the cost model chooses for each request, always before
+    the request runs, always layer by layer during its first step, or never."""
 
     kv_layout: Literal["LBHNC", "BLHNC"] | None = None
     """Layout of the device's KV cache that vLLM is asked for. None leaves the choice to vLLM.
@@ -107,12 +111,6 @@ class HiCacheConfig(Section):
     """Identity of the weights (a revision, a hash) for the namespace of stored pages. If given, the
     files of the weights are not read."""
 
-    copy_delay_cycles: Count = Field(default=0, ge=0)
-    """GPU clock cycles by which each load is delayed, so that tests find races."""
-
-    faults: dict[str, Any] | None = None
-    """Options of the fault injector; None injects no faults."""
-
     @property
     def page_options(self) -> dict[str, str | None]:
         """The options that change the bytes of pages."""
@@ -126,15 +124,10 @@ class HiCacheConfig(Section):
             ConfigError: has a line for each wrong key, with its full flag, its value, and what is
                 allowed.
         """
-        require_plain(values, flag())
         if isinstance(values, Mapping):
             given = without_nonce(values)
             values = {key: value for key, value in given.items() if key not in _VLLM_KEYS}
-        try:
-            config = cls.model_validate(values)
-        except PydanticError as error:
-            lines = [_explain(cls, details) for details in error.errors()]
-            raise ConfigError(several(lines)) from None
+        config = parse(cls, values, flag())
         if config.storage is not None and not isinstance(config.storage.get("backend"), str):
             raise ConfigError(
                 f"{flag('storage', 'backend')} is missing: name a storage backend, for example "
@@ -203,23 +196,3 @@ def _extra_configs(
 
 flag = option_flag
 """The command-line flag of a key: ``flag("prefetch", "policy")``."""
-
-
-def _explain(model: type[Section], details: ErrorDetails) -> str:
-    """A sentence for one of pydantic's errors."""
-    path, value = details["loc"], details["input"]
-    if details["type"] == "extra_forbidden":
-        known = _keys_at(model, path[:-1])
-        return f"{flag(*path)}: unknown key.{did_you_mean(str(path[-1]), known)}"
-    if details["type"] == "missing":
-        return f'{flag(*path)} is missing: give it, for example "64GiB".'
-    return f"{flag(*path)}: {shown(value)} is refused: {reason(details)}."
-
-
-def _keys_at(model: type[Section], path: tuple[str | int, ...]) -> list[str]:
-    for name in path:
-        annotation = model.model_fields[str(name)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-            return []
-        model = annotation
-    return list(model.model_fields)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, ValidationError
+from pydantic import BeforeValidator, ByteSize
 
-from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once
-from vllm_graft.base.options import did_you_mean
-from vllm_graft.base.values import MAX_INTEGER, below, require_plain, several, shown
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+from vllm_graft.base.options import Section, SectionT, parse
+from vllm_graft.base.values import MAX_INTEGER, below, shown
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
 
@@ -66,19 +62,14 @@ Folder = Annotated[Path, BeforeValidator(_folder)]
 """A directory. ``~`` is expanded, and relative paths begin at the working directory."""
 
 
-class Options(BaseModel):
-    """Base class of options. Instances are frozen, and unknown keys are refused.
+Options = Section
+"""Base class of options. Instances are frozen, and unknown keys are refused.
 
-    Use :data:`Bytes` for sizes and :data:`Folder` for directories.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+Use :data:`Bytes` for sizes and :data:`Folder` for directories.
+"""
 
 
-OptionsT = TypeVar("OptionsT", bound=Options)
-
-
-def parse_options(model: type[OptionsT], values: object, *path: str) -> OptionsT:
+def parse_options(model: type[SectionT], values: object, *path: str) -> SectionT:
     """Validate options.
 
     Args:
@@ -90,12 +81,7 @@ def parse_options(model: type[OptionsT], values: object, *path: str) -> OptionsT
         ConfigError: has a line for each wrong key, with its full flag, its value, and what is
             allowed.
     """
-    require_plain(values, option_flag(*path))
-    try:
-        return model.model_validate(dict(values) if isinstance(values, Mapping) else values)
-    except ValidationError as error:
-        lines = [_explain(model, details, path) for details in error.errors()]
-        raise ConfigError(several(lines)) from None
+    return parse(model, values, option_flag(*path))
 
 
 def option_flag(*path: str | int) -> str:
@@ -114,19 +100,3 @@ def flags_below(flag: str) -> Iterator[None]:
         yield
     finally:
         _flag.reset(token)
-
-
-def reason(details: ErrorDetails) -> str:
-    """The text of one of pydantic's errors, without pydantic's prefix before our own errors."""
-    context = details.get("ctx", {})
-    return str(context["error"]) if "error" in context else details["msg"]
-
-
-def _explain(model: type[Options], details: ErrorDetails, path: tuple[str, ...]) -> str:
-    """A sentence for one of pydantic's errors."""
-    flag = option_flag(*path, *details["loc"])
-    if details["type"] == "extra_forbidden":
-        return f"{flag}: unknown key.{did_you_mean(str(details['loc'][-1]), model.model_fields)}"
-    if details["type"] == "missing":
-        return f"{flag}: missing; give it."
-    return f"{flag}: {shown(details['input'])} is refused: {reason(details)}."

@@ -1,6 +1,7 @@
 """Injects faults such as a disk, a network mount or a copy engine may cause. They are seeded.
 
-The option ``"faults": {"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}`` turns them on.
+``VLLM_GRAFT_FAULTS='{"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}'`` in the
+environment turns them on.
 Faults of storage are injected at the system calls, below the checksums, in stores that have the
 attribute ``files``. So they test the very checks that protect the engine's tokens. Above the
 checksums, ``hicache.storage.faulty.FaultyBackend`` makes any store slow or failing. Copies go
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import json
 import os
 import random
 import signal
@@ -23,7 +25,10 @@ from pydantic import Field
 
 from vllm_graft.base.counters import Counters
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.config.connector_options import Options
+from vllm_graft.base.options import Section, parse
+
+FAULTS = "VLLM_GRAFT_FAULTS"
+"""Environment variable with `FaultOptions` as JSON."""
 
 
 class FaultKind(enum.Enum):
@@ -45,8 +50,8 @@ class FaultKind(enum.Enum):
     """The process gets SIGKILL during the operation. It is not among the default kinds."""
 
 
-class FaultOptions(Options):
-    """Keys of the option ``faults``."""
+class FaultOptions(Section):
+    """Keys of what the environment variable holds."""
 
     seed: int = 0
     """Seed of the faults. The same seed and the same order of operations give the same faults."""
@@ -64,6 +69,22 @@ class FaultOptions(Options):
 
     slow_seconds: Annotated[float, Field(ge=0, le=60)] = 0.1
     """Seconds that a slow operation sleeps."""
+
+
+def asked_for() -> FaultOptions | None:
+    """The faults that the environment asks for; None if it does not.
+
+    Raises:
+        ConfigError: if it holds anything else than the keys of `FaultOptions`, as JSON.
+    """
+    text = os.environ.get(FAULTS)
+    if not text:
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = text
+    return parse(FaultOptions, values, FAULTS)
 
 
 class InjectedFault(OSError):

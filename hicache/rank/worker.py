@@ -45,7 +45,6 @@ class HiCacheWorker:
         rank: number of this rank in the world.
         num_blocks: number of blocks of the device's KV cache.
         injector: makes copies fail on purpose; None for none.
-        delay_cycles: see :class:`~vllm_graft.hicache.copies.streams.StreamCopyEngine`.
         staging_bytes: bytes of device memory that loads may go through; 0 for none.
     """
 
@@ -55,7 +54,6 @@ class HiCacheWorker:
         rank: int,
         num_blocks: int,
         injector: FaultInjector | None = None,
-        delay_cycles: int = 0,
         staging_bytes: int = 0,
     ) -> None:
         self._geometry = geometry
@@ -65,7 +63,6 @@ class HiCacheWorker:
         self._creates = rank == 0
         self._num_blocks = num_blocks
         self._injector = injector
-        self._delay_cycles = delay_cycles
         self._staging_bytes = staging_bytes
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
@@ -135,7 +132,6 @@ class HiCacheWorker:
             pools,
             shard,
             injector=self._injector,
-            delay_cycles=self._delay_cycles,
             convert=_converting(fp8_kernel.convert_runs, dtype),
             strided=strided,
             ring=None if strided is None else _staging_ring(self._staging_bytes),

@@ -1,8 +1,13 @@
-"""What sections of the configuration are made of, and how they are read and explained."""
+"""What sections of the configuration are made of, and how they are read and explained.
+
+Everything that a user configures goes through `parse`: the sections below ``graft``, the keys of
+the host cache's connector, and the options of stores, those of third parties included.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -13,6 +18,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import below, require_plain, several, shown
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 KEY = "graft"
@@ -88,24 +94,31 @@ def without_section(vllm_config: Any, name: str) -> None:
 def parse_section(
     model: type[SectionT], values: object, *path: str, hints: Mapping[str, str] | None = None
 ) -> SectionT:
-    """Validate what stands under ``path`` below :data:`FLAG`.
+    """Validate what stands under ``path`` below :data:`FLAG`; see `parse`."""
+    return parse(model, values, flag(*path), hints)
+
+
+def parse(
+    model: type[SectionT], values: object, at: str, hints: Mapping[str, str] | None = None
+) -> SectionT:
+    """Validate a section, or the options of anything else that is configured.
 
     Numbers may be strings of digits, as the dotted command line gives them.
 
     Args:
-        model: of the section.
-        values: what was given.
-        path: where it stands.
+        model: class of the section.
+        values: the values that were given, a mapping if they are right.
+        at: full flag of ``values``.
         hints: what to say of a key that is unknown here, instead of the nearest known one.
 
     Raises:
         ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
     """
-    require_plain(values, flag(*path))
+    require_plain(values, at)
     try:
         return model.model_validate(values)
     except PydanticError as error:
-        lines = [_explain(model, details, path, hints or {}) for details in error.errors()]
+        lines = [_explain(model, details, at, hints or {}) for details in error.errors()]
         raise ConfigError(several(lines)) from None
 
 
@@ -126,19 +139,20 @@ def section_type(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _explain(
-    model: type[Section],
-    details: ErrorDetails,
-    path: tuple[str, ...],
-    hints: Mapping[str, str],
-) -> str:
+def _explain(model: type[Section], details: ErrorDetails, at: str, hints: Mapping[str, str]) -> str:
     """One sentence for one of pydantic's errors."""
     inner, value = details["loc"], details["input"]
-    name = flag(*path, *inner)
+    name = below(at, *inner)
     if details["type"] == "extra_forbidden":
-        known = _model_at(model, inner[:-1]).model_fields
-        place = ".".join(map(str, (*path, *inner)))
-        return f"{name}: unknown key.{hints.get(place) or did_you_mean(str(inner[-1]), known)}"
+        known = _fields_at(model, inner[:-1])
+        hint = hints.get(".".join(map(str, inner)))
+        return f"{name}: unknown key.{hint or did_you_mean(str(inner[-1]), known)}"
+    field = _fields_at(model, inner[:-1]).get(str(inner[-1])) if inner else None
+    if details["type"] == "missing":
+        example = (
+            f", for example {json.dumps(field.examples[0])}" if field and field.examples else ""
+        )
+        return f"{name} is missing: give it{example}."
     context = details.get("ctx", {})
     reason = str(context["error"]) if "error" in context else details["msg"]
     return f"{name}: {shown(value)} is refused: {reason}.{_allowed(model, inner)}"
@@ -146,24 +160,29 @@ def _explain(
 
 def _allowed(model: type[Section], path: tuple[str | int, ...]) -> str:
     """`` Allowed: 1 to 32.`` for a number, a model's keys for a section, else nothing."""
-    if not path:
-        return f" Allowed: a mapping with the keys {', '.join(model.model_fields)}."
-    if isinstance(path[-1], int):
+    if path and isinstance(path[-1], int):
         path = path[:-1]  # A member of a list: the list's own bounds are told.
-    parent = _model_at(model, path[:-1])
-    field = parent.model_fields[str(path[-1])]
-    low = [rule.ge for rule in field.metadata if hasattr(rule, "ge")]
+    field = _fields_at(model, path[:-1]).get(str(path[-1])) if path else None
+    if field and (bounds := bounds_of(field)):
+        return f" Allowed: {bounds}."
+    keys = _fields_at(model, path)
+    return f" Allowed: a mapping with the keys {', '.join(keys)}." if keys else ""
+
+
+def bounds_of(field: FieldInfo) -> str:
+    """``1 to 32`` for a number with two bounds, else nothing."""
+    low = [str(rule.ge) for rule in field.metadata if hasattr(rule, "ge")]
+    low += [f"over {rule.gt}" for rule in field.metadata if hasattr(rule, "gt")]
     high = [rule.le for rule in field.metadata if hasattr(rule, "le")]
-    if low and high:
-        return f" Allowed: {low[0]} to {high[0]}."
-    inner = section_type(field.annotation)
-    return f" Allowed: a mapping with the keys {', '.join(inner.model_fields)}." if inner else ""
+    return f"{low[0]} to {high[0]}" if low and high else ""
 
 
-def _model_at(model: type[Section], path: Iterable[str | int]) -> type[Section]:
-    """The model that validates the mapping found at ``path``."""
+def _fields_at(model: type[Section], path: Iterable[str | int]) -> Mapping[str, FieldInfo]:
+    """The fields of the section found at ``path``; none where there is no section."""
     for name in path:
-        inner = section_type(model.model_fields[str(name)].annotation)
-        assert inner is not None, f"{name} holds no mapping"
+        field = model.model_fields.get(str(name))
+        inner = section_type(field.annotation) if field else None
+        if inner is None:
+            return {}
         model = inner
-    return model
+    return model.model_fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import PurePath
@@ -66,10 +67,29 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
+def lever(name: str) -> int | None:
+    """The whole number in an environment variable for debugging; None where it is not set.
+
+    Raises:
+        ConfigError: if it is no number from 0 on.
+    """
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(
+            f"{name} is {shown(text)} in the environment: give a number, or unset it."
+        )
+    return int(text[:_KEY]) if text else None
+
+
+def printable(text: str) -> str:
+    """A text whose control characters are escaped, as a terminal would obey them."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def reason_of(error: BaseException) -> str:
     """``RuntimeError: out of paper``, in one line, whatever the error is."""
     try:
-        text = " ".join(str(error).split())
+        text = printable(" ".join(str(error).split()))
     except Exception:  # A third party's __str__.
         text = ""
     if len(text) > 4 * _SHOWN:

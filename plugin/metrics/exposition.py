@@ -1,42 +1,33 @@
-"""Samples of a Prometheus page, read without the client library, which comes with vLLM only."""
+"""Samples of a page in Prometheus' text format, read by the parser that vLLM brings."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-_LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\S+)?$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPED = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 
-class Sample(NamedTuple):
-    """One sample: a name, labels, and a value."""
+def samples(text: str, prefix: str = "") -> Iterator[Sample]:
+    """The samples of a page whose names begin with a prefix.
 
-    name: str
-    labels: Mapping[str, str]
-    value: float
+    Raises:
+        ImportError: where vLLM is not installed.
+        Exception: ValueError and others, if a line with this prefix has another form.
+    """
+    from prometheus_client import parser
 
-
-def samples(text: str) -> Iterator[Sample]:
-    """The samples of a page in Prometheus' text format. Lines of another form are passed over."""
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _LINE.match(line)
-        if found is not None:
-            name, labels, value = found.groups()
-            yield Sample(name, dict(_labels(labels or "")), float(value))
+    # Python's own splitlines() would also split labels.
+    ours = "\n".join(line for line in text.split("\n") if line.startswith(prefix))
+    for family in parser.text_string_to_metric_families(ours):
+        yield from family.samples
 
 
 def total(text: str, name: str, **labels: str) -> float:
     """The sum of all samples of a name that have these labels; 0 if there is none."""
     return sum(
         sample.value
-        for sample in samples(text)
+        for sample in samples(text, name)
         if sample.name == name and labels.items() <= sample.labels.items()
     )
-
-
-def _labels(text: str) -> Iterator[tuple[str, str]]:
-    for name, value in _LABEL.findall(text):
-        yield name, re.sub(r"\\[\\\"n]", lambda found: _ESCAPED[found.group()], value)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
+import asyncio
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.metric import PREFIX
 from vllm_graft.base.text_table import table
-from vllm_graft.base.values import reason_of, shown
+from vllm_graft.base.values import printable, reason_of, shown
 from vllm_graft.metrics.exposition import samples
 from vllm_graft.metrics.part_states import DECLINED, MISSING
 
+if TYPE_CHECKING:
+    import aiohttp
+
 INFO = f"{PREFIX}info"
 SECONDS = 10.0
-"""How long a server may take to answer."""
+"""How long a server may take for its whole answer."""
+MAX_BYTES = 8 << 20
+"""Bytes of an answer, which the parser reads in about 1 s per MiB."""
+MAX_LINE = 16 << 10
+"""Characters of a line of ours."""
 _STYLES = {"on": "green", "off": "dim", DECLINED: "bold red", MISSING: "bold red"}
+_GIVE = "Give the address of a running `vllm serve`, for example http://127.0.0.1:8000."
 _SKIPPED = ("_bucket", "_created", "_sum")
 
 
@@ -57,21 +66,21 @@ def ask(url: str) -> ServerInfo:
         url: its address, as ``http://127.0.0.1:8000``.
 
     Raises:
-        GraftError: if it can't be asked, or does not speak of vllm-graft.
+        GraftError: if it can't be asked, does not answer within `SECONDS`, answers with more than
+            `MAX_BYTES`, or does not speak of vllm-graft.
     """
-    address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
+    head = f"--url {shown(_without_secrets(url))}"
     try:
-        with urllib.request.urlopen(address, timeout=SECONDS) as answer:
-            text = answer.read().decode(errors="replace")
-    except (OSError, ValueError, urllib.error.URLError) as error:
+        found = read(asyncio.run(_page(url.rstrip("/").removesuffix("/metrics") + "/metrics")))
+    except ImportError as error:
         raise GraftError(
-            f"--url {shown(url)}: {address} can't be read: {reason_of(error)}. Give the address of "
-            "a running `vllm serve`, for example http://127.0.0.1:8000."
+            f"{head}: {reason_of(error)}. vLLM brings the client: run this where vLLM is installed."
         ) from error
-    found = read(text)
+    except _Refused as error:
+        raise GraftError(f"{head}: /metrics can't be read: {error}. {_GIVE}") from None
     if not found.parts:
         raise GraftError(
-            f"--url {shown(url)}: {address} has no {INFO}. Either this server has nothing of "
+            f"{head}: /metrics has no {INFO}. Either this is no vLLM server, it has nothing of "
             "vllm-graft turned on (run `vllm-graft doctor` on its machine), or it was started with "
             "--disable-log-stats."
         )
@@ -79,14 +88,18 @@ def ask(url: str) -> ServerInfo:
 
 
 def read(text: str) -> ServerInfo:
-    """What a page of ``/metrics`` says."""
+    """What a page of ``/metrics`` says.
+
+    Raises:
+        _Refused: if a line of ours has another form.
+    """
     parts: list[PartInfo] = []
     numbers: dict[str, float] = {}
-    for name, labels, value in samples(text):
+    for name, labels, value in _ours(text):
         if name == INFO and value == 1:
             named = {key: labels.get(key, "") for key in PartInfo.__dataclass_fields__}
             parts.append(PartInfo(**named))
-        elif name.startswith(PREFIX) and name != INFO and value and not name.endswith(_SKIPPED):
+        elif name != INFO and value and not name.endswith(_SKIPPED):
             own = [f"{k}={v}" for k, v in labels.items() if k not in ("model_name", "engine")]
             key = f"{name}{{{', '.join(own)}}}" if own else name
             numbers[key] = numbers.get(key, 0) + value
@@ -94,14 +107,80 @@ def read(text: str) -> ServerInfo:
     return ServerInfo(parts, dict(sorted(numbers.items())))
 
 
+class _Refused(Exception):
+    """An answer or an address that is not taken, and why."""
+
+
+def _ours(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    # The parser's time grows with the square of a line.
+    if any(len(line) > MAX_LINE for line in text.split("\n") if line.startswith(PREFIX)):
+        raise _Refused(f"a line of it has more than {MAX_LINE} characters")
+    try:
+        for sample in samples(text, PREFIX):
+            yield sample.name, sample.labels, float(sample.value)
+    except ImportError:
+        raise
+    except Exception as error:  # The parser has more kinds of them than ValueError.
+        raise _Refused(f"it is not in Prometheus' text format: {reason_of(error)}") from None
+
+
+async def _page(address: str) -> str:
+    """The text at an address, within `SECONDS` and `MAX_BYTES`. Redirects are not followed."""
+    import aiohttp
+
+    session = aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=SECONDS),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+        trust_env=True,
+    )
+    async with session:
+        try:
+            async with session.get(address, allow_redirects=False) as answer:
+                if answer.status != 200:
+                    raise _Refused(f"the server answers with status {answer.status}")
+                return await _body(answer.content)
+        except TimeoutError:
+            raise _Refused(f"the server did not answer within {SECONDS:g} s") from None
+        except (ValueError, aiohttp.NonHttpUrlClientError):
+            # The error's text may have the address, with a password.
+            raise _Refused("this is no address") from None
+        except aiohttp.ClientResponseError as error:  # Its text has the address, too.
+            raise _Refused(f"the answer is not in HTTP: {shown(error.message)}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Refused(reason_of(error)) from None
+
+
+async def _body(content: aiohttp.StreamReader) -> str:
+    found = bytearray()
+    async for chunk in content.iter_any():
+        found += chunk
+        if len(found) > MAX_BYTES:
+            raise _Refused(f"the answer has more than {MAX_BYTES >> 20} MiB")
+    return found.decode(errors="replace")
+
+
+def _without_secrets(url: str) -> str:
+    """An address without user, password and query."""
+    scheme, slashes, rest = url.partition("//")
+    place = rest.rpartition("@")[2] if slashes else scheme.rpartition("@")[2]
+    return re.split(r"[?#]", f"{scheme}//{place}" if slashes else place)[0]
+
+
 def render(found: ServerInfo) -> str:
     """The report for people."""
     many = len({part.engine for part in found.parts}) > 1
     names = [f"{part.part} ({part.engine})" if many else part.part for part in found.parts]
-    rows = [(f"  {name}", part.state, part.detail) for name, part in zip(names, found.parts)]
-    told = f"vllm-graft {found.parts[0].version}\n{table(('', '', ''), rows, _STYLES)}"
+    rows = [
+        (f"  {printable(name)}", printable(part.state), printable(part.detail))
+        for name, part in zip(names, found.parts)
+    ]
+    told = f"vllm-graft {printable(found.parts[0].version)}\n"
+    told += table(("", "", ""), rows, _STYLES)
     if found.numbers:
-        numbers = [(f"  {name}", f"{number:,.10g}") for name, number in found.numbers.items()]
+        numbers = [
+            (f"  {printable(name)}", f"{number:,.10g}") for name, number in found.numbers.items()
+        ]
         told += f"\n{table(('', ''), numbers)}"
     return told.rstrip("\n")
 

@@ -18,7 +18,10 @@ class DraftConfig(Section):
     attention backend is FLASH_ATTN or TRITON_ATTN."""
 
     graph_runner: EntryName = "cuda_graph"
-    """Name of a ``graft_draft_graph_runners`` entry."""
+    """Name of a ``graft_draft_graph_runners`` entry. ``cuda_graph`` pads batches to the next
+    captured size; ``exact`` pads none and launches the others; ``verify`` compares the first replay
+    of each size with launches, and gives a size that differs no graph (``graft_info()`` lists
+    both); ``eager`` captures nothing."""
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> DraftConfig | None:

@@ -19,15 +19,18 @@ class NgramConfig(Section):
     """N-grams of a request's own text, prompt and answer, as drafts beside those of the draft."""
 
     min: Count = Field(default=3, ge=1, le=MAX_LENGTH)
-    """Tokens at the end of the text that must have occurred before, at least."""
+    """Tokens at the end of the text that must have occurred before, at least (vLLM's
+    ``prompt_lookup_min``)."""
 
     max: Count = Field(default=16, ge=1, le=MAX_LENGTH)
-    """Tokens at the end of the text that are compared, at most. How often a match of each length
-    goes on as it did before is learned while serving."""
+    """Tokens at the end of the text that are compared, at most (``prompt_lookup_max``); not below
+    ``min``. How often a match of each length goes on as it did before is learned while serving;
+    matches of ``max`` tokens or more share one rate."""
 
     reference: Count = Field(default=2048, ge=0, le=MAX_REFERENCE)
     """Tokens of a second text per request in which its end is looked for as well: what its JSON
-    schema or its choices force, and the answer that ``graft_prediction`` predicts. 0: none."""
+    schema or its choices force, and the answer that ``graft_prediction`` predicts. No more than
+    the context. 0: none."""
 
     def room(self, max_model_len: int) -> int:
         """Tokens that a reference may have: no answer is longer than a context."""

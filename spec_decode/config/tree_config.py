@@ -100,20 +100,11 @@ class TreeConfig(Section):
     """Drafts from n-grams: where the end of a request's text has occurred in it before, what came
     then joins the tree beside what the draft model drafts. ``true``: with all defaults."""
 
-    check_ranks: bool = False
-    """For debugging: compare the trees of all tensor-parallel ranks after each step, and stop the
-    engine if they differ. The host waits for the device in each step, which costs speed."""
-
-    compile_processes: Count | None = Field(default=None, ge=0, le=64)
-    """Processes that compile the kernels of trees while the model loads. None: one per core, 16 at
-    most, of which none runs where all is in Triton's cache. 0: none, so that each kernel is
-    compiled where it is first launched, one after the other."""
-
     recurrent: bool | None = None
     """Whether targets with recurrent layers get trees. None: those with the gated delta rule do
     (Qwen3-Next, Qwen3.5). True: those with Kimi delta attention (Kimi Linear) or Mamba-2
-    (Nemotron-H, Falcon-H1, Granite 4.0-H) as well. Others get what `fallback` says; with false all
-    do. vLLM holds memory for a state of each node and request."""
+    (Nemotron-H, Falcon-H1, Granite 4.0-H) as well. Others get what ``fallback`` says; with false
+    all do. vLLM holds memory for a state of each node and request."""
 
     recurrent_form: Literal["auto", "states", "inputs"] = "auto"
     """What recurrent layers leave of each node until a path is accepted. ``states``: the state
@@ -125,10 +116,14 @@ class TreeConfig(Section):
     method."""
 
     policy: EntryName = "dynamic"
-    """Name of a ``graft_tree_policies`` entry."""
+    """Name of a ``graft_tree_policies`` entry: ``dynamic``, ``whole`` (no shape of ``auto`` is
+    smaller than ``topk`` and ``steps``), or a plugin's."""
 
     graph_runner: EntryName = "cuda_graph"
-    """Name of a ``graft_draft_graph_runners`` entry."""
+    """Name of a ``graft_draft_graph_runners`` entry. ``cuda_graph`` pads batches to the next
+    captured size; ``exact`` pads none and launches the others; ``verify`` compares the first replay
+    of each size with launches, and gives a size that differs no graph (``graft_info()`` lists
+    both); ``eager`` captures nothing."""
 
     @property
     def max_nodes(self) -> int:

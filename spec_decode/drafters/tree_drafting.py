@@ -34,7 +34,7 @@ from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import tree_policy
-from vllm_graft.spec_decode.verification.rank_check import check_trees
+from vllm_graft.spec_decode.verification.rank_check import check_trees, is_asked_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -381,7 +381,7 @@ class TreeDrafting(DraftModelSpeculator):
         if (ngrams := self.trees.sources.ngrams) is not None and not dummy_run:
             ngrams.end_step()
         drafts = self.draft_tokens[: input_batch.num_reqs]
-        if self.config.check_ranks and not dummy_run:
+        if not dummy_run and is_asked_for():
             nodes = plan.shape.num_nodes
             slots = self.idx_mapping[: input_batch.num_reqs].long()
             check_trees(self.context.tree, slots, drafts[:, :nodes])

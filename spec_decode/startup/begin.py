@@ -7,10 +7,12 @@ from typing import Protocol
 import torch
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.config.tree_config import NAME
+from vllm_graft.base.values import lever
 from vllm_graft.spec_decode.startup.ahead import Ahead, compile_ahead
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsable, rehearse
+
+COMPILE_PROCESSES = "VLLM_GRAFT_COMPILE_PROCESSES"
+"""Environment variable: how many processes compile; 0 lets the worker compile at first launches."""
 
 _HOPPER = 9
 """Compute capability with FlashAttention 3."""
@@ -32,12 +34,12 @@ def begin(drafter: Starting) -> Ahead:
     Args:
         drafter: a drafter that has not loaded its model yet.
     """
-    device, processes = drafter.device, drafter.config.compile_processes
+    device, processes = drafter.device, lever(COMPILE_PROCESSES)
     if device.type == "cuda":
         # What the worker compiles itself is counted in any case.
         drafter.trees.clock.listen()
     if processes == 0:
-        return Ahead(why=f"{flag(NAME, 'compile_processes')} is 0")
+        return Ahead(why=f"{COMPILE_PROCESSES} is 0")
     if device.type != "cuda" or torch.version.hip is not None:
         return Ahead(why=f"kernels of device {device} are not compiled ahead")
     major, minor = torch.cuda.get_device_capability(device)

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.base.options import flag
+from vllm_graft.base.values import lever
 from vllm_graft.seams.ranks import gather_rows
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.topology import TreeState
+
+CHECK_RANKS = "VLLM_GRAFT_CHECK_RANKS"
+"""Environment variable: 1 compares trees after each step, for which the host waits."""
+
+
+def is_asked_for() -> bool:
+    """Whether the environment asks for the check."""
+    return bool(lever(CHECK_RANKS))
 
 
 def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> None:
@@ -37,5 +45,5 @@ def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> N
         raise GraftError(
             f"tensor-parallel ranks 0 and {rank} drafted different trees for row {row} of a batch "
             f"of {len(slots)} requests, so that their answers would be wrong. Report it with the "
-            f"command that you served with; {flag('tree', 'check_ranks')} is what found it"
+            f"command that you served with; {CHECK_RANKS} is what found it"
         )

@@ -24,6 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 HANG_SECONDS = 30
 HANG_STEPS = 500
@@ -199,7 +200,8 @@ def fault_run(
         "kinds": ["slow", "short", "corrupt", "failing"],
     }
     end = time.monotonic() + seconds
-    with driving(model, **options(storage, faults=faults, **extra)) as (llm, driver):
+    asked = mock.patch.dict(os.environ, {"VLLM_GRAFT_FAULTS": json.dumps(faults)})
+    with asked, driving(model, **options(storage, **extra)) as (llm, driver):
         current = Round(llm, driver, expected, seed)
         try:
             while injected(llm)["injected"] < count and time.monotonic() < end:

@@ -114,7 +114,7 @@ def _tree(path: Path) -> list[tuple[Path, int]]:
 def test_a_good_configuration_passes_and_leaves_nothing(tmp_path: Path) -> None:
     before = _tree(tmp_path)
     extra = _stored(backend="segments", path=str(tmp_path / "a" / "b"))
-    [config] = _accepted(_engine({**extra, "faults": {"rate": 0.1}}))
+    [config] = _accepted(_engine(extra))
     assert config.host_bytes == 64 << 20
     assert _tree(tmp_path) == before
 
@@ -131,7 +131,6 @@ def test_connectors_below_a_multi_connector_are_named_by_their_place() -> None:
     for extra, words in (
         ({"host_bytes": 1}, f"{child}.host_bytes is 1, but"),
         ({"host_bytes": GIB, "eviction": "fifo"}, f"{child}.eviction: no graft_eviction"),
-        ({"host_bytes": GIB, "faults": {"rat": 1}}, f"{child}.faults.rat: unknown key"),
         (_stored(backend="segments", path=""), f"{child}.storage.path: '' is refused"),
         (None, f"{child}: None is refused"),
     ):
@@ -205,12 +204,9 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
         ({"host_bytes": None}, f"{FLAG}.host_bytes: None is refused"),
         ({"host_bytes": GIB, "cost": {"host_gbps": "nan"}}, f"{FLAG}.cost.host_gbps: 'nan'"),
         ({"host_bytes": GIB, "cost": {"disk_gbps": 1e300}}, f"{FLAG}.cost.disk_gbps: 1e+300"),
-        ({"host_bytes": GIB, "faults": {"rate": 2}}, f"{FLAG}.faults.rate: 2 is refused"),
-        ({"host_bytes": GIB, "faults": {"kinds": "slow"}}, f"{FLAG}.faults.kinds: 'slow'"),
-        ({"host_bytes": GIB, "faults": {"sed": 1}}, "Did you mean 'seed'?"),
         (_stored(backend="segment", path="/x"), "Did you mean 'segments'?"),
         (_stored(backend="segments", pth="/x"), f"{FLAG}.storage.pth: unknown key"),
-        (_stored(backend="segments"), f"{FLAG}.storage.path: missing"),
+        (_stored(backend="segments"), f"{FLAG}.storage.path is missing"),
         (_stored(backend="segments", path=3), f"{FLAG}.storage.path: 3 is refused"),
         (_stored(backend="segments", path="/x", io="aio"), f"{FLAG}.storage.io: unknown"),
         (_stored(backend="segments", path="/x", max_bytes=[]), f"{FLAG}.storage.max_bytes: []"),

@@ -109,7 +109,7 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
             {"tree": {"zzz": 1}},
             [
                 "graft.tree.zzz",
-                "Known: attention, check_ranks, compile_processes, coupled, draft_window, drafter",
+                "Known: attention, coupled, draft_window, drafter, fallback, fit_graphs",
             ],
         ),
         ({"tree": {"topk": 33}}, ["graft.tree.topk", "33", "Allowed: 1 to 32"]),
@@ -181,17 +181,3 @@ def test_from_vllm_with_our_key() -> None:
 def test_did_you_mean() -> None:
     assert did_you_mean("dinamic", ["dynamic", "wide"]) == " Did you mean 'dynamic'?"
     assert did_you_mean("zzz", []) == " Known: none."
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"eagle": {"topk": 4}}, "graft.eagle: unknown key. It is called 'tree' now"),
-        ({"tree": {"tree": "auto"}}, "graft.tree.tree: unknown key. It is called 'shape' now"),
-        ({"tree": {"proposer": "x"}}, "graft.tree.proposer: unknown key. It is called 'drafter'"),
-    ],
-)
-def test_old_names_are_refused_with_the_new_ones(values: Any, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GraftConfig.parse(values)
-    assert words in str(caught.value)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -234,7 +235,7 @@ def test_the_script_of_the_server_is_one() -> None:
     assert os.access(script, os.X_OK)
     shown = "vllm() { :; }; exec() { printf '%s\\n' \"$@\"; }; "
     told = subprocess.run(
-        ["bash", "-c", f"{shown} . {script} TARGET DRAFT --port 1"],
+        ["bash", "-c", f"{shown} . {shlex.quote(str(script))} TARGET DRAFT --port 1"],
         capture_output=True,
         text=True,
         check=True,

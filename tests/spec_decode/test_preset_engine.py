@@ -86,9 +86,9 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     for part, state in (("tree", "on"), ("hicache", "off"), ("vit", "off"), ("draft", "off")):
         assert exposition.total(page, "vllm:graft_info", part=part, state=state) == 1
     [why] = [
-        labels["detail"]
-        for name, labels, _ in exposition.samples(page)
-        if name == "vllm:graft_info" and labels["part"] == "vit"
+        one.labels["detail"]
+        for one in exposition.samples(page, "vllm:graft_info")
+        if one.labels["part"] == "vit"
     ]
     assert why == told["preset"]["off"]["vit"]
     # More nodes than a chain of that depth has, and paths deeper than it from n-grams alone.

@@ -9,11 +9,18 @@ import pytest
 
 from tests.support import rank_answers
 from tests.support.cache_engines import transfer
+from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
 from vllm_graft.testing.pairs import Answer, Pair, Request
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ASKED = 2
+
+
+@pytest.fixture(autouse=True)
+def trees_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks compare their trees after each step."""
+    monkeypatch.setenv(CHECK_RANKS, "1")
 
 
 def two_ranks(pair: Pair, tree: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def test_two_ranks_answer_as_one(
     Levels draft from hot tokens, whose rows each rank gets from all: nearly all of the draft's
     tokens, so that they hold enough of any text.
     """
-    tree = {"topk": 3, "steps": 4, "check_ranks": True, "hot_tokens": 1000, "head_dtype": "fp8"}
+    tree = {"topk": 3, "steps": 4, "hot_tokens": 1000, "head_dtype": "fp8"}
     questions = {
         "engine": two_ranks(pair, tree, kv_transfer_config=transfer(load="async")),
         "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],
@@ -91,7 +98,7 @@ def test_other_drafters_agree_on_two_ranks(
         speculative |= {"model": pair.target}
     else:
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-    tree = {"topk": 3, "nodes": 7, "shape": shape, "check_ranks": True}
+    tree = {"topk": 3, "nodes": 7, "shape": shape}
     questions = {
         "engine": two_ranks(pair, tree, speculative_config=speculative),
         "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],

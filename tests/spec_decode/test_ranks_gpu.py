@@ -13,6 +13,7 @@ from tests.support import rank_answers
 from tests.support.cache_engines import transfer
 from tests.support.gpu_engines import exact_engine
 from tests.support.rank_answers import RankAnswers
+from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
 from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 pytestmark = [
@@ -22,6 +23,12 @@ pytestmark = [
 ]
 
 NODES = 15
+
+
+@pytest.fixture(autouse=True)
+def trees_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all ranks compare their trees after each step."""
+    monkeypatch.setenv(CHECK_RANKS, "1")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,7 @@ def test_trees_of_two_gpus_answer_as_one(
         pair,
         samples,
         tmp_path,
-        {"check_ranks": True, "graph_runner": "verify"},
+        {"graph_runner": "verify"},
         dtype="float32",
         attention_backend="TRITON_ATTN",
         kv_transfer_config=transfer(load="async"),
@@ -94,9 +101,7 @@ def test_ranks_choose_the_same_trees_and_kernels(
     pair: Pair, samples: list[Request], tmp_path: Path
 ) -> None:
     """Measured costs and times decide; both ranks take the same decisions."""
-    found = two_gpus(
-        pair, samples, tmp_path, {"check_ranks": True, "shape": "auto"}, dtype="bfloat16"
-    )
+    found = two_gpus(pair, samples, tmp_path, {"shape": "auto"}, dtype="bfloat16")
     trees = checked(found)
     assert trees[0]["attention"] == trees[1]["attention"]
     assert trees[0]["verify_steps"] == trees[1]["verify_steps"]

@@ -27,8 +27,9 @@ class Selector(NamedTuple):
     def found_in(self, text: str) -> bool:
         """Whether a page of `/metrics` has a sample of it."""
         return any(
-            name == self.name and all(_matches(labels.get(m[0], ""), m) for m in self.matchers)
-            for name, labels, _ in samples(text)
+            all(_matches(one.labels.get(m[0], ""), m) for m in self.matchers)
+            for one in samples(text, self.name)
+            if one.name == self.name
         )
 
 

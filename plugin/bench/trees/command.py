@@ -58,6 +58,9 @@ from vllm_graft.bench.trees.arm_rows import Row
 from vllm_graft.bench.trees.arm_tables import panels, step_table, table
 from vllm_graft.bench.trees.turns import check_answers, measure_cases
 
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Options that part the workers from the scheduler, whose table of lengths `fix_drafts` sets."""
+
 SUMMARY = "tokens per second of the tree, of chains and without speculation"
 
 
@@ -84,13 +87,25 @@ def read_prompts(pair: Path, characters: int) -> list[str]:
 
 
 def read_arms(arguments: argparse.Namespace) -> list[Arm]:
-    """The arms that the arguments name."""
+    """The arms that the arguments name.
+
+    Raises:
+        BenchmarkError: an arm can't be read, or can't be told lengths with these options.
+    """
     draft = draft_folder(arguments.pair, arguments.method)
     arms = []
     for name in arguments.arms:
         steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
         largest = max(arguments.batch)
         arms.append(read_arm(name, draft, arguments.topk, steps, largest, arguments.method))
+    apart = {key: arguments.options[key] for key in _RANKS if arguments.options.get(key, 1) != 1}
+    for arm in arms:
+        if arm.drafts and apart:
+            raise report.BenchmarkError(
+                f"--arms {arm.name!r}: an engine of several ranks can't be told lengths in turn "
+                f"(--options has {json.dumps(apart)}): give each length an arm of its own, as "
+                f"{' '.join(arm.columns)}"
+            )
     return arms
 
 

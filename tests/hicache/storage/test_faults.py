@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config.connector_options import parse_options
-from vllm_graft.hicache.faults.injector import FaultInjector, FaultKind, FaultOptions, InjectedFault
+from vllm_graft.hicache.faults.injector import (
+    FaultInjector,
+    FaultKind,
+    FaultOptions,
+    InjectedFault,
+    asked_for,
+)
 from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.setup import make_injector
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
 from vllm_graft.hicache.storage.segments import space
@@ -126,12 +132,30 @@ def test_a_slow_operation_is_late() -> None:
     assert time.monotonic() - start >= 0.05
 
 
-def test_wrong_options_are_errors() -> None:
-    with pytest.raises(ConfigError, match=r"extra_config\.faults\.rate: 2 is refused"):
-        parse_options(FaultOptions, {"rate": 2}, "faults")
-    with pytest.raises(ConfigError, match=r"faults\.kinds\[0\]: 'flood' is refused"):
-        parse_options(FaultOptions, {"kinds": ["flood"]}, "faults")
-    assert parse_options(FaultOptions, {"kinds": ["slow"]}, "faults").kinds == (FaultKind.SLOW,)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"rate": 2}', "VLLM_GRAFT_FAULTS.rate: 2 is refused"),
+        ('{"kinds": ["flood"]}', "VLLM_GRAFT_FAULTS.kinds[0]: 'flood' is refused"),
+        ('{"kinds": "slow"}', "VLLM_GRAFT_FAULTS.kinds: 'slow' is refused"),
+        ('{"sed": 1}', "VLLM_GRAFT_FAULTS.sed: unknown key. Did you mean 'seed'?"),
+        ("all", "VLLM_GRAFT_FAULTS: 'all' is refused"),
+    ],
+)
+def test_wrong_options_are_errors(text: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_GRAFT_FAULTS", text)
+    with pytest.raises(ConfigError) as caught:
+        make_injector()
+    assert words in str(caught.value)
+
+
+def test_the_environment_asks_for_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_injector() is None
+    monkeypatch.setenv("VLLM_GRAFT_FAULTS", '{"kinds": ["slow"]}')
+    options = asked_for()
+    assert options is not None
+    assert options.kinds == (FaultKind.SLOW,)
+    assert make_injector() is not None
 
 
 class Pool:

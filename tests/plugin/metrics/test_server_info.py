@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -13,7 +15,7 @@ from prometheus_client import parser
 
 from tests.plugin.metrics.stand_ins import ROWS, Logger, Stats
 from vllm_graft import cli
-from vllm_graft.metrics import exposition
+from vllm_graft.metrics import exposition, server_info
 from vllm_graft.metrics.board import Board
 from vllm_graft.metrics.relay import KEY
 
@@ -74,7 +76,7 @@ def test_samples_are_those_of_prometheus_parser() -> None:
         for family in parser.text_string_to_metric_families(text)
         for sample in family.samples
     ]
-    found = [(name, dict(labels), value) for name, labels, value in exposition.samples(text)]
+    found = [(one.name, one.labels, one.value) for one in exposition.samples(text)]
     assert found == expected
     assert len(found) > 20
     assert any(labels.get("detail") == UGLY for _, labels, _ in found)
@@ -106,7 +108,102 @@ def test_a_server_without_our_parts_is_told_apart(ask: Ask) -> None:
         ask("vllm:num_requests_running 0.0\n")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "http://[::1"])
-def test_a_server_that_cannot_be_asked(url: str) -> None:
-    with pytest.raises(SystemExit, match="can't be read"):
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
+END = b"\r\nContent-Length: 0\r\n\r\n"
+SERIES = b'vllm:graft_info{engine="0",part="tree",state="on",detail="%s",version="1"} 1\n'
+INFO = OK + SERIES % b"d"
+ANSWERS = {
+    "nothing": b"",
+    "a page of words": OK + b"<html>\nHello world\n</html>\n",
+    "no number": INFO + b"vllm:graft_x abc\n",
+    "number of 5000 digits": INFO + b"vllm:graft_x " + b"9" * 4200 + b"\n",
+    "label without a name": INFO + b'vllm:graft_x{ ="1"} 1\n',
+    "label list without an end": INFO + b"vllm:graft_x{" + b"a" * 200_000 + b"} 1\n",
+    "many escaped quotes": INFO + b'vllm:graft_x{a="' + b'\\"' * 500_000 + b'"} 1\n',
+    "banner of ssh": b"SSH-2.0-OpenSSH_9.6\x1b[2J\r\n",
+    "short body": b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nabc",
+    "bad chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\nabc",
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
+    "long header": b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000 + b"\r\n\r\n",
+    "redirect to a file": b"HTTP/1.1 302 F\r\nLocation: file:///etc/passwd" + END,
+    "redirect to itself": b"HTTP/1.1 302 F\r\nLocation: /metrics" + END,
+    "status 500": b"HTTP/1.1 500 \x1b[31mX" + END,
+    "compressed": INFO.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1)[:-40],
+    "gigabytes": (OK, *[b"# " + b"x" * (1 << 20)] * 1500),
+    "a byte at a time": (OK, *[b"a"] * 200),
+    "a header's byte at a time": (OK[:20], *[b"a"] * 200),
+}
+
+
+@contextmanager
+def raw_server(pieces: tuple[bytes, ...], sent: list[int]) -> Iterator[str]:
+    """A server that sends pieces, single bytes slowly, until nobody listens; it counts bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            listener.close()  # A client may try again.
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                for piece in pieces:
+                    connection.sendall(piece)
+                    sent.append(len(piece))
+                    time.sleep(0.05 if len(piece) == 1 else 0)
+
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield url
+        thread.join()
+
+
+def refused(url: str) -> str:
+    """What the command says, in one line that a terminal does not obey, with status 1."""
+    with pytest.raises(SystemExit) as stopped:
         cli.main(["info", "--url", url])
+    said = stopped.value.code
+    assert isinstance(said, str)
+    assert said.isprintable()
+    assert len(said) < 1000
+    return said
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_hostile_server_is_one_line_of_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(server_info, "SECONDS", 1.0 if "a time" in name else 60.0)
+    answer, sent = ANSWERS[name], list[int]()
+    with raw_server(answer if isinstance(answer, tuple) else (answer,), sent) as url:
+        said = refused(url)
+    assert ("within 1 s" in said) == ("a time" in name)
+    # What was not read lies in the buffers of the sockets.
+    assert sum(sent) < server_info.MAX_BYTES + (32 << 20)
+
+
+@pytest.mark.parametrize("escape", ["\x1b]0;OWNED\x07\x1b[2J", "\x9b2J", "\r", "\u202e"])
+def test_control_characters_of_labels_are_escaped(ask: Ask, escape: str) -> None:
+    status, printed = ask((SERIES % escape.encode()).decode())
+    assert status == 0
+    assert all(line.isprintable() for line in printed.splitlines())
+    assert repr(escape)[1:-1] in printed
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1:1", "nonsense", "http://[::1", "ftp://127.0.0.1:1", "", "\x1b[2J"),
+        *("file:///etc/hostname", "http://a b/", "http://127.0.0.1:99999", "http://127.0.0.1:abc"),
+        *(
+            "http://\ud800",
+            "x" * 100_000,
+            "http://127.0.0.1:1/\r\nX: y",
+            "http://127.0.0.1:1/?s3cret",
+        ),
+        *("http://user:s3cret@127.0.0.1:1", "http://user:s3c/s3cret@[::1", "u:s3cret@127.0.0.1:1"),
+        *("http://a:s3cret@b:s3cret@127.0.0.1:abc", "http:u:s3cret@127.0.0.1"),
+    ],
+)
+def test_a_server_that_cannot_be_asked(url: str) -> None:
+    said = refused(url)
+    assert "can't be read" in said
+    assert "s3c" not in said

@@ -21,7 +21,6 @@ import torch
 from tests.support.compiling_process import printed_by
 from tests.support.compiling_worker import rank_launch
 from vllm_graft.base.locks import locked
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.startup import ahead as ahead_module
 from vllm_graft.spec_decode.startup.ahead import (
     compile_ahead,
@@ -210,14 +209,17 @@ def test_the_cache_stays_the_one_that_triton_has(
 
 
 @pytest.mark.parametrize(
-    ("keys", "why"),
+    ("processes", "why"),
     [
-        ({"compile_processes": 0}, "--additional-config.graft.tree.compile_processes is 0"),
-        ({}, "kernels of device cpu are not compiled ahead"),
+        ("0", "VLLM_GRAFT_COMPILE_PROCESSES is 0"),
+        ("", "kernels of device cpu are not compiled ahead"),
     ],
 )
-def test_nothing_begins_without_a_gpu_or_when_it_is_off(keys: dict[str, Any], why: str) -> None:
-    drafter: Any = SimpleNamespace(device=torch.device("cpu"), config=TreeConfig(**keys))
+def test_nothing_begins_without_a_gpu_or_when_it_is_off(
+    processes: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_GRAFT_COMPILE_PROCESSES", processes)
+    drafter: Any = SimpleNamespace(device=torch.device("cpu"))
     assert begin(drafter).report() == {
         "foretold": 0,
         "compiled": 0,

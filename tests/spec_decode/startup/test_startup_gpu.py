@@ -19,11 +19,11 @@ START = """
 import json, sys
 from vllm import LLM, SamplingParams
 
-target, draft, prompts, tree = json.loads(sys.argv[1])
+target, draft, prompts = json.loads(sys.argv[1])
 llm = LLM(
     target,
     speculative_config={"method": "eagle3", "model": draft, "num_speculative_tokens": 15},
-    additional_config={"graft": {"tree": {"topk": 4, "steps": 4, "shape": "auto", **tree}}},
+    additional_config={"graft": {"tree": {"topk": 4, "steps": 4, "shape": "auto"}}},
     max_model_len=512,
     max_num_seqs=8,
     gpu_memory_utilization=0.3,
@@ -36,16 +36,17 @@ print("FOUND" + json.dumps([tokens, info["counters"]["tree"]["start"]]))
 """
 
 
-def start(caches: Path, **tree: Any) -> tuple[Any, dict[str, Any]]:
+def start(caches: Path, **variables: str) -> tuple[Any, dict[str, Any]]:
     """Tokens of an engine in a process of its own, and what its start took."""
     prompts = json.loads((SHIPPED / "prompts.json").read_text())[:3]
-    plan = [str(SHIPPED / "target"), str(SHIPPED / "eagle3"), prompts, tree]
+    plan = [str(SHIPPED / "target"), str(SHIPPED / "eagle3"), prompts]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     places = {"TRITON_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": caches / "torch"}
     done = subprocess.run(
         [sys.executable, "-c", START, json.dumps(plan)],
         env={
             **kept,
+            **variables,
             **{name: str(place) for name, place in places.items()},
             "VLLM_CACHE_ROOT": str(caches / "vllm"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -73,7 +74,7 @@ def test_a_first_start_finds_what_was_compiled_ahead(tmp_path: Path) -> None:
     assert second["ahead"]["why"] == "an earlier start has compiled them"
     assert second["kernels"]["compiled"] == 0
     # Control: where nothing is compiled ahead, the worker compiles one kernel after another.
-    alone, third = start(tmp_path / "late", compile_processes=0)
+    alone, third = start(tmp_path / "late", VLLM_GRAFT_COMPILE_PROCESSES="0")
     assert third["ahead"]["foretold"] == 0
     assert third["kernels"]["compiled"] > 2 * first["kernels"]["compiled"]
     assert tokens == again == alone

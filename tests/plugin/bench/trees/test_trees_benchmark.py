@@ -251,6 +251,22 @@ def test_arms_that_contradict_themselves_start_no_engine(name: str, words: str) 
     assert words in str(caught.value)
 
 
+def arms_of(*names: str, **options: Any) -> list[arms.Arm]:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    given = parser.parse_args(["pair", "--arms", *names])
+    given.options = options
+    return command.read_arms(given)
+
+
+def test_several_lengths_need_a_scheduler_beside_the_only_rank() -> None:
+    assert [arm.drafts for arm in arms_of("block:3,5", tensor_parallel_size=1)] == [(3, 5)]
+    assert arms_of("block:3", "tree:31", tensor_parallel_size=2)
+    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        with pytest.raises(BenchmarkError, match=rf'"{option}": 2.*as block:3\+fp8 block:5\+fp8$'):
+            arms_of("none", "block:3,5+fp8", **{option: 2})
+
+
 def test_arms_with_ngrams() -> None:
     tree = {"topk": 8, "steps": 6, "recurrent": True, "ngram": True}
     assert read("tree:31+ngram").options["additional_config"]["graft"]["tree"] == tree

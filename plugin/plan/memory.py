@@ -19,11 +19,7 @@ from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.ngram_room import text_bytes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.recurrent.recurrent_features import (
-    can_keep_inputs,
-    has_key_decays,
-    has_mamba2,
-)
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
 
@@ -246,15 +242,10 @@ def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
 
 def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
     """Bytes of one layer's inputs."""
-    import torch
-
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
+    from vllm_graft.spec_decode.targets.recurrent.recurrent_plan import kept_bytes
 
     window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
-    numbers = 1 if has_mamba2(model) else state[-1] + 1 if has_key_decays(model) else 2
-    device = torch.device("meta")
-    # Features are first or last in a window, and more than its inputs.
-    return LayerInputs.allocate(rows, max(window), (numbers, state[0]), model.dtype, device).nbytes
+    return kept_bytes(rows, model, window, state)
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:

@@ -96,6 +96,23 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
     return values.to(DEVICE, dtype)
 
 
+def states_of(
+    rows: RecurrentRows, heads: Heads, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Blocks lie further apart than their states are long."""
+    blocks = int(rows.columns.max()) + 1
+    size = heads.value_heads * heads.value * heads.key
+    pages = random(blocks, size + 64, seed=5, dtype=dtype)
+    shape = (blocks, heads.value_heads, heads.value, heads.key)
+    return pages[:, :size].unflatten(1, shape[1:])
+
+
+def copied(states: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides."""
+    copy = torch.empty_strided(states.shape, states.stride(), dtype=states.dtype, device=DEVICE)
+    return copy.copy_(states)
+
+
 def gates_of(rows: int, heads: Heads, dtype: torch.dtype = torch.float32) -> DeltaGates:
     value_heads = heads.value_heads
     return DeltaGates(

@@ -1,6 +1,7 @@
 """The ledger: every vLLM symbol that we touch or rely on, once, with what we expect of it.
 
-To add one, add a row to the file of the part that needs it; :mod:`vllm_graft.seams.compare` compares.
+To add one, add a row to the file of the part that needs it. Files of target families lie in their
+rooms; :mod:`vllm_graft.seams.ledger.whole` collects all, :mod:`vllm_graft.seams.compare` compares.
 Symbols are named by the path that we import them from. A test looks through our sources for imports
 that are not listed. It stands below the parts, as the doctor reads it without importing any of them.
 """

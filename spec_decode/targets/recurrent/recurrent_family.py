@@ -4,8 +4,8 @@ and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H).
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
 its parent's state and leaves its own in the block of its row; or it leaves its inputs in a buffer
 of the layer, and the state that the accepted path ends in is made of them. So nothing of what vLLM
-allocates or schedules changes; see `vllm_graft.spec_decode.targets.recurrent.delta_layer` and its
-neighbours for the pass.
+allocates or schedules changes; see `vllm_graft.spec_decode.targets.recurrent.recurrent_layer` for
+the pass.
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ from tests.support.recurrent_samples import (
     DEVICE,
     Heads,
     alone,
+    copied,
     key_decays_of,
     on_cpu,
     random,
     rows_of,
+    states_of,
     stock_chain_key_decays,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeyDecays
@@ -25,21 +27,6 @@ from vllm_graft.testing.reference.recurrence_reference import path_to, tree_key_
 SIZES = [[1], [9, 1, 32, 4]]
 HEADS = Heads(2, 2, 16, 16)
 CHAIN = torch.arange(-1, 32, dtype=torch.int32, device=DEVICE)
-
-
-def states_of(rows: RecurrentRows, heads: Heads, dtype: torch.dtype = torch.float32):
-    """Blocks lie further apart than their states are long."""
-    blocks = int(rows.columns.max()) + 1
-    size = heads.value_heads * heads.value * heads.key
-    pages = random(blocks, size + 64, seed=5, dtype=dtype)
-    shape = (blocks, heads.value_heads, heads.value, heads.key)
-    return pages[:, :size].unflatten(1, shape[1:])
-
-
-def copied(states: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides."""
-    copy = torch.empty_strided(states.shape, states.stride(), dtype=states.dtype, device=DEVICE)
-    return copy.copy_(states)
 
 
 def run(

@@ -11,12 +11,12 @@ from tests.spec_decode.targets.recurrent.kernels.test_selective_state import (
     GROUPS,
     HEADS,
     VALUE,
-    copied,
     problem,
 )
 from tests.support.recurrent_samples import (
     DEVICE,
     alone,
+    copied,
     deepest,
     on_cpu,
     rows_of,

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import DEVICE, random, rows_of, triton_selective_update
+from tests.support.recurrent_samples import (
+    DEVICE,
+    copied,
+    random,
+    rows_of,
+    triton_selective_update,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import SelectiveGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
@@ -31,12 +37,6 @@ def problem(
     pages = random(blocks, HEADS * VALUE * SIZE + 64, seed=5, dtype=dtype)
     states = pages[:, : HEADS * VALUE * SIZE].unflatten(1, (HEADS, VALUE, SIZE))
     return inputs, gates, states
-
-
-def copied(states: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides."""
-    copy = torch.empty_strided(states.shape, states.stride(), dtype=states.dtype, device=DEVICE)
-    return copy.copy_(states)
 
 
 def run(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 T = TypeVar("T")
@@ -150,7 +149,7 @@ class TreeContext:
     watches: tuple[TextWatch, ...] = ()
     draft_window: int = 0
     recurrent_form: str = "states"
-    kept: KeptRows | None = None
+    kept: Any = None
     kept_bytes: int = 0
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.real_pair import conversations, training, widening
+from benchmarks.real_pair.descent import Run
 from benchmarks.real_pair.head import Head, HeadSizes, load_head, save_head
 from benchmarks.real_pair.texts import Text, batches, padded, read_texts, write_texts
 from benchmarks.tests.small_targets import with_norms, write_target
@@ -139,7 +140,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     teacher, sizes, texts = shipped_teacher(400)
-    run = training.Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
+    run = Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
     torch.manual_seed(0)
     head = Head(sizes)
     before = training.acceptance(head, teacher, texts[:16], run)

@@ -1,12 +1,14 @@
-"""The loop of a training run that lasts as long as it is given, and not a number of steps."""
+"""A training run that lasts as long as it is given, and that several GPUs may share."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,38 +17,38 @@ from torch import Tensor, nn
 Given = TypeVar("Given")
 
 
-class Pace(Protocol):
-    """Settings of a training run, which lasts `seconds` or `steps`, whatever ends first."""
+@dataclass(frozen=True)
+class Run:
+    """Settings of a training run, which lasts `seconds` or `steps`, whatever ends first.
 
-    @property
-    def device(self) -> torch.device: ...
+    With `reading` above 0, the target reads texts for so many seconds before, and the head learns
+    from these again and again: on a CPU, the target takes most of a step.
+    """
 
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def rate(self) -> float: ...
-
-    @property
-    def warm_up(self) -> float: ...
-
-    @property
-    def seed(self) -> int: ...
+    device: torch.device
+    seconds: float
+    steps: int = 10**9
+    tokens: int = 16384
+    longest: int = 768
+    passes: int = 6
+    rate: float = 1e-3
+    warm_up: float = 0.04
+    seed: int = 0
+    reading: float = 0
+    rank: int = 0
+    """Each rank of several learns from batches in an order of its own."""
 
 
 def descend(
     model: nn.Module,
     given: Iterator[Given],
     loss: Callable[[Given], Tensor],
-    pace: Pace,
+    run: Run,
     told: Callable[[], str] = str,
 ) -> list[float]:
     """Train a model; return the loss of each step.
 
-    The rate follows the clock: it rises, and falls to nothing when `pace.seconds` are over. Where
+    The rate follows the clock: it rises, and falls to nothing when `run.seconds` are over. Where
     `torch.distributed` has ranks, each learns from what it is given, and all take the mean of their
     gradients, so that their models stay equal.
 
@@ -54,25 +56,25 @@ def descend(
         model: trained, and left in evaluation.
         given: what it learns from, without an end.
         loss: the loss of one of these, computed under autocast on a GPU.
-        pace: how long, and how fast.
+        run: how long, and how fast.
         told: more words for the line that every fiftieth step prints.
     """
-    torch.manual_seed(pace.seed)
+    torch.manual_seed(run.seed)
     model.train()
     _begin_alike(model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     # Whoever reads first does that before the clock starts.
     given = chain([next(given)], given)
-    began, losses, on_gpu = time.perf_counter(), list[float](), pace.device.type == "cuda"
+    began, losses, on_gpu = time.perf_counter(), list[float](), run.device.type == "cuda"
     for number, each in enumerate(given):
         elapsed = time.perf_counter() - began
-        share = _largest(max(elapsed / pace.seconds, number / pace.steps), pace.device)
+        share = _largest(max(elapsed / run.seconds, number / run.steps), run.device)
         if share >= 1:
             break
-        rising = min(1.0, max(share, 1e-3) / pace.warm_up)
+        rising = min(1.0, max(share, 1e-3) / run.warm_up)
         for group in optimizer.param_groups:
-            group["lr"] = pace.rate * rising * 0.5 * (1 + math.cos(math.pi * share))
-        with torch.autocast(pace.device.type, torch.bfloat16, enabled=on_gpu):
+            group["lr"] = run.rate * rising * 0.5 * (1 + math.cos(math.pi * share))
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=on_gpu):
             found = loss(each)
         optimizer.zero_grad(set_to_none=True)
         found.backward()
@@ -112,3 +114,26 @@ def _average_gradients(model: nn.Module) -> None:
     flat /= dist.get_world_size()
     for each, mean in zip(given, flat.split([each.numel() for each in given]), strict=True):
         each.copy_(mean.view_as(each))
+
+
+def begin_ranks() -> int:
+    """Join the other processes that `torchrun` started, if it did; return this one's rank."""
+    if "RANK" not in os.environ:
+        return 0
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank: int = dist.get_rank()
+    return rank
+
+
+def end_ranks() -> None:
+    """Leave the other processes, if there are any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def local_rank() -> int:
+    """The number of this process's GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 
@@ -14,20 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.descent import descend
 from benchmarks.real_pair.__main__ import parser
+from benchmarks.real_pair.descent import Run, descend
 
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Pace:
-    device: torch.device
-    seconds: float = 600.0
-    steps: int = 5
-    rate: float = 0.1
-    warm_up: float = 0.1
-    seed: int = 3
+STEPS = 5
 
 
 def trained(given: list[Tensor], seed: int = 0) -> tuple[Tensor, int]:
@@ -39,7 +31,8 @@ def trained(given: list[Tensor], seed: int = 0) -> tuple[Tensor, int]:
         found: Tensor = (model(rows) - 1).square().mean()
         return found
 
-    losses = descend(model, repeat(torch.cat(given)), loss, Pace(torch.device("cpu")))
+    run = Run(torch.device("cpu"), 600.0, steps=STEPS, rate=0.1, warm_up=0.1, seed=3)
+    losses = descend(model, repeat(torch.cat(given)), loss, run)
     return model.weight.detach(), len(losses)
 
 
@@ -63,7 +56,7 @@ def test_ranks_learn_what_one_learns_from_all_rows(tmp_path: Path) -> None:
     for rank in range(2):
         code = (
             f"import sys; sys.path[:] = {path!r}; from pathlib import Path; "
-            f"from benchmarks.tests.test_descent import one_rank; "
+            f"from benchmarks.tests.test_real_pair_descent import one_rank; "
             f"one_rank({rank}, Path({str(tmp_path)!r}))"
         )
         ranks.append(subprocess.Popen([sys.executable, "-c", code]))
@@ -71,7 +64,7 @@ def test_ranks_learn_what_one_learns_from_all_rows(tmp_path: Path) -> None:
     both = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     alone, steps = trained([rows(0), rows(1)])
     assert both[0] == both[1]
-    assert both[0][1] == steps == Pace.steps
+    assert both[0][1] == steps == STEPS
     torch.testing.assert_close(torch.tensor(both[0][0]), alone)
     # One that learned from half of the rows is another.
     assert not torch.allclose(trained([rows(0)])[0], alone, atol=1e-3)

@@ -200,7 +200,7 @@ def ask(llm: Any, size: int, seed: int, tokens: int) -> Answer:
     """Ask about one image of noise, with no other request in flight."""
     from vllm import SamplingParams
 
-    from vllm_graft.testing.models import vision_models
+    from tests.support.vision import vision_models
 
     image = vision_models.noise_image(size, size, seed)
     request = {"prompt": vision_models.QWEN_PROMPT, "multi_modal_data": {"image": image}}
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_model(folder: Path, tiny: bool) -> Path:
     """Write the checkpoint: with weights on a CPU, else without any."""
-    from vllm_graft.testing.models import vision_models
+    from tests.support.vision import vision_models
 
     if tiny:
         from vllm_graft.testing import torchvision_import

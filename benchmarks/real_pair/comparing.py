@@ -21,8 +21,8 @@ from unittest import mock
 
 from benchmarks.real_pair.conversations import Conversation, messages
 from benchmarks.real_pair.targets import target_of
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, counter, scheduling
 from vllm_graft.base import markdown
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, counter, scheduling
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 1024,

@@ -14,8 +14,8 @@ import torch
 from benchmarks.real_pair import comparing, pretrained
 from benchmarks.real_pair.comparing import ARMS, Row, whole_rows
 from benchmarks.real_pair.targets import PLAIN, TARGETS, Target, target_of
+from tests.support.engines.pairs import Answer
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.testing.pairs import Answer
 
 # --- targets ------------------------------------------------------------------------------------
 

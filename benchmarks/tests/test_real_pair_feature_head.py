@@ -26,7 +26,7 @@ from benchmarks.real_pair.feature_head import (
 from benchmarks.real_pair.head import HeadSizes
 from benchmarks.real_pair.targets import TARGETS
 from benchmarks.real_pair.texts import Text
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
 
 CPU = torch.device("cpu")
 
@@ -148,8 +148,8 @@ def test_vllm_accepts_what_a_trained_head_foretells(
 ) -> None:
     from vllm import SamplingParams
 
+    from tests.support.engines.pairs import Pair
     from vllm_graft.testing import spec_metrics
-    from vllm_graft.testing.pairs import Pair
 
     turns = [(prompt, 0.0) for prompt in asked]
     texts = generate(target, turns, seconds=1000, max_tokens=40, held_out=False)

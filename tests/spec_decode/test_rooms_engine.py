@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import table_drafter, wide_windows
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from tests.support.models import table_drafter, wide_windows
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3, write_llama
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,8 @@ import torch
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.pairs import Pair, Request, answer_all
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.engine_arms import read_arm
@@ -26,7 +27,6 @@ from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees.arm_processes import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
 

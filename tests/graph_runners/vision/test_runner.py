@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.vision import towers
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.graph_runners.vision.capture.allocator import scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, adapter_of, attach
-from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import suites
 
-from vllm_graft.testing import upstream
+from tests.support.engines import upstream
 
 
 @pytest.fixture(scope="session")

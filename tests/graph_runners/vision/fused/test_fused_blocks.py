@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.vision import towers
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.vision import fused_passes as passes
 from vllm_graft.graph_runners.vision.capture.admission import Admission
@@ -29,7 +30,6 @@ from vllm_graft.graph_runners.vision.towers import grid_tower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.seams import compare as seams
 from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.testing.models import towers
 
 WIDTH = 128
 

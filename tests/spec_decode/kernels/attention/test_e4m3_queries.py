@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space
-from tests.support.e4m3_queries import converted, with_small_query
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+from tests.support.samples.attention_spaces import nan_space
+from tests.support.samples.e4m3_queries import converted, with_small_query
 from vllm_graft.spec_decode.attention.samples import (
     UNTOUCHED,
     AttentionShape,
@@ -32,10 +36,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.testing.reference.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 
 # The interpreter has no conversions of a device's own, and no e4m3 tensor cores.
 DEVICE = "cpu"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space
-from tests.support.latent_samples import LatentShape, latent_problem
+from tests.support.samples.attention_spaces import nan_space
+from tests.support.samples.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.attention.latents.plain_latent import (
     copy_tree_rows_reference,
     latent_attention_reference,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space
-from tests.support.latent_samples import LatentShape, latent_draft_problem
+from tests.support.samples.attention_spaces import nan_space
+from tests.support.samples.latent_samples import LatentShape, latent_draft_problem
 from vllm_graft.spec_decode.attention.latents.plain_latent import latent_draft_attention_reference
 from vllm_graft.spec_decode.attention.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.attention.samples import TOLERANCE, untouched

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import path_to, tree_delta_rule_reference
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
     alone,
@@ -19,7 +20,6 @@ from tests.support.recurrent_samples import (
 )
 from vllm_graft.spec_decode.kernels.recurrence.delta_rule import DeltaGates, tree_delta_rule
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import path_to, tree_delta_rule_reference
 
 SIZES = [[1], [9, 1, 32, 4]]
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import path_to, tree_key_decays_reference
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
     alone,
@@ -19,7 +20,6 @@ from tests.support.recurrent_samples import (
 )
 from vllm_graft.spec_decode.kernels.recurrence.key_decays import KeyDecays, tree_key_decays
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import path_to, tree_key_decays_reference
 
 SIZES = [[1], [9, 1, 32, 4]]
 HEADS = Heads(2, 2, 16, 16)

@@ -14,7 +14,10 @@ from tests.spec_decode.kernels.recurrence.test_selective_state import (
     copied,
     problem,
 )
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import (
+    tree_selective_update_reference,
+)
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     alone,
     deepest,
@@ -33,9 +36,6 @@ from vllm_graft.spec_decode.kernels.recurrence.state_folds import (
 )
 from vllm_graft.spec_decode.trees.recurrent_inputs import KeptRows, LayerInputs
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import (
-    tree_selective_update_reference,
-)
 
 
 def chunk(

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import DEVICE, random, rows_of, triton_selective_update
+from tests.support.references.recurrence_reference import tree_selective_update_reference
+from tests.support.samples.recurrent_samples import DEVICE, random, rows_of, triton_selective_update
 from vllm_graft.spec_decode.kernels.recurrence.selective_state import (
     SelectiveGates,
     tree_selective_update,
 )
 from vllm_graft.spec_decode.trees.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import tree_selective_update_reference
 
 HEADS, GROUPS, VALUE, SIZE = 4, 2, 24, 16
 DIM = HEADS * VALUE + 2 * GROUPS * SIZE

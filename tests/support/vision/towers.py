@@ -18,8 +18,8 @@ from vllm.distributed import (
 )
 from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 
+from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision import runner as runner_module
-from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
 Grid = tuple[int, int, int]

@@ -1,7 +1,4 @@
-"""Stand-ins that let the benchmark run on a CPU: recorded graphs, and capturable attention.
-
-The figures mean nothing there. They are for testing the code before it is given a GPU.
-"""
+"""Stand-ins by which towers and their graphs run on a CPU: recordings, capturable attention."""
 
 from __future__ import annotations
 
@@ -9,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
+
+from tests.support.vision.fake_backend import FakeBackend
 
 
 @contextlib.contextmanager
@@ -28,7 +27,6 @@ def cpu() -> Iterator[None]:
         from vllm.v1.worker import encoder_cudagraph
 
         from vllm_graft.graph_runners.vision import runner
-        from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 
         patches.enter_context(
             mock.patch.object(encoder_cudagraph, "current_stream", return_value=None)

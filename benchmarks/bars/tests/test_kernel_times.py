@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_graft.bench.common.kernel_times import by_name, kernels_of, lines
+from benchmarks.bars.kernel_times import by_name, kernels_of, lines
 
 
 def test_the_longest_sums_come_first() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -55,34 +55,6 @@ _NUMBERED = re.compile(r"\+(hot|window)([1-9][0-9]{0,9})$")
 
 _NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window"}
 """So many tokens are learned that drafts are chosen from, or the draft sees so many tokens."""
-
-
-@dataclass(frozen=True, eq=False)
-class Arm:
-    """An engine, and the columns of the table that it fills.
-
-    Attributes:
-        name: the name as it was given.
-        options: options of ``vllm.LLM``.
-        drafts: lengths of its chains, one column each; empty where there is one column and the
-            engine itself decides.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def columns(self) -> dict[str, int | None]:
-        """Drafts to fix for each column; None where nothing is to be fixed."""
-        base, *_ = _suffixes(self.name)
-        kind, end = base.partition(":")[0], self.name.removeprefix(base)
-        return {f"{kind}:{count}{end}": count for count in self.drafts} or {self.name: None}
-
-
-def is_ours(column: str) -> bool:
-    """Return whether a column is an arm of vllm-graft."""
-    return column.startswith(("tree:", "auto:"))
 
 
 def is_chain(column: str) -> bool:

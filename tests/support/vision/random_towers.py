@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-from vllm_graft.bench.vision.image_cases import Batch
+Grid = tuple[int, int, int]
+"""Frames (after temporal merging), rows and columns of patches."""
+
+Modality = Literal["image", "video"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of one call of the encoder.
+
+    Attributes:
+        modality: modality of all items.
+        grids: one grid per item.
+    """
+
+    modality: Modality
+    grids: tuple[Grid, ...]
+
+    @property
+    def patches(self) -> int:
+        """Patches of all items."""
+        return sum(math.prod(grid) for grid in self.grids)
 
 
 @dataclass(frozen=True)

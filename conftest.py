@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 # At import: looking for garbage in what is imported and collected is a quarter of their time, and
 # little is found. Engines collect theirs when they end.
@@ -12,6 +13,26 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
+
+NOT_QUICK = ("engine", "gpu", "nightly", "slow")
+"""Marks of tests that a quick run leaves out."""
+
+LONG_ROOMS = frozenset({
+    "benchmarks",
+    "tests/graph_runners/vision",
+    "tests/hicache/copies",
+    "tests/hicache/storage",
+    "tests/plugin/scaffold",
+    "tests/plugin/seams",
+    "tests/plugin/test_distribution.py",
+    "tests/plugin/test_examples.py",
+    "tests/plugin/testing",
+    "tests/spec_decode/attention",
+    "tests/spec_decode/kernels",
+    "tests/spec_decode/tuning",
+})  # fmt: skip
+"""Folders and files that a quick run leaves out: they interpret kernels, simulate, write to disks
+or start processes for minutes."""
 
 if not HAS_CUDA:
     # At import: test modules decorate kernels, and pull in vllm, while they are collected.
@@ -24,8 +45,20 @@ if not HAS_CUDA:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that asks for the long tests."""
+    """Add options that ask for more tests, or for fewer."""
     parser.addoption("--nightly", action="store_true", help="run tests marked nightly as well")
+    parser.addoption("--quick", action="store_true", help="run the pure tests that take no time")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave long rooms out of a quick run before they are imported, which takes a while, too."""
+    if not config.getoption("--quick"):
+        return None
+    engines = collection_path.name.endswith(("_engine.py", "_gpu.py"))
+    # What the command line names is not asked about, but what lies below is.
+    place = collection_path.relative_to(config.rootpath)
+    rooms = {each.as_posix() for each in (place, *place.parents)}
+    return True if engines or rooms & LONG_ROOMS else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("nightly"):
                 item.add_marker(later)
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, NOT_QUICK))]
     # Whole files go to processes in this order: the long ones first, so that none waits at the end.
     long = {
         item.path

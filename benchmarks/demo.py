@@ -21,8 +21,8 @@ from pathlib import Path
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
-from tests.support.shipped_pair import SHIPPED as PAIR
-from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
+from tests.support.engines.pair_server import MODEL, server_settings, settled_counters, speculate
+from tests.support.engines.shipped_pair import SHIPPED as PAIR
 from vllm_graft.testing.vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
 
 COMMAND = VLLM

@@ -24,19 +24,17 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from vllm_graft.bench.common import report
+from vllm_graft.bench.common.arm import is_ours
+from vllm_graft.bench.common.arm_rows import Row, table
 from vllm_graft.bench.common.closed_loop import Call
-from vllm_graft.bench.common.engine_arms import is_ours
 from vllm_graft.bench.trees import command
-from vllm_graft.bench.trees.arm_processes import start
-from vllm_graft.bench.trees.arm_rows import Row
-from vllm_graft.bench.trees.arm_tables import table
+from vllm_graft.bench.trees.arm_engines import start
 from vllm_graft.bench.trees.turns import measure_cases
 
 WORKLOADS = ("edit", "prose")
@@ -221,9 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, list[Row]] = {}
     for workload in arguments.workload:
         found[workload] = measure(arguments, workload)
-        print(f"{workload}:\n{table(found[workload])}", flush=True)
+        print(f"{workload}:\n{table(found[workload], command.rate_cell)}", flush=True)
     if arguments.json:
-        rows = [{"workload": name, **asdict(row)} for name, each in found.items() for row in each]
+        rows = [{"workload": name, **row.flat()} for name, each in found.items() for row in each]
         report.write_json(arguments.json, rows)
     return 0
 

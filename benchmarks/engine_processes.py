@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.engine_arms import read_arm
+from vllm_graft.bench.trees.arm_names import read_arm
 
 CPU_OPTIONS = ("speculative_config", "additional_config", "max_num_seqs")
 

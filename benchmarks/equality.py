@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pairs import (
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -28,6 +27,7 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
+from tests.support.engines.shipped_pair import SHIPPED
 
 CONCURRENCY = (1, 2, 4, 8)
 # The topk and steps of a tree, by its number of nodes.

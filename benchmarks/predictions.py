@@ -32,11 +32,11 @@ from unittest import mock
 
 from benchmarks.edits import answers_to, edits, replay
 from benchmarks.tool_calls import TOOLS, earlier_calls, engine
+from tests.support.engines.pairs import Pair, counter
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.spec_decode.lookup.references import References
 from vllm_graft.spec_decode.trees.reference import KEY, NONE
-from vllm_graft.testing.pairs import Pair, counter
 
 OTHER: tuple[dict[str, Any], ...] = (
     {"query": "next token", "whole_words": False},

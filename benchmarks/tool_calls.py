@@ -35,11 +35,11 @@ from unittest import mock
 
 import torch
 
-from tests.support.gpu_engines import exact_engine
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Pair, counter
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.testing import model_runner
-from vllm_graft.testing.pairs import Pair, counter
 
 _TEXT = {"type": "string", "pattern": "^[a-z_. ]{3,24}$"}
 _PATH = {"type": "string", "pattern": "^[a-z_]{2,12}/[a-z_]{2,12}\\.py$"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.support.import_graph import (
     module_graph,
     source_files,
 )
+from tests.support.room_lines import allowed, problems, room_lines
 
 FLOORS = (
     ("base",),
@@ -150,3 +153,28 @@ def test_nothing_of_the_product_is_imported_by_its_folder_s_name() -> None:
     assert by_folder_name("def late():\n    from hicache.host import pool") == ["hicache.host"]
     assert by_folder_name("import tests.support") == ["tests.support"]
     assert by_folder_name("from . import tests\nimport vllm_graft.hicache") == []
+
+
+ROOM_LINES = json.loads(Path(__file__).with_name("room_lines.json").read_text())
+"""How many lines of Python a room may have; `tests/support/room_lines.py` writes the table."""
+
+
+def test_a_room_grows_only_with_its_number() -> None:
+    found = room_lines()
+    assert len(found) > 20
+    assert sum(found.values()) > 100_000
+    assert problems(found, ROOM_LINES) == []
+
+
+def test_numbers_that_do_not_fit_are_named() -> None:
+    table = {"hicache/host": 1000, "tests": 50_000, "gone": 7}
+    said = problems({"hicache/host": 1001, "tests": 47_000, "plugin/new": 1}, table)
+    assert [each.partition(":")[0] for each in said] == [
+        "gone has only 0 lines, its number is 7",
+        "hicache/host has 1001 lines, its number is 1000",
+        "plugin/new has 1 lines, its number is 0",
+        "tests has only 47000 lines, its number is 50000",
+    ]
+    assert all("tests/room_lines.json" in each for each in said)
+    assert problems({"a": 96, "b": 100}, {"a": 100, "b": 100}) == []
+    assert [allowed(lines) for lines in (3, 191, 1001)] == [3, 200, 1010]

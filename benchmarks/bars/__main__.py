@@ -36,7 +36,7 @@ from pathlib import Path
 from benchmarks.bars import contest
 from benchmarks.bars.windows import DEFAULT_CELLS
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.engine_arms import METHODS
+from vllm_graft.bench.trees.arm_names import METHODS
 
 
 def read_arguments(given: list[str]) -> argparse.Namespace:

@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.bars import kernel_times as kernels
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
-from vllm_graft.bench.common import kernel_times as kernels
 from vllm_graft.bench.common.calling_core import calling_core
 from vllm_graft.bench.common.step_bytes import (
     PASSES,
@@ -70,7 +70,7 @@ def host_times(worker: Any) -> dict[str, float]:
 def device_bars(worker: Any, with_kernels: bool = False) -> dict[str, dict[str, Any]]:
     """Measure bars 3 and 4 on this worker's device; a bar that can't be measured says why.
 
-    `with_kernels` adds the lines of `vllm_graft.bench.common.kernel_times` for one replay of each.
+    `with_kernels` adds the lines of `benchmarks.bars.kernel_times` for one replay of each.
     """
     found: dict[str, dict[str, Any]] = {}
     for bar, measure in (("3", draft_levels), ("4", target_rows)):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.common import kernel_times as kernels
+from benchmarks.bars import kernel_times as kernels
 
 SKIPPED, PROFILED = 6, 9
 """How many steps are skipped at the beginning, and how many are profiled after them."""

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.bars import step_pace
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import node_counts, report
-from vllm_graft.bench.common.engine_arms import is_ours
+from vllm_graft.bench.common.arm import is_ours
 from vllm_graft.bench.common.step_bytes import step_cell
 
 DEFAULT_CELLS = """[

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.fuzz.compare import Rule
 from benchmarks.fuzz.rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pair_server import server_settings, speculate
+from tests.support.engines.pair_server import server_settings, speculate
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing.vllm_server import sum_of
 
 TEMPLATE = (

@@ -100,16 +100,15 @@ def train(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from benchmarks import ranks
-    from benchmarks.real_pair import answers, making, pretrained, training
+    from benchmarks.real_pair import answers, descent, making, pretrained, training
     from benchmarks.real_pair.texts import read_texts
 
     work: Path = arguments.work
     cuda = torch.cuda.is_available()
-    rank = ranks.begin()
-    device = torch.device("cuda", ranks.local_rank()) if cuda else torch.device("cpu")
+    rank = descent.begin_ranks()
+    device = torch.device("cuda", descent.local_rank()) if cuda else torch.device("cpu")
     torch.set_float32_matmul_precision("high")
-    run = training.Run(
+    run = descent.Run(
         device,
         arguments.seconds,
         arguments.steps,
@@ -140,7 +139,7 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(run.seed)
     made = making.maker(target_of(work))(config, model.to(device), ids)
     losses = made.train(texts, run)
-    ranks.end()
+    descent.end_ranks()
     if rank:
         return
     made.save(work)

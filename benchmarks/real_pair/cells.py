@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_graft.base import markdown
-from vllm_graft.bench.common.engine_arms import is_ours
+from vllm_graft.bench.common.arm import is_ours
 
 TOKENS_PER_SECOND = {1: 600.0, 4: 2000.0, 16: 6000.0, 64: 13000.0}
 """What a wide pair emits on a fast GPU, by requests in flight; it sizes a cell to its seconds."""

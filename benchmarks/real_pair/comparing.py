@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,9 +21,8 @@ from unittest import mock
 
 from benchmarks.real_pair.conversations import Conversation, messages
 from benchmarks.real_pair.targets import target_of
-from benchmarks.whole_rows import whole_rows
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, counter, scheduling
 from vllm_graft.base import markdown
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, counter, scheduling
 
 ENGINE: dict[str, Any] = {
     "max_model_len": 1024,
@@ -208,6 +208,47 @@ def _windows(kept: bool) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         if not kept:
             patches.enter_context(mock.patch.object(layer, "window_of", return_value=0))
+        yield
+
+
+class WholeRows:
+    """Stands for `_gumbel_sample_kernel`, whose grid is rows by blocks of the vocabulary."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        """The launch of a grid."""
+        rows, blocks = grid
+
+        def launch(*given: Any, BLOCK_SIZE: int, **named: Any) -> None:
+            # The best of each block, of which only the first is written.
+            given[2].fill_(-math.inf)
+            size = 1 << (blocks * BLOCK_SIZE - 1).bit_length()
+            self._kernel[rows, 1](*given, BLOCK_SIZE=size, **named)
+
+        return launch
+
+
+@contextlib.contextmanager
+def whole_rows() -> Iterator[None]:
+    """Sample, and find the tokens of a tree, with one program per row, where Triton is interpreted.
+
+    A program costs the interpreter milliseconds, and little more if it is wide. A row of 262,144
+    tokens takes 256 programs of vLLM's sampler and 64 of a tree's drafts.
+    """
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    from vllm_graft.spec_decode.kernels import topk
+
+    def block(vocab_size: int) -> tuple[int, int]:
+        return 1 << (vocab_size - 1).bit_length(), 1
+
+    kernel = WholeRows(gumbel._gumbel_sample_kernel)
+    with (
+        mock.patch.object(gumbel, "_gumbel_sample_kernel", kernel),
+        mock.patch.object(topk, "topk_block", block),
+    ):
         yield
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.real_pair import training
+from benchmarks.real_pair.descent import Run
 from benchmarks.real_pair.feature_head import (
     FeatureHead,
     LeastSquares,
@@ -22,7 +23,7 @@ from benchmarks.real_pair.feature_head import (
 from benchmarks.real_pair.head import Head, HeadSizes, save_head
 from benchmarks.real_pair.targets import Target
 from benchmarks.real_pair.texts import Text
-from benchmarks.real_pair.training import Run, Teacher
+from benchmarks.real_pair.training import Teacher
 
 BEGINNING = 16
 """Batches that a head begins by."""

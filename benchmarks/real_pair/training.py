@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.descent import descend
+from benchmarks.real_pair.descent import Run, descend
 from benchmarks.real_pair.feature_head import FeatureHead
 from benchmarks.real_pair.head import Head
 from benchmarks.real_pair.texts import Batch, Text, batches
@@ -25,28 +25,6 @@ LOGITS = 2**27
 """Most logits over the target's whole vocabulary that exist at a time."""
 
 AnyHead = Head | FeatureHead
-
-
-@dataclass(frozen=True)
-class Run:
-    """Settings of a training run, which lasts `seconds` or `steps`, whatever ends first.
-
-    With `reading` above 0, the target reads texts for so many seconds before, and the head learns
-    from these again and again: on a CPU, the target takes most of a step.
-    """
-
-    device: torch.device
-    seconds: float
-    steps: int = 10**9
-    tokens: int = 16384
-    longest: int = 768
-    passes: int = 6
-    rate: float = 1e-3
-    warm_up: float = 0.04
-    seed: int = 0
-    reading: float = 0
-    rank: int = 0
-    """Each rank of several learns from batches in an order of its own."""
 
 
 @dataclass(frozen=True)

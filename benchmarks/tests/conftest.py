@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.pair_fixtures import expected, pair, samples
+from tests.support.engines.pair_fixtures import expected, pair, samples
 
 __all__ = ["expected", "pair", "samples"]

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import bursts
 from benchmarks.engine_processes import Plan, engine_options, running
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pairs import Pair
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 
 
 @pytest.mark.engine

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.edits import Replay, answers_to, edits, main, replay
+from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 PAIR = Pair.load(Path(__file__).resolve().parents[2] / "tests" / "pair")
 

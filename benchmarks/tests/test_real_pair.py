@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.real_pair import conversations, training, widening
+from benchmarks.real_pair.descent import Run
 from benchmarks.real_pair.head import Head, HeadSizes, load_head, save_head
 from benchmarks.real_pair.texts import Text, batches, padded, read_texts, write_texts
 from benchmarks.tests.small_targets import with_norms, write_target
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
 
 CPU = torch.device("cpu")
 PROMPTS = SHIPPED / "prompts.json"
@@ -139,7 +140,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     teacher, sizes, texts = shipped_teacher(400)
-    run = training.Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
+    run = Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
     torch.manual_seed(0)
     head = Head(sizes)
     before = training.acceptance(head, teacher, texts[:16], run)
@@ -192,8 +193,8 @@ def test_a_saved_head_computes_the_same(trained: dict[str, Any]) -> None:
 def test_vllm_accepts_the_drafts_that_the_head_foretells(trained: dict[str, Any]) -> None:
     from vllm import SamplingParams
 
+    from tests.support.engines.pairs import Pair
     from vllm_graft.testing import spec_metrics
-    from vllm_graft.testing.pairs import Pair
 
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     asked = [{"prompt_token_ids": t.tokens[: t.prompt].tolist()} for t in trained["texts"][:16]]

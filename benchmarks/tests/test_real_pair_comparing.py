@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from benchmarks.real_pair import comparing, pretrained
-from benchmarks.real_pair.comparing import ARMS, Row
+from benchmarks.real_pair.comparing import ARMS, Row, whole_rows
 from benchmarks.real_pair.targets import PLAIN, TARGETS, Target, target_of
-from benchmarks.whole_rows import whole_rows
+from tests.support.engines.pairs import Answer
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.testing.pairs import Answer
 
 # --- targets ------------------------------------------------------------------------------------
 

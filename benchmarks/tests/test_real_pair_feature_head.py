@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real_pair import making, training
+from benchmarks.real_pair.answers import draw, generate, grown
+from benchmarks.real_pair.descent import Run
 from benchmarks.real_pair.feature_head import (
     FeatureHead,
     LeastSquares,
@@ -21,11 +23,10 @@ from benchmarks.real_pair.feature_head import (
     save_feature_head,
     stored_weights,
 )
-from benchmarks.real_pair.generation import draw, generate, grown
 from benchmarks.real_pair.head import HeadSizes
 from benchmarks.real_pair.targets import TARGETS
 from benchmarks.real_pair.texts import Text
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
 
 CPU = torch.device("cpu")
 
@@ -90,7 +91,7 @@ def test_a_head_begins_by_least_squares() -> None:
 def test_limited_lessons_come_again(target: Any) -> None:
     texts = [Text(torch.arange(5 * i, 5 * i + 20, dtype=torch.int32), 4) for i in range(12)]
     teacher = training.Teacher(target, torch.arange(50), (), whole=False)
-    run = training.Run(CPU, 1000, tokens=64, longest=20, passes=2, reading=1e-9)
+    run = Run(CPU, 1000, tokens=64, longest=20, passes=2, reading=1e-9)
     first, second = islice(training.lessons(teacher, texts, run), 2)
     assert first is second
     rows = first.rows.sum().item()
@@ -147,14 +148,14 @@ def test_vllm_accepts_what_a_trained_head_foretells(
 ) -> None:
     from vllm import SamplingParams
 
+    from tests.support.engines.pairs import Pair
     from vllm_graft.testing import spec_metrics
-    from vllm_graft.testing.pairs import Pair
 
     turns = [(prompt, 0.0) for prompt in asked]
     texts = generate(target, turns, seconds=1000, max_tokens=40, held_out=False)
     config = json.loads((SHIPPED / "target" / "config.json").read_text())
     ids, _ = training.frequent_tokens(texts, config["vocab_size"], 300)
-    run = training.Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
+    run = Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
     torch.manual_seed(0)
     made = making.maker(TARGETS["gemma3-270m"])(config, target, ids)
     losses = made.train(texts, run)

@@ -9,7 +9,7 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from benchmarks import tool_calls
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
 
 
 @pytest.mark.engine

@@ -19,9 +19,9 @@ from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
 from benchmarks.fuzz.compare import Judge
 from benchmarks.fuzz.requests import World, generate
 from benchmarks.fuzz.server import answers, compare_all, corrupted, gap_by
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pair_server import MODEL, server_settings, settled_counters, speculate
-from vllm_graft.testing.pairs import Answer, Request
+from tests.support.engines.pair_server import MODEL, server_settings, settled_counters, speculate
+from tests.support.engines.pairs import Answer, Request
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing.vllm_server import ServerError, VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

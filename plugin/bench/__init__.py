@@ -18,7 +18,7 @@ from vllm_graft.bench.common.report import exit_status, require_folder
 BENCHMARKS = {
     "trees": "vllm_graft.bench.trees.command",
     "hicache": "vllm_graft.bench.hicache.command",
-    "vit": "vllm_graft.bench.vision",
+    "vit": "vllm_graft.bench.vision.command",
 }
 """Name on the command line, and the module."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import storage_writer
+from tests.support.host_cache import storage_writer
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import cache_refusals

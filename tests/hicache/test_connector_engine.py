@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cache_engines import connector, generate, metrics, prompts, transfer
+from tests.support.engines.cache_engines import connector, generate, metrics, prompts, transfer
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.page_estimate import least_page_bytes

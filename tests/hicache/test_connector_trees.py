@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cache_engines import generate, metrics, transfer
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pairs import Pair
+from tests.support.engines.cache_engines import generate, metrics, transfer
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.cache_engines import generate, metrics, prompts, transfer
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.cache_engines import generate, metrics, prompts, transfer
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing import cpu_engine, write_llama
-from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cache_engines import generate, prompts, transfer
+from tests.support.engines.cache_engines import generate, prompts, transfer
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = pytest.mark.engine

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pair_server import MODEL, server_settings, speculate
+from tests.support.engines.pair_server import MODEL, server_settings, speculate
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing.vllm_server import VllmServer, sum_of
 
 ROOT = Path(__file__).parents[2]

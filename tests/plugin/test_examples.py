@@ -19,14 +19,14 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.pair_server import server_settings
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.base.decision import PRESETS
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.config.connector_options import parse_options
 from vllm_graft.hicache.storage.segments.store import SegmentsOptions
 from vllm_graft.scaffold.templates import KINDS, files
 from vllm_graft.testing import cpu_engine, greedy
-from vllm_graft.testing.pair_server import server_settings
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PLUGINS = sorted((EXAMPLES / "plugins").iterdir())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.one_configuration import one_configuration
-from tests.support.pair_fixtures import expected, pair, samples
+from tests.support.engines.one_configuration import one_configuration
+from tests.support.engines.pair_fixtures import expected, pair, samples
 from vllm_graft.hooks import manager
 
 __all__ = ["expected", "flash_attention_3", "pair", "samples"]

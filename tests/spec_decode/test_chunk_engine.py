@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import table_drafter
-from tests.support.window_models import BLOCK, write_llama4
+from tests.support.models import table_drafter
+from tests.support.models.window_models import BLOCK, write_llama4
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.shipped_pair import SHIPPED
-from tests.support.window_models import BLOCK, write_gpt_oss
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.models.window_models import BLOCK, write_gpt_oss
 from vllm_graft.testing import greedy, write_eagle3
 from vllm_graft.testing.vllm_server import VllmServer
 

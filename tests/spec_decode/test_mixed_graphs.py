@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.metrics_page import metrics_page
+from tests.support.answers.metrics_page import metrics_page
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all
 from vllm_graft.metrics.exposition import total
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
 from vllm_graft.spec_decode.verification.context import Counters
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

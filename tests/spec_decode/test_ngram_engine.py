@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.finished_trees import finish_and_compare
-from vllm_graft.testing.pairs import (
+from tests.support.answers.finished_trees import finish_and_compare
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -17,7 +17,7 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
-from vllm_graft.testing.reference.ngram_reference import Candidates, continuation, last_match
+from tests.support.references.ngram_reference import Candidates, continuation, last_match
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

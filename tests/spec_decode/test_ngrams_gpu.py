@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.ngram_worlds import World
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.references.ngram_reference import continuation, last_match
+from tests.support.worlds.ngram_worlds import World
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
-from vllm_graft.testing.pairs import Request, answer_all, differing
-from vllm_graft.testing.reference.ngram_reference import continuation, last_match
 
 pytestmark = pytest.mark.gpu
 

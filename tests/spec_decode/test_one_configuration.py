@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.one_configuration import PACKAGES, autotuned_kernels, one_configuration, smallest
+from tests.support.engines.one_configuration import (
+    PACKAGES,
+    autotuned_kernels,
+    one_configuration,
+    smallest,
+)
 
 
 def _config(stages: int = 2, warps: int = 4, **tiles: Any) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.metrics_page import metrics_page
-from tests.support.pair_fixtures import TOKENS
+from tests.support.answers.metrics_page import metrics_page
+from tests.support.engines.pair_fixtures import TOKENS
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from vllm_graft.metrics import exposition
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 

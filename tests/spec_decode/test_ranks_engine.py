@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import rank_answers
-from tests.support.cache_engines import transfer
+from tests.support.engines import rank_answers
+from tests.support.engines.cache_engines import transfer
+from tests.support.engines.pairs import Answer, Pair, Request
 from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
-from vllm_graft.testing.pairs import Answer, Pair, Request
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import rank_answers
-from tests.support.cache_engines import transfer
-from tests.support.gpu_engines import exact_engine
-from tests.support.rank_answers import RankAnswers
+from tests.support.engines import rank_answers
+from tests.support.engines.cache_engines import transfer
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from tests.support.engines.rank_answers import RankAnswers
 from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import table_drafter, toy_family
+from tests.support import toy_family
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from tests.support.models import table_drafter
 from vllm_graft.base.errors import SeamError
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3, write_llama
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 

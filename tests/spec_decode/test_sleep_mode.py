@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.pairs import Pair
+from tests.support.engines.pairs import Pair
 
 
 @pytest.mark.engine

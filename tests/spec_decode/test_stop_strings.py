@@ -21,8 +21,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from tests.support.shipped_pair import SHIPPED
-from vllm_graft.testing.pairs import Pair
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 
 TEXT = "def foo(self):\n    return é ü 'x' 日本 self.x\n\n\nclass Bar: # héllo"
 STOPS = [" ", "e", "\n", "(", "self", "in", "=", ". ", "é", " b", "日", "def foo", "):\n"]

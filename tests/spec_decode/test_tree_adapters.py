@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.lora_adapters import write_adapter
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from tests.support.models.lora_adapters import write_adapter
 from vllm_graft.spec_decode.verification import adapters
 from vllm_graft.testing import model_runner, spec_metrics
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

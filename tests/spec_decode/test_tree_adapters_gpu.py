@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.lora_adapters import write_adapter
-from tests.support.near_ties import answers, compared, departures
+from tests.support.answers.near_ties import answers, compared, departures
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Pair
+from tests.support.models.lora_adapters import write_adapter
 from vllm_graft.spec_decode.verification import adapters
 from vllm_graft.testing import model_runner, spec_metrics
-from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

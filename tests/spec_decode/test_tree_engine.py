@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.pairs import (
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,

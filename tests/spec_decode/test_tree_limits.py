@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.pairs import Pair
+from tests.support.engines.pairs import Pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.pairs import Pair, Request, answer_all
+from tests.support.engines.pairs import Pair, Request, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -17,16 +17,16 @@ import torch
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.pairs import Pair, Request, answer_all
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.common.engine_arms import read_arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees.arm_processes import engine_options
+from vllm_graft.bench.trees.arm_engines import engine_options
+from vllm_graft.bench.trees.arm_names import read_arm
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing.pairs import Pair, Request, answer_all
 
 TINY = ["--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-bytes", "67108864"]
 
@@ -245,7 +245,7 @@ def test_engines_start_from_the_arguments() -> None:
     given = ["pair", "--options", '{"seed": 7}', "--fp8-target", "--sizes", "1", "2"]
     arguments = program.read_arguments(given)
     arguments.batch = [4]
-    found = engine_options(read_arm("none", Path("draft"), 2, 2, 4), arguments, engines=2)
+    found = engine_options(read_arm("none", Path("draft"), 2, 2, 4), arguments)
     assert (found["seed"], found["max_num_seqs"], found["kv_cache_dtype"]) == (7, 4, "fp8")
     assert found["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
 

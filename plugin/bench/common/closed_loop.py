@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
+from vllm_graft.bench.common.arm_processes import CannotAnswer
 from vllm_graft.bench.common.calling_core import calling_table, calling_tuner
 from vllm_graft.bench.common.node_counts import Nodes, nodes_used, watch_nodes
 
@@ -71,7 +72,7 @@ class Measured:
     nodes: Nodes = field(default_factory=dict, compare=False)
 
 
-class TooFewRequests(RuntimeError):
+class TooFewRequests(CannotAnswer):
     """A case's requests came to their end before so many of them decoded at a time.
 
     They are too few or too short, or the engine's K/V cache does not hold the batch.
@@ -91,6 +92,12 @@ class ClosedLoop:
         self._emitted: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
         self._sent = self._checksum = 0
+
+    def __call__(self, wish: Case | Ask | Call) -> Any:
+        """Answer what an arm's process is sent: a measurement, answers, or a worker's result."""
+        if isinstance(wish, Call):
+            return self._llm.collective_rpc(wish.function, args=wish.arguments)[0]
+        return self.answers(wish) if isinstance(wish, Ask) else self.measure(wish)
 
     def measure(self, case: Case) -> Measured:
         """Run one case; time it from when all requests decode until one ends and none follows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -56,41 +56,3 @@ class Deadline:
     def passed(self) -> bool:
         """Whether the limit is reached."""
         return self.left == 0
-
-    def share(self, weight: float, others: float) -> Deadline:
-        """Limit one of the tasks left: it has ``weight``, the others have ``others`` in all."""
-        if self.seconds is None:
-            return Deadline(None, self._clock)
-        return Deadline(self.left * weight / (weight + others), self._clock)
-
-
-def in_turns(
-    calls: Mapping[str, Callable[[], object]],
-    blocks: int,
-    per_block: int,
-    clock: Callable[[], float] = time.perf_counter,
-    deadline: Deadline | None = None,
-) -> dict[str, list[float]]:
-    """Time every call; blocks of the calls take turns, so that drift affects all of them alike.
-
-    Args:
-        calls: the calls to time; each must wait for the device itself.
-        blocks: how often the turn goes round; the order is reversed every other time.
-        per_block: runs of a call in one turn.
-        clock: returns seconds.
-        deadline: checked between rounds; the first round is always run.
-
-    Returns:
-        Seconds of each run.
-    """
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for block in range(blocks):
-        if block and deadline is not None and deadline.passed:
-            break
-        for name in names if block % 2 == 0 else reversed(names):
-            for _ in range(per_block):
-                start = clock()
-                calls[name]()
-                found[name].append(clock() - start)
-    return found

@@ -1,155 +1,187 @@
-"""Host KV-cache connectors side by side: none, vLLM's own (`native`) and ours.
+"""Host KV caches side by side: none, vLLM's own (`native`) and ours.
 
-    vllm-graft bench hicache --model MODEL            (one GPU)
-    vllm-graft bench hicache --tiny --device cpu      (no GPU: checks the benchmark only)
+    vllm-graft bench hicache --model MODEL --arms none native ours
 
-All arms are up at the same time, each in a process of its own, and take turns. Parts: `copy` (GB/s
-of our copies beside memcpy), `ttft` (a long prefix that only the host still has, and a new suffix),
-`decode` (tokens per second while K/V is written back), `load` (concurrent multi-turn sessions with
-more K/V than the device holds), `race` (full hits in FULL CUDA graphs with slow copies; their
-tokens must be right). Rows are printed, and written to --json, as they come; the tables come at the
-end, --seconds after the beginning at the latest. A part that fails costs no other part its rows.
+All arms are up at the same time, each in a process of its own with its share of the GPU's memory,
+and take turns, `--rounds` times; the table has the medians. Parts are
+
+- `first_token`, time to the first token of a prompt whose long prefix (`--prefix`, several lengths
+  if you like) only the host still has, with a new suffix;
+- `decode`, tokens per second while K/V is written back;
+- `load`, concurrent sessions of several turns with more K/V than the device holds.
+
+JSON behind an arm's name goes into its connector's extra configuration:
+`ours:{"load": "async"}`. Texts are random token ids, so with
+`--options '{"load_format": "dummy"}'` MODEL needs no weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
 import shutil
-import signal
-import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
-from vllm_graft.bench.hicache.model_sizes import TINY, Sizes
-from vllm_graft.bench.hicache.run import Run, say
+from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common.arm import Arm
+from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+from vllm_graft.bench.hicache.cache_parts import Figures, Parts
+from vllm_graft.bench.hicache.work_sizes import Sizes, add_sizes, read_sizes
 
-SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load, races"
-PARTS = ("copy", "ttft", "decode", "load", "race")
+SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load"
+PARTS = {
+    "first_token": "first token of a host hit, ms",
+    "decode": "decoding, tokens per second",
+    "load": "load, turns per second",
+}
+TAIL = "load, p99 of first tokens, ms"
 
 
-def add_arguments(found: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
-    found.add_argument("--model", type=Path, help="checkpoint folder (default: made-up 8B weights)")
-    found.add_argument("--load-format", default="auto", help="of the model, as vLLM's own flag")
-    found.add_argument("--race-model", type=Path, help="of the race (default: a small one is made)")
-    found.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
-    found.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
-    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    found.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    found.add_argument("--seconds", type=float, default=900, help="limit of the whole run")
-    found.add_argument("--part-seconds", type=float, default=60, help="limit of a part on an arm")
-    found.add_argument("--no-compile", action="store_true", help="start sooner: eager prefills")
-    found.add_argument("--race-count", type=int, default=5000)
-    found.add_argument("--race-loads", nargs="+", default=["layerwise", "async"])
-    found.add_argument("--one-by-one", action="store_true", help="start engines one by one")
-    found.add_argument("--connector-module", help="where our connector is not known by name")
-    found.add_argument("--connector", default="HiCacheConnector")
-    found.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="change a size")
+    parser.add_argument("--model", required=True, help="checkpoint folder, or a name")
+    parser.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--prefix", nargs="+", type=int, default=[8192], help="known tokens")
+    parser.add_argument("--max-model-len", type=int, default=10_240)
+    add_sizes(parser)
+    arm_processes.add_engine_arguments(parser)
 
 
-def sizes_of(arguments: argparse.Namespace) -> Sizes:
-    """Return the sizes that the arguments ask for.
+def read_arm(name: str, sizes: Sizes) -> Arm:
+    """Make the arm of a name.
 
     Raises:
-        SystemExit: a name is not a size, or its value is not a number.
+        BenchmarkError: the name can't be read.
     """
-    sizes = TINY if arguments.tiny else Sizes()
-    known = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
-    for change in arguments.set:
-        name, _, value = change.partition("=")
-        if name not in known:
-            sys.exit(f"--set {change}: sizes are {', '.join(known)}")
-        try:
-            if isinstance(known[name], tuple):
-                known[name] = tuple(int(part) for part in value.split(","))
-            else:
-                known[name] = type(known[name])(value)
-        except ValueError:
-            sys.exit(f"--set {change}: {value!r} is not a number")
-    return Sizes(**known)
-
-
-def describe_machine() -> str:
-    """Describe the machine in a line. vLLM's own connector keeps K/V in `/dev/shm`."""
-    import torch
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    shm = shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else 0
-    cores = len(os.sched_getaffinity(0))
-    return f"{device}, {cores} cores, torch {torch.__version__}, {shm:.0f} GiB free in /dev/shm"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run, without ``vllm-graft bench``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    kind, _, given = name.partition(":")
+    size = int(sizes.host_gib * 2**30)
+    try:
+        extra = dict(json.loads(given or "{}"))
+    except ValueError as wrong:
+        raise report.BenchmarkError(
+            f"--arms {name!r}: no JSON behind the colon ({wrong})"
+        ) from None
+    if kind == "none":
+        return Arm(name)
+    if kind == "native":
+        return Arm(name, _connector("OffloadingConnector", {**_native(size), **extra}))
+    if kind == "ours":
+        return Arm(name, _connector("HiCacheConnector", {"host_bytes": size, **extra}))
+    raise report.BenchmarkError(
+        f"--arms {name!r}: say none, native or ours, or one of them with :JSON behind it"
     )
-    add_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="write what was measured here")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
-    return run(parser.parse_args(argv))
+
+
+def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_transfer_config": {
+            "kv_connector": name,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+            "kv_load_failure_policy": "recompute",
+        }
+    }
+
+
+def _native(size: int) -> dict[str, Any]:
+    """The configuration of vLLM's own connector, which keeps K/V in ``/dev/shm`` where it fits."""
+    if shutil.disk_usage("/dev/shm").free >= size:
+        return {"cpu_bytes_to_use": size}
+    print("native: /dev/shm is too small, its host memory is private", flush=True)
+    module = "vllm_graft.bench.hicache.native_arm"
+    return {
+        "cpu_bytes_to_use": size,
+        "spec_name": "PrivateMemorySpec",
+        "spec_module_path": module,
+    }
+
+
+def engine_options(arm: Arm, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``vllm.LLM`` for an arm; all arms hold as much K/V on the device."""
+    return {
+        "block_size": sizes.block,
+        "enable_prefix_caching": True,
+        "max_model_len": arguments.max_model_len,
+        "max_num_seqs": max(sizes.requests, sizes.sessions),
+        # Block 0 is never used.
+        "num_gpu_blocks_override": sizes.gpu_tokens // sizes.block + 1,
+        **arm_processes.with_options(arm.options, arguments.options),
+    }
+
+
+def take_turns(
+    pipes: Mapping[Arm, Connection], part: str, size: int, rounds: int
+) -> dict[str, list[Figures]]:
+    """Ask all arms for one part in turn; a first round only warms up."""
+    found: dict[str, list[Figures]] = {arm.name: [] for arm in pipes}
+    for number in range(rounds + 1):
+        arms = list(pipes.items())
+        for arm, pipe in reversed(arms) if number % 2 else arms:
+            pipe.send((part, number, size))
+            figures: Figures = arm_processes.answer(arm, pipe)
+            if number:
+                found[arm.name].append(figures)
+                print(json.dumps({"arm": arm.name, "part": part, **figures}), flush=True)
+    return found
+
+
+def rows_of(part: str, size: int, found: Mapping[str, list[Figures]]) -> list[Row]:
+    """A row for each arm; `load` has a second one for its first tokens."""
+    rows = [
+        median_row(arm, {"part": PARTS[part], "size": size}, rounds)
+        for arm, rounds in found.items()
+    ]
+    if part == "load":
+        name = "first_token_p99_ms"
+        rows += [
+            median_row(arm, {"part": TAIL, "size": size}, [{name: each[name]} for each in rounds])
+            for arm, rounds in found.items()
+        ]
+    return rows
+
+
+def compare(arguments: argparse.Namespace) -> list[Row]:
+    """Start all arms, let them take turns, and return a row for each arm and part."""
+    sizes = read_sizes(arguments)
+    arms = [read_arm(name, sizes) for name in arguments.arms]
+    options = {arm: engine_options(arm, sizes, arguments) for arm in arms}
+    pipes = arm_processes.start(
+        options, arguments.model, partial(Parts, sizes=sizes), arguments.kv_cache_bytes
+    )
+    asked = {"first_token": arguments.prefix, "decode": [sizes.requests], "load": [sizes.sessions]}
+    rows: list[Row] = []
+    for part in arguments.parts:
+        for size in asked[part]:
+            rows += rows_of(part, size, take_turns(pipes, part, size, arguments.rounds))
+            if arguments.json:
+                report.write_json(arguments.json, [row.flat() for row in rows], quiet=True)
+    arm_processes.stop(pipes)
+    return rows
+
+
+def cell(row: Row) -> str:
+    """The figure that arms are compared by, and the share of hits or the cached tokens."""
+    figures = row.figures
+    if "cached" in figures:
+        return f"{row.main[1]:.1f} ({figures['cached']:.0f} cached)"
+    if "hit_rate" in figures:
+        return f"{row.main[1]:.2f} ({figures['hit_rate']:.0%} hits)"
+    return f"{row.main[1]:.0f}"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark. The status is 1 if an arm failed or an answer was wrong."""
-    parts = [part for part in arguments.only.split(",") if part]
-    if unknown := [part for part in parts if part not in PARTS]:
-        sys.exit(f"--only {','.join(unknown)}: parts are {', '.join(PARTS)}")
-    sizes = sizes_of(arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        make_models(arguments, Path(scratch))
-        one = Run(arguments, sizes)
-        # Shut the engines down when a time limit ends the run.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        say(describe_machine())
-        try:
-            one.run(parts)
-        finally:
-            one.finish()
-            one.close()
-    bad = [row for row in one.report.rows if row.get("error") or row.get("wrong")]
-    return 1 if bad else 0
-
-
-def _as_8b(file: Path) -> None:
-    """Give a small Llama the shapes of Llama-3.1-8B; its weights are made up on the device."""
-    shapes = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-    }
-    file.write_text(json.dumps({**json.loads(file.read_text()), **shapes}))
-
-
-def make_models(arguments: argparse.Namespace, scratch: Path) -> None:
-    """Write the checkpoints that were not given; the race's is small, as it is not timed."""
-    from vllm_graft.testing import write_llama
-    from vllm_graft.testing.models.llama import TinyShape
-
-    if arguments.model is None:
-        arguments.model = write_llama(scratch / "made-up")
-        if not arguments.tiny:
-            _as_8b(arguments.model / "config.json")
-            arguments.load_format = "dummy"
-    if arguments.race_model is None and arguments.device == "cpu":
-        arguments.race_model = arguments.model
-    elif arguments.race_model is None:
-        shape = TinyShape(
-            vocab_size=8192,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_layers=8,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=128,
-            max_positions=16384,
-        )
-        arguments.race_model = write_llama(scratch / "race", shape)
+    """Measure, print the table, write the files; status 1 if a request failed."""
+    report.require_plotting(arguments.plot)
+    rows = compare(arguments)
+    print(table(rows, cell), flush=True)
+    if arguments.json:
+        report.write_json(arguments.json, [row.flat() for row in rows])
+    if arguments.plot:
+        first = [row for row in rows if "cached" in row.figures]
+        drawn = {"first_token_ms": "ms to the first token"}
+        report.plot(arguments.plot, panels(first, "size", drawn))
+    return 1 if any(row.figures.get("errors") for row in rows) else 0

@@ -46,16 +46,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 
-from vllm_graft.bench.common import report
+from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common.arm import Arm
+from vllm_graft.bench.common.arm_rows import Row, panels, table
 from vllm_graft.bench.common.closed_loop import Call
-from vllm_graft.bench.common.engine_arms import METHODS, Arm, draft_folder, read_arm
-from vllm_graft.bench.common.step_bytes import step_bytes
-from vllm_graft.bench.trees.arm_processes import start
-from vllm_graft.bench.trees.arm_rows import Row
-from vllm_graft.bench.trees.arm_tables import panels, step_table, table
+from vllm_graft.bench.common.step_bytes import step_bytes, step_cell
+from vllm_graft.bench.trees.arm_engines import start
+from vllm_graft.bench.trees.arm_names import METHODS, draft_folder, read_arm
 from vllm_graft.bench.trees.turns import check_answers, measure_cases
 
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -75,8 +74,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
         pipe.send(Call(step_bytes))
         needed[arm] = pipe.recv()
     rows = measure_cases(pipes, arguments, needed)
-    for pipe in pipes.values():
-        pipe.send(None)
+    arm_processes.stop(pipes)
     return rows
 
 
@@ -124,7 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, default=12, help="requests a measurement, 3 batches at least"
     )
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--new-prompts",
         action="store_true",
@@ -137,30 +134,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare so many greedy answers with the first arm's before",
     )
     parser.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V in all arms")
-    parser.add_argument(
-        "--options",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="more options of vllm.LLM for all arms, "
-        """'{"additional_config": {"gdn_prefill_backend": "triton"}}' for example""",
-    )
+    arm_processes.add_engine_arguments(parser)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
-    parser.add_argument(
-        "--kv-cache-bytes", type=int, help="of each engine; they start together then"
+
+
+def rate_cell(row: Row) -> str:
+    """Tokens per second, and the acceptance length in brackets."""
+    return f"{row.main[1]:.0f} ({row.figures['acceptance_length']:.2f})"
+
+
+def time_cell(row: Row) -> str:
+    """A step's time, tokens per pass over the target's weights, bandwidth used."""
+    figures = row.figures
+    return step_cell(
+        figures["step_ms"] or 0.0, figures["tokens_per_step"] or 0.0, figures["bandwidth_use"]
     )
+
+
+DRAWN = {"tokens_per_second": "tokens per second", "acceptance_length": "mean acceptance length"}
+"""Figures of the plot, and the texts of their axes."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write the files."""
     report.require_plotting(arguments.plot)
     rows = compare(arguments)
-    print(table(rows), flush=True)
+    print(table(rows, rate_cell), flush=True)
     print("a step's time, tokens per read of the target's weights, bandwidth used:")
-    print(step_table(rows), flush=True)
+    print(table(rows, time_cell, compare=False), flush=True)
     if arguments.json:
-        report.write_json(arguments.json, [asdict(row) for row in rows])
+        report.write_json(arguments.json, [row.flat() for row in rows])
     if arguments.plot:
-        report.plot(arguments.plot, panels(rows))
+        report.plot(arguments.plot, panels(rows, "batch", DRAWN))
     return 0

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate
 from multiprocessing.connection import Connection
 
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
+from vllm_graft.bench.common.arm import Arm
+from vllm_graft.bench.common.arm_rows import Row, median_row
 from vllm_graft.bench.common.closed_loop import Ask, Case, Measured
-from vllm_graft.bench.common.engine_arms import Arm
 from vllm_graft.bench.common.step_bytes import StepBytes
-from vllm_graft.bench.trees.arm_rows import Row, make_row
 
 
 def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -> None:
@@ -97,5 +97,27 @@ def take_turns(
         for column, results in found.items()
     ]
     for row in rows:
-        print(json.dumps(asdict(row)), flush=True)
+        print(json.dumps(row.flat()), flush=True)
     return rows
+
+
+def make_row(
+    column: str,
+    temperature: float,
+    batch: int,
+    results: list[Measured],
+    needed: StepBytes | None,
+) -> Row:
+    """Take the medians of a column's rounds; `nodes` are of its last round."""
+    rounds = [
+        {
+            "tokens_per_second": measured.rate,
+            "acceptance_length": measured.acceptance,
+            "step_ms": measured.step * 1e3,
+            "tokens_per_step": measured.rate * measured.step,
+            "bandwidth_use": needed.use(measured.step, measured.held) if needed else None,
+        }
+        for measured in results
+    ]
+    case = {"temperature": temperature, "batch": batch}
+    return median_row(column, case, rounds, nodes=results[-1].nodes)

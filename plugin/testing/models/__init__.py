@@ -1,1 +1,1 @@
-"""Tiny random checkpoints and vision towers."""
+"""Tiny random checkpoints."""

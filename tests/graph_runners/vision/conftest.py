@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.models import towers
+from tests.support.vision import towers
 
 
 @pytest.fixture(scope="module")

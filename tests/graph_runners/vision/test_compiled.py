@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.bench.vision import random_towers as towers
-from vllm_graft.bench.vision import standins
-from vllm_graft.bench.vision.arms import Arm, Machine, make
-from vllm_graft.bench.vision.image_cases import Batch
+from tests.support.vision import random_towers as towers
+from tests.support.vision import standins
+from tests.support.vision.random_towers import Batch
+from tests.support.vision.tower_arms import Arm, Machine, make
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 
@@ -65,7 +65,7 @@ def test_graphs_of_a_compiled_tower_are_its_eager_pass(tower: Any) -> None:
     assert len(blocks) == SHAPE.vision["depth"]
     machine = Machine("cpu", torch.float32, LIMITS, {"buckets": [128], "max_patches": 256})
     pixels = towers.Pixels(SHAPE, 512, "cpu", torch.float32)
-    eager, ours = Arm("eager", tower, machine), make("ours+compile", tower, machine)
+    eager, ours = Arm(tower, machine), make("ours+compile", tower, machine)
     batches = [
         Batch("image", ((1, 8, 8),)),
         Batch("image", ((1, 4, 16), (1, 4, 16))),
@@ -81,7 +81,7 @@ def test_graphs_of_a_compiled_tower_are_its_eager_pass(tower: Any) -> None:
     padded = pixels.of(Batch("image", ((1, 4, 8), (1, 6, 10))))
     for mine, theirs in zip(ours(padded), eager(padded), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
-    found = ours.statistics()
+    found = ours.manager.report()
     assert found["replays"] == {"exact": 6, "bucket": 1}
     assert found["failures"] == []
     assert ours.eager_calls == 0

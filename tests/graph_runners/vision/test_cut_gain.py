@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.vision import towers
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.graphs.replay import PaddedReplay, Replay
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.tower import Item
-from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
 A, B, C = Item("a", 100), Item("b", 300), Item("c", 64)

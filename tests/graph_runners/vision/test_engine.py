@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from tests.support.dashboard import without_data
-from tests.support.metrics_page import metrics_page
+from tests.support.answers.dashboard import without_data
+from tests.support.answers.metrics_page import metrics_page
+from tests.support.vision import towers, vision_models
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import cpu_engine, model_runner
-from vllm_graft.testing.models import towers, vision_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.vision import towers
 from vllm_graft.graph_runners.vision import exact_captures, route
 from vllm_graft.graph_runners.vision import runner as runner_module
-from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.vision import towers
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.graphs.embedding_check import relative_error
 from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower
-from vllm_graft.testing.models import towers
 
 BATCHES = int(os.environ.get("GRAFT_VIT_BATCHES", "120"))
 GRIDS = [(1, 8, 8), (1, 4, 16), (1, 16, 4), (1, 4, 12), (1, 6, 8), (1, 2, 2), (1, 10, 14)]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.vision import towers
+from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.graph_runners.vision.capture.allocator import scratch_bytes, segment_bytes
-from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, adapter_of, attach
-from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
 
@@ -135,7 +135,7 @@ def test_a_pruned_or_adapted_model_is_declined(kind: str, rank: None) -> None:
 
 
 def test_sdpa_reads_lengths_on_the_host(kind: str, model: Any, monkeypatch: Any) -> None:
-    from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
+    from tests.support.vision.fake_backend import FakeBackend
 
     monkeypatch.setattr(FakeBackend, "reads_device", False)
     runner = towers.make_runner(model, SMALL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cache_engines import transfer
+from tests.support.engines.cache_engines import transfer
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig
 from vllm_graft.hicache.config.nonce import KEY, Nonce, nonce_of, without_nonce

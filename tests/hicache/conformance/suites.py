@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_graft.testing.upstream import Suite, Swap
+from tests.support.engines.upstream import Suite, Swap
 
 STAND_INS = Path(__file__).with_name("graft_stand_ins.py")
 CHILDREN = Path(__file__).with_name("graft_children.py")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import suites
 
-from vllm_graft.testing import upstream
+from tests.support.engines import upstream
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,7 @@ def source() -> Path:
         pytest.skip(f"NOT RUN: vLLM's own tests are not in the cache, and {error}")
 
 
+@pytest.mark.slow
 def test_vllms_tests_pass_with_ours(source: Path, tmp_path: Path) -> None:
     outcome = upstream.run(suites.EVERYTHING, source, tmp_path)
     assert not outcome.failed, outcome.output[-20_000:]

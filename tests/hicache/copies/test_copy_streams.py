@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.simulated_copies import LAYERS, Rig, run_copy
+from tests.support.host_cache.simulated_copies import LAYERS, Rig, run_copy
 from vllm_graft.hicache.copies import streams as stream_engine
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.testing import simulated

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.support.fp8_numbers import DTYPES, back, numbers, rounded, same, same_codes
+from tests.support.samples.fp8_numbers import DTYPES, back, numbers, rounded, same, same_codes
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.config.cache_config import HiCacheConfig

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cache_engines import generate, metrics, prompts, transfer
-from tests.support.fp8_numbers import back, rounded
+from tests.support.engines.cache_engines import generate, metrics, prompts, transfer
+from tests.support.samples.fp8_numbers import back, rounded
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.copies.copy_engine import MemoryCopyEngine
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_copies import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
-from tests.support.submitted_loads import LOAD_WAYS, submit_load
+from tests.support.host_cache.gpu_copies import BLOCKS, DELAY, LAYERS, SLOTS, GpuRig
+from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
 from vllm_graft.hicache.messages.operation import Direction
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.copied_bytes import HOST, NO_LIMIT, Bytes, bytes_of, pages_of, pool_of
+from tests.support.host_cache.copied_bytes import HOST, NO_LIMIT, Bytes, bytes_of, pages_of, pool_of
 from vllm_graft.hicache.copies import strided
 from vllm_graft.hicache.copies.staged_plan import (
     Buffers,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pretended_cuda import PretendedCuda
-from tests.support.simulated_copies import LAYERS, ROW, Rig, run_copy
-from tests.support.submitted_loads import LOAD_WAYS, submit_load
+from tests.support.host_cache.pretended_cuda import PretendedCuda
+from tests.support.host_cache.simulated_copies import LAYERS, ROW, Rig, run_copy
+from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver
@@ -317,7 +317,7 @@ def test_buffers_that_no_row_fits_into_are_given_back(monkeypatch: pytest.Monkey
     with simulated():
         stock = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
         assert stock.engine.staged
-        monkeypatch.setattr("tests.support.simulated_copies.ROW", ROW - 16)
+        monkeypatch.setattr("tests.support.host_cache.simulated_copies.ROW", ROW - 16)
         small = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
         assert not small.engine.staged
         assert small.engine._rows.ring is None

@@ -7,7 +7,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.copied_bytes import HOST, NO_LIMIT, bytes_of, pages_of, pool_of
+from tests.support.host_cache.copied_bytes import HOST, NO_LIMIT, bytes_of, pages_of, pool_of
 from vllm_graft.hicache.copies import strided
 from vllm_graft.hicache.copies.strided import Columns, StridedPlan, StridedPlanner
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer

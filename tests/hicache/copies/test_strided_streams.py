@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.pretended_cuda import PretendedCuda
-from tests.support.simulated_copies import LAYERS, Rig
-from tests.support.submitted_loads import LOAD_WAYS, submit_load
+from tests.support.host_cache.pretended_cuda import PretendedCuda
+from tests.support.host_cache.simulated_copies import LAYERS, Rig
+from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
 from vllm_graft.hicache.copies.cuda_driver import (

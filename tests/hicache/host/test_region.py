@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.hicache.host.region_cycles import run
-from tests.support import region_processes
-from tests.support.region_processes import SHAPE
+from tests.support.host_cache import region_processes
+from tests.support.host_cache.region_processes import SHAPE
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.host import pool as host_pool

@@ -17,7 +17,7 @@ import pytest
 from pydantic import Field
 
 from tests.hicache.storage.crash_model import Disk, State
-from tests.support.storage_sharers import namespace, stored_bytes
+from tests.support.host_cache.storage_sharers import namespace, stored_bytes
 from vllm_graft.hicache.config.connector_options import Bytes
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Files

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import storage_writer
+from tests.support.host_cache import storage_writer
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.testing.contracts.cache_contracts import page_key, page_of, read_page
 

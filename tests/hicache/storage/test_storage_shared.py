@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import storage_sharers
-from tests.support.storage_sharers import (
+from tests.support.host_cache import storage_sharers
+from tests.support.host_cache.storage_sharers import (
     MAX_BYTES,
     OPTIONS,
     namespace,

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.engines.pair_server import MODEL
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing.pair_server import MODEL
 from vllm_graft.testing.vllm_server import VllmServer
 
 SETTLE_SECONDS = 30.0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import dashboard
-from tests.support.dashboard import ALERTS, DASHBOARD, Query, panels, queries, without_data
+from tests.support.answers import dashboard
+from tests.support.answers.dashboard import ALERTS, DASHBOARD, Query, panels, queries, without_data
 from vllm_graft.metrics.catalogue import catalogue
 from vllm_graft.parts import PARTS
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.dashboard import without_data
-from tests.support.gpu_engines import shipped_trees
-from tests.support.metrics_page import metrics_page
-from tests.support.shipped_pair import SHIPPED
+from tests.support.answers.dashboard import without_data
+from tests.support.answers.metrics_page import metrics_page
+from tests.support.engines.gpu_engines import shipped_trees
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import model_runner, spec_metrics
-from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

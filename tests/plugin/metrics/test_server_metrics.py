@@ -15,11 +15,11 @@ import torch
 from prometheus_client.mmap_dict import MmapedDict
 
 from tests.plugin.metrics.served_load import Counted, load, serve, settled
-from tests.support.dashboard import without_data
-from tests.support.shipped_pair import SHIPPED
+from tests.support.answers.dashboard import without_data
+from tests.support.engines.pair_server import server_settings, speculate
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.metrics import server_info
 from vllm_graft.metrics.exposition import samples, total
-from vllm_graft.testing.pair_server import server_settings, speculate
 from vllm_graft.testing.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]

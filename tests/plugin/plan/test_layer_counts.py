@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kimi_models import write_kimi_linear
-from tests.support.recurrent_models import (
+from tests.support.models.kimi_models import write_kimi_linear
+from tests.support.models.recurrent_models import (
     write_falcon_h1,
     write_granite_hybrid,
     write_nemotron_h,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.plugin.plan import plan_models
-from tests.support.latent_models import RANK, ROPE, write_target
-from tests.support.window_models import write_gemma4, write_gemma4_assistant
+from tests.support.models.latent_models import RANK, ROPE, write_target
+from tests.support.models.window_models import write_gemma4, write_gemma4_assistant
 from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.planning import Plan, make_plan
 from vllm_graft.plan.request import Request

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing import model_runner
-from vllm_graft.testing.pairs import Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

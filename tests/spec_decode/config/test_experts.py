@@ -101,6 +101,7 @@ def test_the_schedule_has_the_numbers_of_the_ladder(monkeypatch: pytest.MonkeyPa
     assert numbers(config("eagle3", target=True, draft=True)) == dense
 
 
+@pytest.mark.slow
 def test_vllm_has_the_dense_drafts_under_these_names() -> None:
     code = (
         "from vllm.model_executor.models import ModelRegistry\n"

@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.support import block_engines
-from tests.support.block_engines import GREEDY, SEEDED, block_engine
-from tests.support.block_pairs import FROM_LAST, TEXTS
-from tests.support.block_reference import compared
-from tests.support.emitted import emitted
-from tests.support.text_requests import shortened
+from tests.support.answers.text_requests import shortened
+from tests.support.engines import block_engines
+from tests.support.engines.block_engines import GREEDY, SEEDED, block_engine
+from tests.support.engines.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    differing,
+    scheduling,
+)
+from tests.support.models.block_pairs import FROM_LAST, TEXTS
+from tests.support.references.block_reference import compared
+from tests.support.watches.emitted import emitted
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
@@ -27,15 +36,6 @@ from vllm_graft.testing import (
     write_dflash2,
     write_dspark,
     write_lilicorr,
-)
-from vllm_graft.testing.pairs import (
-    Answer,
-    Pair,
-    Request,
-    answer_all,
-    counter,
-    differing,
-    scheduling,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

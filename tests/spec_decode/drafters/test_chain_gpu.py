@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.dashboard import without_data
-from tests.support.metrics_page import metrics_page
+from tests.support.answers.dashboard import without_data
+from tests.support.answers.metrics_page import metrics_page
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import TinyShape, running, write_llama
 from vllm_graft.testing.models.llama import write_likeness

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.emitted import emitted
-from tests.support.finished_trees import finish_and_compare
-from tests.support.text_requests import TEXTS, greedy, seeded
-from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
-from vllm_graft.testing.models.llama import write_likeness
-from vllm_graft.testing.pairs import (
+from tests.support.answers.finished_trees import finish_and_compare
+from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -21,6 +18,9 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
+from tests.support.watches.emitted import emitted
+from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
+from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

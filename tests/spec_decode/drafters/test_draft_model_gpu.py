@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing import spec_metrics
-from vllm_graft.testing.pairs import Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.both_kinds import both_kinds
-from tests.support.proposed import proposed
-from tests.support.window_models import BLOCK, write_gemma4, write_gemma4_assistant
+from tests.support.answers.both_kinds import both_kinds
+from tests.support.models.window_models import BLOCK, write_gemma4, write_gemma4_assistant
+from tests.support.watches.proposed import proposed
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
 from vllm_graft.testing import cpu_engine, model_runner

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.both_kinds import both_kinds
-from tests.support.gpu_engines import exact_engine
-from tests.support.proposed import proposed
-from tests.support.window_models import write_gemma4, write_gemma4_assistant
+from tests.support.answers.both_kinds import both_kinds
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.models.window_models import write_gemma4, write_gemma4_assistant
+from tests.support.watches.proposed import proposed
 from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

@@ -10,21 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.drafted import Drafted, drafted
-from tests.support.latent_models import (
-    RANK,
-    ROPE,
-    write_latent_eagle,
-    write_latent_eagle3,
-    write_target,
-)
-from tests.support.level_reference import compared
-from tests.support.text_requests import TEXTS, greedy, seeded
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-from vllm_graft.spec_decode.targets.latent import latent_layer
-from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
-from vllm_graft.testing import model_runner, spec_metrics
-from vllm_graft.testing.pairs import (
+from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -33,6 +20,19 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
+from tests.support.models.latent_models import (
+    RANK,
+    ROPE,
+    write_latent_eagle,
+    write_latent_eagle3,
+    write_target,
+)
+from tests.support.references.level_reference import compared
+from tests.support.watches.drafted import Drafted, drafted
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.targets.latent import latent_layer
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

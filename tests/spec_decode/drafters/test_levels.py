@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.references.tree_reference import Node, eagle2_tree
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.drafters import levels as module
 from vllm_graft.spec_decode.drafters.draft_trees import Sources
@@ -20,7 +21,6 @@ from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.testing.reference.tree_reference import Node, eagle2_tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, MAX_REQS, MAX_LEN = 19, 6, 4, 64

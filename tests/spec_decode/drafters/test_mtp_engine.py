@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.emitted import emitted
-from tests.support.text_requests import TEXTS, greedy, seeded
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-from vllm_graft.spec_decode.tree_part import TREES
-from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
-from vllm_graft.testing.pairs import (
+from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -27,6 +21,12 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
+from tests.support.watches.emitted import emitted
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.tree_part import TREES
+from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner
+from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

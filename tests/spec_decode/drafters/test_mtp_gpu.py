@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.text_requests import TEXTS
+from tests.support.answers.text_requests import TEXTS
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Request, answer_all, differing
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
-from vllm_graft.testing.pairs import Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.finished_trees import finish_and_compare
-from tests.support.ngram_tries import check_nodes, nodes_in, trie_of
-from vllm_graft.plan.memory import memory_of
-from vllm_graft.testing import cpu_engine, spec_metrics
-from vllm_graft.testing.pairs import (
+from tests.support.answers.finished_trees import finish_and_compare
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -22,6 +19,9 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
+from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
+from vllm_graft.plan.memory import memory_of
+from vllm_graft.testing import cpu_engine, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -189,8 +189,8 @@ def test_a_chain_is_the_best_match(
     pair: Pair, greedy: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``topk: 1`` drafts what vLLM's own n-grams draft, which the target's layers verify."""
+    from tests.support.references.ngram_reference import continuation, last_match
     from vllm_graft.testing import model_runner
-    from vllm_graft.testing.reference.ngram_reference import continuation, last_match
 
     with engine(pair, tree={"topk": 1, "steps": 4}, tokens=4, max_num_seqs=3) as llm:
         speculator = model_runner(llm).speculator

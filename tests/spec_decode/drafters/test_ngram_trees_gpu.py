@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.ngram_tries import check_nodes, nodes_in, trie_of
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.references.ngram_reference import continuation, several_matches
+from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
-from vllm_graft.testing.pairs import Request, answer_all, differing
-from vllm_graft.testing.reference.ngram_reference import continuation, several_matches
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.base.errors import SeamError
 from vllm_graft.spec_decode.grammars import grammar_manager as ours
 from vllm_graft.spec_decode.grammars.packed_drafts import TOKEN_BITS, DraftTree

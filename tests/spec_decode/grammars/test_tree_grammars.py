@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.structured_requests import COMPACT, STRUCTURED, structured_requests
+from tests.support.answers.structured_requests import COMPACT, STRUCTURED, structured_requests
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 from vllm_graft.spec_decode.grammars.node_masks import NodeMasks
 from vllm_graft.testing import spec_metrics
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

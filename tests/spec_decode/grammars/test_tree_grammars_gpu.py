@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpu_engines import exact_engine
-from tests.support.structured_requests import COMPACT, structured_requests
+from tests.support.answers.structured_requests import COMPACT, structured_requests
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Pair, Request, answer_all, differing
 from vllm_graft.testing import spec_metrics
-from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

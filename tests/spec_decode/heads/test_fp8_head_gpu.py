@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_engines import shipped_trees
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.gpu_engines import shipped_trees
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.heads.fp8_head import FP8
 from vllm_graft.testing import model_runner, spec_metrics
-from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

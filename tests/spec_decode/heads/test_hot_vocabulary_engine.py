@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = [
     pytest.mark.engine,

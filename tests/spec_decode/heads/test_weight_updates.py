@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engines.pairs import Pair
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
-from vllm_graft.testing.pairs import Pair
 
 
 class Worker:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.references.tree_reference import compact_kv_reference
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
-from vllm_graft.testing.reference.tree_reference import compact_kv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

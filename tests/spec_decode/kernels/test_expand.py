@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.testing.reference.tree_reference import (
+from tests.support.references.tree_reference import (
     expand_frontier_reference,
     seed_frontier_reference,
 )
+from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

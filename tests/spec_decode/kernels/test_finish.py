@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.references.tree_reference import eagle2_tree, finish_tree_reference
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.testing.reference.tree_reference import eagle2_tree, finish_tree_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

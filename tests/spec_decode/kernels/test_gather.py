@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.references.tree_reference import follow_path_reference
 from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
-from vllm_graft.testing.reference.tree_reference import follow_path_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = -7

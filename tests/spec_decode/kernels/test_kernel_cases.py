@@ -4,16 +4,16 @@ from types import ModuleType
 
 import pytest
 
-from vllm_graft.spec_decode import kernels, targets
-from vllm_graft.testing import compile_cases
-from vllm_graft.testing.compiling import launched_kernels
-from vllm_graft.testing.kernel_cases import (
+from tests.support.kernel_cases import (
+    compiled,
     history_kernels,
     plan_kernels,
     rare_plans,
     recurrent_kernels,
     tree_kernels,
 )
+from vllm_graft.spec_decode import kernels, targets
+from vllm_graft.testing.compiling import launched_kernels
 
 _NIGHTLY = pytest.mark.nightly
 ROOMS = (tree_kernels, history_kernels, recurrent_kernels)
@@ -31,7 +31,7 @@ def test_every_kernel_has_a_case() -> None:
     [pytest.param((90,), id="sm_90"), pytest.param((80, 100), id="others", marks=_NIGHTLY)],
 )
 def test_every_kernel_compiles(room: ModuleType, capabilities: tuple[int, ...]) -> None:
-    outcomes = compile_cases(room.__name__, capabilities)
+    outcomes = compiled(room, capabilities)
     assert len(outcomes) == len(capabilities) * len(room.CASES)
     assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
     # This is the most that a block of the smallest architecture, sm_80, may have: 163 KiB.
@@ -49,7 +49,7 @@ def test_every_kernel_compiles(room: ModuleType, capabilities: tuple[int, ...]) 
 )
 def test_every_plan_compiles(room: ModuleType, capabilities: tuple[int, ...]) -> None:
     """A kernel that starts while another runs is there from sm_90 on; sm_80 refuses it."""
-    outcomes = compile_cases(room.__name__, capabilities)
+    outcomes = compiled(room, capabilities)
     assert len(outcomes) == len(capabilities) * len(room.CASES)
     assert [(o.name, o.error) for o in outcomes if o.error] == []
     assert max(outcome.shared_bytes for outcome in outcomes) <= 227 << 10

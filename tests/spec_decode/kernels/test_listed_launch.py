@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from tests.support.compiling_process import printed_by
+from tests.support.compiling.compiling_process import printed_by
 from vllm_graft.spec_decode.kernels.expand import seed_frontier
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, listing
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
-KEYS = Path(__file__).parents[2] / "support" / "launch_keys.py"
+KEYS = Path(__file__).parents[2] / "support" / "compiling" / "launch_keys.py"
 
 
 def test_launches_are_equal_where_triton_compiles_once() -> None:

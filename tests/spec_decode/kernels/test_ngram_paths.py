@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ngram_tries import check_nodes, nodes_in, trie_of
-from vllm_graft.spec_decode.kernels import ngram_paths
-from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
-from vllm_graft.testing.reference.ngram_reference import (
+from tests.support.references.ngram_reference import (
     Match,
     Reference,
     Trie,
     several_matches,
 )
+from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
+from vllm_graft.spec_decode.kernels import ngram_paths
+from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
+from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIRST = 3

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.ngram_worlds import World
+from tests.support.references.ngram_reference import Candidates, Match, last_match
+from tests.support.worlds.ngram_worlds import World
 from vllm_graft.spec_decode.kernels import ngram_insert
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
-from vllm_graft.testing.reference.ngram_reference import Candidates, Match, last_match
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -156,7 +156,7 @@ def test_a_spoilt_state_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> N
             state.rates.mul_(0.9)
         insert_ngrams(table, state, *args, **kwargs)
 
-    monkeypatch.setattr("tests.support.ngram_worlds.insert_ngrams", spoil)
+    monkeypatch.setattr("tests.support.worlds.ngram_worlds.insert_ngrams", spoil)
     with pytest.raises(AssertionError):
         test_steps_equal_the_reference("narrow", 1, 0)
 

@@ -5,9 +5,9 @@ from itertools import chain
 import pytest
 import torch
 
+from tests.support.references.tree_reference import walk_tree_reference
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.testing.reference.tree_reference import walk_tree_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.structured_requests import COMPACT
-from vllm_graft.spec_decode.lookup import ngrams
-from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.references import References
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
-from vllm_graft.spec_decode.trees.reference import KEY, NONE
-from vllm_graft.spec_decode.trees.reference import Reference as Carried
-from vllm_graft.testing.pairs import (
+from tests.support.answers.structured_requests import COMPACT
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -25,7 +19,13 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
-from vllm_graft.testing.reference.ngram_reference import Match, Reference, best_match
+from tests.support.references.ngram_reference import Match, Reference, best_match
+from vllm_graft.spec_decode.lookup import ngrams
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.references import References
+from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
+from vllm_graft.spec_decode.trees.reference import KEY, NONE
+from vllm_graft.spec_decode.trees.reference import Reference as Carried
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.compiling_process import printed_by
-from tests.support.compiling_worker import rank_launch
+from tests.support.compiling.compiling_process import printed_by
+from tests.support.compiling.compiling_worker import rank_launch
 from vllm_graft.base.locks import locked
 from vllm_graft.spec_decode.startup import ahead as ahead_module
 from vllm_graft.spec_decode.startup.ahead import (
@@ -32,7 +32,7 @@ from vllm_graft.spec_decode.startup.begin import begin
 
 HOPPER = ("cuda", 90, 32)
 
-WORKER = Path(__file__).parents[2] / "support" / "compiling_worker.py"
+WORKER = Path(__file__).parents[2] / "support" / "compiling" / "compiling_worker.py"
 
 REAL_CALL = """
 import torch

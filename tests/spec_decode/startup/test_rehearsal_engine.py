@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.text_requests import TEXTS, greedy, seeded
-from tests.support.xpress_world import xpress_world
+from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.engines.pairs import Pair, answer_all
+from tests.support.worlds.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
@@ -28,7 +29,6 @@ from vllm_graft.testing import (
     write_xpress,
 )
 from vllm_graft.testing.models.llama import write_likeness
-from vllm_graft.testing.pairs import Pair, answer_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 

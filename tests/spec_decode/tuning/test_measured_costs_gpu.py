@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_engines import shipped_trees
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.gpu_engines import shipped_trees
+from tests.support.engines.pairs import Pair
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.drafters import step_costs, tuner_seed
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.heads.hot_gains import HotGains
 from vllm_graft.testing import model_runner
-from vllm_graft.testing.pairs import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

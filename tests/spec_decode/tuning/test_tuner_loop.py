@@ -1,11 +1,11 @@
-"""The tuner in closed loops, see `tests.support.closed_loop`."""
+"""The tuner in closed loops, see `tests.support.worlds.closed_loop`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.closed_loop import SmallModel, against_the_best
-from tests.support.tuner_world import make
+from tests.support.worlds.closed_loop import SmallModel, against_the_best
+from tests.support.worlds.tuner_world import make
 from vllm_graft.spec_decode.tuning.host_floor import Floor
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from tests.support import tuner_world
-from tests.support.closed_loop import Loop
-from tests.support.moe_world import Service, make
+from tests.support.worlds import tuner_world
+from tests.support.worlds.closed_loop import Loop
+from tests.support.worlds.moe_world import Service, make
 from vllm_graft.spec_decode.tuning import excess
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW, Ladder
 from vllm_graft.spec_decode.tuning.step_times import StepTimes

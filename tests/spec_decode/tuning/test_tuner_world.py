@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.tuner_world import (
+from tests.support.worlds.tuner_world import (
     MAX_REQS,
     PROMPT_MS,
     SPREAD,

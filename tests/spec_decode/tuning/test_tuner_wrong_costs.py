@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.wrong_costs import World, dense, far, qwen, shares
+from tests.support.worlds.wrong_costs import World, dense, far, qwen, shares
 from vllm_graft.spec_decode.tuning.trials import Trials
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.vision import towers
+from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.vision import fused_passes as passes
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
 from vllm_graft.graph_runners.vision.fused import bit_check as check
 from vllm_graft.graph_runners.vision.fused import blocks, side_mergers
@@ -29,7 +30,6 @@ from vllm_graft.graph_runners.vision.towers import grid_tower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.seams import compare as seams
 from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.testing.models import towers
 
 WIDTH = 128
 

@@ -3,17 +3,16 @@ from __future__ import annotations
 import pytest
 
 import vllm_graft.graph_runners.vision.fused as fused
-from vllm_graft.testing import compile_cases
+from tests.support.kernel_cases import compiled, vision_kernels
 from vllm_graft.testing.compiling import launched_kernels
-from vllm_graft.testing.kernel_cases.vision_kernels import CASES
 
 
 def test_every_kernel_has_a_case() -> None:
-    assert {case.function for case in CASES} == launched_kernels(fused)
+    assert {case.function for case in vision_kernels.CASES} == launched_kernels(fused)
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles() -> None:
-    outcomes = compile_cases("vllm_graft.testing.kernel_cases.vision_kernels")
-    assert len(outcomes) == 3 * len(CASES)
+    outcomes = compiled(vision_kernels)
+    assert len(outcomes) == 3 * len(vision_kernels.CASES)
     assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []

@@ -70,7 +70,7 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A tower of the real widths, with four blocks."""
-    from vllm_graft.bench.vision.random_towers import TOWERS, Limits, build, one_rank, vllm_config
+    from tests.support.vision.random_towers import TOWERS, Limits, build, one_rank, vllm_config
 
     shape = TOWERS[request.param]
     vision = {**shape.vision, "depth": 4}
@@ -107,14 +107,13 @@ def test_blocks(model: Any) -> None:
 @torch.inference_mode()
 def test_a_tower_in_a_graph(model: Any) -> None:
     """The bits stay the same while mergers of inner layers run on a stream beside the blocks."""
-    from vllm_graft.bench.vision.arms import Arm, Machine, make
-    from vllm_graft.bench.vision.image_cases import Batch
-    from vllm_graft.bench.vision.random_towers import TOWERS, Limits, Pixels
+    from tests.support.vision.random_towers import TOWERS, Batch, Limits, Pixels
+    from tests.support.vision.tower_arms import Arm, Machine, make
 
     deep = hasattr(model.visual, "deepstack_merger_list")
     shape = TOWERS["qwen3" if deep else "qwen2.5"]
     machine = Machine("cuda", torch.bfloat16, Limits(), {"buckets": [], "fuse": True})
-    ours, eager = make("ours", model, machine), Arm("eager", model, machine)
+    ours, eager = make("ours", model, machine), Arm(model, machine)
     assert ("aside" in ours.manager.report()["fused"]) is deep
     pixels = Pixels(shape, 8192, "cuda", torch.bfloat16)
     for side in (4, 14, 28, 32, 46):

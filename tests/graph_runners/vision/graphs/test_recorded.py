@@ -15,14 +15,14 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.vision import towers
+from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision import runner as runner_module
-from vllm_graft.graph_runners.vision.capture.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, Region
 from vllm_graft.graph_runners.vision.graphs.embedding_check import relative_error
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.testing import recording
 from vllm_graft.testing.cuda import cuda_graphs
-from vllm_graft.testing.models import towers
 
 
 class Recorded(Captured):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.vision import towers
 from vllm_graft.graph_runners.vision.capture.rate import Never
 from vllm_graft.graph_runners.vision.capture.slab import aligned
 from vllm_graft.graph_runners.vision.graphs import graph_store
 from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
-from vllm_graft.testing.models import towers
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 192, 256], "capture_share": 1}
 SHAPES: list[list[towers.Grid]] = [

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.vision import towers
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, attach
 from vllm_graft.hooks.manager import manager
-from vllm_graft.testing.models import towers
 
 HIDDEN = 32
 

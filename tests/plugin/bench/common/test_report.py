@@ -101,34 +101,10 @@ def test_a_deadline() -> None:
     deadline = timing.Deadline(10, clock)
     clock.now = 4
     assert deadline.left == 6
-    part = deadline.share(1, 2)
-    clock.now = 5.9
-    assert not part.passed
-    clock.now = 6.1
-    assert part.passed
     assert not deadline.passed
     clock.now = 11
     assert deadline.left == 0
-    assert not timing.Deadline(None).share(1, 1).passed
-
-
-def test_calls_take_turns() -> None:
-    clock, order = Clock(), []
-
-    def call(name: str, seconds: float) -> Any:
-        def run() -> None:
-            order.append(name)
-            clock.now += seconds
-
-        return run
-
-    calls = {"a": call("a", 1), "b": call("b", 2)}
-    found = timing.in_turns(calls, blocks=2, per_block=2, clock=clock)
-    assert "".join(order) == "aabbbbaa"
-    assert found == {"a": [1] * 4, "b": [2] * 4}
-    # The first turn is always run, the next one only in time.
-    limit = timing.Deadline(5, clock)
-    assert len(timing.in_turns(calls, 5, 2, clock, limit)["a"]) == 2
+    assert not timing.Deadline(None).passed
 
 
 def test_every_benchmark_has_a_sub_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,9 +119,10 @@ def test_every_benchmark_has_a_sub_command(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["vit", "--matrix", "0"], "0 is not positive"),
-        (["vit", "--sections", "sped"], "invalid choice"),
-        (["vit", "--arms", "theirs"], "invalid choice"),
+        (["vit", "model", "--sizes", "small"], "invalid int value"),
+        (["vit", "model", "--arms", "theirs"], "invalid choice"),
+        (["hicache", "--model", "model", "--parts", "race"], "invalid choice"),
+        (["hicache"], "--model"),
         (["trees"], "pair"),
     ],
 )
@@ -161,10 +138,10 @@ def test_wrong_arguments(
 def test_arguments_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(bench.load("vit"), "run", lambda arguments: seen.append(arguments) or 1)
-    assert cli.main(["bench", "vit", "--seconds", "5", "--memory", "64", "--json", "x"]) == 1
+    assert cli.main(["bench", "vit", "model", "--rounds", "5", "--sizes", "64", "--json", "x"]) == 1
     [arguments] = seen
-    assert (arguments.seconds, arguments.memory, arguments.json) == (5, [64], "x")
-    assert arguments.towers == ["qwen3", "qwen2.5"]
+    assert (arguments.rounds, arguments.sizes, arguments.json) == (5, [64], "x")
+    assert arguments.arms == ["off", "stock", "ours"]
     assert arguments.plot is None
 
 
@@ -172,11 +149,11 @@ def test_a_file_without_a_folder_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "gone" / "x.json")
-    assert cli.main(["bench", "vit", "--json", file]) == 1
+    assert cli.main(["bench", "vit", "model", "--json", file]) == 1
     assert f"--json {file}: the folder does not exist" in capsys.readouterr().err
     report.require_folder("--json", "x.json")
 
 
 def test_an_error_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "vit", "--device", "cpu"]) == 1
-    assert "--device cpu: add --tiny" in capsys.readouterr().err
+    assert cli.main(["bench", "hicache", "--model", "model", "--arms", "theirs"]) == 1
+    assert "'theirs': say none, native or ours" in capsys.readouterr().err

@@ -1,68 +1,76 @@
-"""The benchmark's own arithmetic; measurements themselves are made on a GPU, by hand."""
+"""The benchmark of the host cache: its arms, sizes and turns, and its parts on a tiny engine."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vllm_graft.bench.hicache import cache_arms as arms
-from vllm_graft.bench.hicache import cache_report as report
-from vllm_graft.bench.hicache import command, run
-from vllm_graft.bench.hicache.model_sizes import TINY, Sizes
+from vllm_graft.bench.common.arm import Arm
+from vllm_graft.bench.common.arm_rows import table
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.hicache import command
+from vllm_graft.bench.hicache.cache_parts import Parts
 from vllm_graft.bench.hicache.prompt_driver import random_prompt
+from vllm_graft.bench.hicache.work_sizes import HELP, Sizes, read_sizes
+from vllm_graft.testing import cpu_engine, write_llama
 
-MODEL = Path("model")
+SMALL = Sizes(
+    vocab=500, block=32, gpu_tokens=1024, host_gib=2**-6, suffix=32, requests=2, prompt=64,
+    tokens=4, sessions=2, turns=2, turn_tokens=64, reply=4,
+)  # fmt: skip
 
 
-def plan(name: str, device: str = "cuda") -> arms.Plan:
-    return arms.Plan(name, MODEL, device, dataclasses.replace(TINY, host_gib=2**-20))
+def given(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    arguments = parser.parse_args(["--model", "model", *words])
+    arguments.json = arguments.plot = None
+    return arguments
 
 
-def test_arms_differ_in_their_connector_only() -> None:
-    assert arms.transfer_config(plan("none")) == {}
-    # This is exactly what `--kv-offloading-size` does.
-    assert arms.transfer_config(plan("native")) == {"kv_offloading_size": 2**-20}
-    ours = arms.transfer_config(plan('ours:{"load": "async"}'))["kv_transfer_config"]
+def test_arms_differ_in_their_connector_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage(2**34))
+    sizes = Sizes(host_gib=2**-20)
+    assert command.read_arm("none", sizes).options == {}
+    native = command.read_arm("native", sizes).options["kv_transfer_config"]
+    assert native["kv_connector"] == "OffloadingConnector"
+    assert native["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1024}
+    ours = command.read_arm('ours:{"load": "async"}', sizes).options["kv_transfer_config"]
     assert ours["kv_connector"] == "HiCacheConnector"
     assert ours["kv_connector_extra_config"] == {"host_bytes": 1024, "load": "async"}
-    with pytest.raises(ValueError, match="'theirs'"):
-        arms.transfer_config(plan("theirs"))
+    for name, words in (("theirs", "say none, native or ours"), ("ours:{", "no JSON")):
+        with pytest.raises(BenchmarkError, match=words):
+            command.read_arm(name, sizes)
+    options = command.engine_options(command.read_arm("none", sizes), sizes, given())
+    assert options["num_gpu_blocks_override"] == 28_672 // 16 + 1
+    assert options["max_num_seqs"] == 64
 
 
-def test_native_memory_where_shm_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
-    large = dataclasses.replace(plan("native"), sizes=dataclasses.replace(TINY, host_gib=1e9))
-    extra = arms.transfer_config(large)["kv_transfer_config"]["kv_connector_extra_config"]
-    assert extra["spec_name"] == "PrivateMemorySpec"
+def test_native_memory_where_shm_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage(1000))
+    found = command.read_arm("native", Sizes(host_gib=1)).options["kv_transfer_config"]
+    assert found["kv_connector_extra_config"]["spec_name"] == "PrivateMemorySpec"
     assert "/dev/shm is too small" in capsys.readouterr().out
 
 
-def test_sessions_hold_four_times_the_device() -> None:
+def test_sizes_are_flags() -> None:
+    sizes = read_sizes(given("--sessions", "8", "--host-gib", "1", "--turn-tokens", "96"))
+    assert sizes == Sizes(sessions=8, host_gib=1.0, turn_tokens=96)
+    assert read_sizes(given()) == Sizes()
+    assert set(HELP) == set(vars(Sizes()))
+    # Sessions hold four times as much as the device, and the host holds all of them.
     assert Sizes().session_tokens == 4 * Sizes().gpu_tokens
-    # The requests that one engine runs at a time fit into the device's cache.
-    for sizes in (Sizes(), TINY):
-        assert sizes.prefix + sizes.suffix + 1 < sizes.gpu_tokens
-        assert (
-            sizes.decode_requests * (sizes.decode_prompt + sizes.decode_tokens) < sizes.gpu_tokens
-        )
-    # The host holds all of them, at 128 KiB per token of an 8B model.
     assert Sizes().session_tokens * 131072 < Sizes().host_gib * 2**30
-
-
-def test_a_full_hit_leaves_one_token() -> None:
-    for sizes in (Sizes(), TINY):
-        assert sizes.race_prompt % sizes.block == 1
-
-
-def test_sizes_can_be_changed() -> None:
-    arguments = argparse.Namespace(tiny=False, set=["sessions=8", "capture=1,2", "host_gib=1"])
-    sizes = command.sizes_of(arguments)
-    assert (sizes.sessions, sizes.capture, sizes.host_gib) == (8, (1, 2), 1.0)
-    with pytest.raises(SystemExit, match="seesions"):
-        command.sizes_of(argparse.Namespace(tiny=True, set=["seesions=8"]))
+    assert Sizes().requests * (Sizes().prompt + Sizes().tokens) < Sizes().gpu_tokens
 
 
 def test_prompts_depend_on_their_seed() -> None:
@@ -70,117 +78,67 @@ def test_prompts_depend_on_their_seed() -> None:
     assert random_prompt("a", 50, 500) != random_prompt("b", 50, 500)
 
 
-@pytest.mark.parametrize(
-    ("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.99, 4.0), (1.0, 4.0)]
-)
-def test_percentile(share: float, value: float) -> None:
-    assert report.percentile([4.0, 1.0, 3.0, 2.0], share) == value
+class Engine:
+    """A stand-in for an arm's process, which takes longer from round to round."""
+
+    def __init__(self, milliseconds: float, order: list[str], name: str) -> None:
+        self._milliseconds, self._order, self._name = milliseconds, order, name
+        self._wish: Any = None
+
+    def send(self, wish: Any) -> None:
+        self._wish = wish
+        if wish:
+            self._order.append(self._name)
+
+    def recv(self) -> Any:
+        part, number, _ = self._wish
+        value = self._milliseconds + number
+        if part == "first_token":
+            return {"first_token_ms": value, "cached": 8192.0}
+        if part == "decode":
+            return {"tokens_per_second": 1000 / value}
+        tail = {"first_token_p99_ms": 2 * value, "hit_rate": 0.5, "errors": 0.0}
+        return {"turns_per_second": 100 / value, **tail}
 
 
-def test_comparisons(tmp_path: Path) -> None:
-    shown: list[str] = []
-    found = report.Report(tmp_path / "rows.json", shown.append)
-    for arm, times in {"none": (100, 90), "native": (20, 30), "ours": (10, 12)}.items():
-        for ms in times:
-            found.add("ttft", arm, {"ms": ms})
-    found.add("decode", "ours", {"error": "no answer"})
-    found.add("load", "ours", {"turns_per_second": 3.0, "ttft_ms": [1.0] * 99 + [50.0]})
-    found.add("load", "native", {"turns_per_second": 2.0, "ttft_ms": [100.0] * 100})
-    found.add("race", "async", {"requests": 40, "wrong": 1})
-    arms_found = ["none", "native", "ours"]
-    values = {what: value for what, value, _ in report.comparisons(found, arms_found)}
-    assert values == {
-        "TTFT of a host hit, ours / native": 11 / 25,
-        "TTFT of a host hit, ours / none": 11 / 95,
-        "load turns/s, ours / native": 1.5,
-        "load p99 TTFT, ours / native": 0.01,
-        "wrong answers of 40 in the race, async loads": 1,
-    }
-    assert len(json.loads((tmp_path / "rows.json").read_text())) == len(shown) == 10
-    # A line of the log has percentiles in place of a hundred values.
-    assert '"ttft_ms_p99": 100.0' in shown[-2]
-    assert "| ours | 11.0 |" in report.arms_table(found, arms_found)
-
-
-class StubArm:
-    """An engine that answers at once, but raises in `decode`; `native` does not start."""
-
-    def __init__(self, plan: arms.Plan) -> None:
-        self.plan, self.name = plan, plan.name
-        self.failed: str | None = None
-        self.started = False
-        self.asked: list[str] = []
-        self.limits: list[float] = []
-
-    def begin(self) -> None:
-        self.asked.append("begin")
-
-    def ask(self, name: str, *arguments: object) -> None:
-        self.asked.append(name)
-
-    def wait(self, limit: float) -> arms.Row:
-        self.limits.append(limit)
-        if self.name == "native" and self.asked[-1] == "begin":
-            return {"error": "no GPU memory"}
-        return {"ms": 1.0, "tokens_per_second": 2.0, "turns_per_second": 3.0}
-
-    def call(self, name: str, *arguments: object, limit: float = 120) -> arms.Row:
-        self.ask(name, *arguments)
-        if name == "decode":
-            raise RuntimeError("boom")
-        return self.wait(limit)
-
-    def stop(self) -> None:
-        self.asked.append("stop")
-
-    def close(self, limit: float) -> None:
-        assert limit <= run.CLOSE_SECONDS
-
-
-def stub_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> run.Run:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    parser.add_argument("--json")
-    arguments = parser.parse_args([*words, "--json", str(tmp_path / "rows.json")])
-    monkeypatch.setattr(run, "Arm", StubArm)
-    monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
-    return run.Run(arguments, TINY)
-
-
-def test_a_part_that_fails_costs_no_other_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_arms_take_turns_and_a_first_round_warms_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    one = stub_run(tmp_path, monkeypatch, "--seconds", "300")
-    one.run(["ttft", "decode", "load", "race"])
-    one.close()
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    found = {(row["part"], row["arm"]): row for row in rows}
-    assert found["decode", "all"]["error"] == "RuntimeError: boom"
-    assert {("ttft", "ours"), ("load", "ours"), ("race", "async"), ("load", "none")} <= set(found)
-    # An engine that did not start is left out of later parts.
-    assert found["start", "native"]["error"] == "no GPU memory"
-    assert ("ttft", "native") not in found
-    # The race is over before the others are waited for, and arms take turns in both orders.
-    order = [(row["part"], row["arm"]) for row in rows]
-    assert order.index(("race", "layerwise")) < order.index(("start", "none"))
-    turns = [row["arm"] for row in rows if row["part"] == "ttft"]
-    assert turns == ["none", "ours", "ours", "none", "none", "ours"]
+    order: list[str] = []
+    names = {"none": 98.0, "native": 18.0, "ours": 8.0}
+    pipes = {Arm(name): Engine(ms, order, name) for name, ms in names.items()}
+    monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
+    arguments = given("--prefix", "2048", "8192")
+    arguments.json = str(tmp_path / "rows.json")
+    rows = command.compare(arguments)
+    assert order[:6] == ["none", "native", "ours", "ours", "native", "none"]
+    assert table(rows, command.cell).splitlines()[2:] == [
+        "| first token of a host hit, ms | 2048 | 100.0 (8192 cached) | 20.0 (8192 cached) | "
+        "10.0 (8192 cached) | 2.00 |",
+        "| first token of a host hit, ms | 8192 | 100.0 (8192 cached) | 20.0 (8192 cached) | "
+        "10.0 (8192 cached) | 2.00 |",
+        "| decoding, tokens per second | 32 | 10 | 50 | 100 | 2.00 |",
+        "| load, turns per second | 64 | 1.00 (50% hits) | 5.00 (50% hits) | 10.00 (50% hits) | "
+        "2.00 |",
+        "| load, p99 of first tokens, ms | 64 | 200 | 40 | 20 | 2.00 |",
+    ]
+    assert len(json.loads(Path(arguments.json).read_text())) == 15
 
 
-def test_a_run_keeps_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(run.time, "perf_counter", lambda: now)
-    one = stub_run(tmp_path, monkeypatch, "--seconds", "50")
-    assert one.left == 50 - run.CLOSE_SECONDS
-    one._spawn(["ttft"])
-    one._begin()
-    taken = []
-    for _, name, _ in one._turns(9, until=now + 10):
-        taken.append(name)
-        now += 2.0
-    # A round takes 6 s: a second one would not end in time.
-    assert taken == ["none", "native", "ours"]
-    now += 100
-    assert one.left == 0.0
-    one._ready(one._arms["ours"])
-    assert one._arms["ours"].limits == [0.1]  # type: ignore[attr-defined]
+@pytest.mark.engine
+def test_the_parts_of_a_tiny_engine(tmp_path: Path) -> None:
+    arm = command.read_arm("ours", SMALL)
+    arguments = given("--max-model-len", "512")
+    options = command.engine_options(arm, SMALL, arguments)
+    with cpu_engine(write_llama(tmp_path / "model"), **options) as llm:
+        parts = Parts(llm, SMALL)
+        hit = parts(("first_token", 1, 256))
+        decode, load = parts(("decode", 1, 2)), parts(("load", 1, 2))
+        del parts
+    assert hit["cached"] == 256
+    assert hit["first_token_ms"] > 0
+    assert hit["loads_layerwise"] + hit["loads_async"] + hit["recomputed"] >= 1
+    assert decode["tokens_per_second"] > 0
+    assert load["turns_per_second"] > 0
+    assert load["errors"] == 0
+    assert 0 < load["hit_rate"] < 1

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.bench.common import answers, closed_loop
-from vllm_graft.bench.common import engine_arms as arms
+from vllm_graft.bench.common import answers, arm_processes, closed_loop
+from vllm_graft.bench.common.arm import Arm as NamedArm
+from vllm_graft.bench.common.arm_rows import Row, panels, table
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.step_bytes import StepBytes
-from vllm_graft.bench.trees import arm_processes, command
-from vllm_graft.bench.trees.arm_rows import Row
-from vllm_graft.bench.trees.arm_tables import panels, step_table, table
+from vllm_graft.bench.trees import arm_names as arms
+from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.turns import take_turns
 from vllm_graft.spec_decode.tuning.scheduling import TunedLookup
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -38,11 +38,11 @@ class Arm:
 
 
 def test_medians_leave_the_warm_up_out() -> None:
-    none = arms.Arm("none")
-    pipes = {none: Arm(9999, 10, 30, 20), arms.Arm("tree:31"): Arm(1, 50, 40, 45)}
+    none = NamedArm("none")
+    pipes = {none: Arm(9999, 10, 30, 20), NamedArm("tree:31"): Arm(1, 50, 40, 45)}
     arguments = argparse.Namespace(requests=10, tokens=64, rounds=3)
     rows = take_turns(pipes, arguments, temperature=1.0, batch=4)  # type: ignore[arg-type]
-    assert [(row.arm, row.tokens_per_second) for row in rows] == [("none", 20), ("tree:31", 45)]
+    assert [(row.arm, row.main[1]) for row in rows] == [("none", 20), ("tree:31", 45)]
     assert rows[0].rounds == [10, 30, 20]
     # There are at least three times as many requests as the batch.
     assert pipes[none].cases[1] == closed_loop.Case(1.0, 4, 12, 64)
@@ -54,18 +54,22 @@ def test_an_arm_that_can_t_hold_a_case_is_left_out(capsys: pytest.CaptureFixture
             return super().recv() if self.cases[-1].batch < 4 else "24 requests came to their end"
 
     small = Small(1, 20, 30, 40)
-    pipes = {arms.Arm("none"): Arm(0, 10, 0, 20), arms.Arm("tree:31"): small}
+    pipes = {NamedArm("none"): Arm(0, 10, 0, 20), NamedArm("tree:31"): small}
     arguments = argparse.Namespace(requests=10, tokens=64, rounds=1)
     rows = [
         row
         for batch in (1, 4)
         for row in take_turns(pipes, arguments, temperature=0.0, batch=batch)  # type: ignore[arg-type]
     ]
-    assert [(row.arm, row.batch) for row in rows] == [("none", 1), ("tree:31", 1), ("none", 4)]
+    assert [(row.arm, row.case["batch"]) for row in rows] == [
+        ("none", 1),
+        ("tree:31", 1),
+        ("none", 4),
+    ]
     assert len(small.cases) == 3, "it is not asked again"
     assert "tree:31 is left out at 4 in flight: 24 requests" in capsys.readouterr().out
-    assert table(rows).splitlines()[3] == "| 0 | 4 | 20 (2.50) | - | - |"
-    assert step_table(rows).splitlines()[3].endswith("| - |")
+    assert table(rows, command.rate_cell).splitlines()[3] == "| 0 | 4 | 20 (2.50) | - | - |"
+    assert table(rows, command.time_cell, compare=False).splitlines()[3].endswith("| - |")
 
 
 def test_chains_of_one_engine_take_turns() -> None:
@@ -73,7 +77,7 @@ def test_chains_of_one_engine_take_turns() -> None:
     pipe = Arm(0, 0, 10, 20)
     arguments = argparse.Namespace(requests=10, tokens=64, rounds=1)
     rows = take_turns({arm: pipe}, arguments, temperature=0.0, batch=1)  # type: ignore[dict-item]
-    assert [(row.arm, row.tokens_per_second) for row in rows] == [
+    assert [(row.arm, row.main[1]) for row in rows] == [
         ("sampled:3", 10),
         ("sampled:5", 20),
     ]
@@ -108,7 +112,7 @@ def test_rounds_ask_for_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [number for numbers in other for number in numbers] == list(range(56))
 
 
-def read(name: str) -> arms.Arm:
+def read(name: str) -> NamedArm:
     return arms.read_arm(name, Path("pair"), topk=8, steps=6, max_num_seqs=4)
 
 
@@ -193,7 +197,7 @@ def test_arms_with_drafts_in_fp8() -> None:
 
 
 def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
-    def read(name: str, method: str = "eagle3") -> arms.Arm:
+    def read(name: str, method: str = "eagle3") -> NamedArm:
         return arms.read_arm(name, Path("pair"), 2, 4, 4, method)
 
     assert read("auto:14").options
@@ -529,25 +533,30 @@ def test_answers_that_differ_are_told_with_their_margins() -> None:
     ]
 
 
+def row(arm: str, rate: float, length: float, temperature: float = 0.0, batch: int = 1) -> Row:
+    case = {"temperature": temperature, "batch": batch}
+    return Row(arm, case, {"tokens_per_second": rate, "acceptance_length": length})
+
+
 def test_table() -> None:
-    rows = [Row("none", 0.0, 1, 200.4, 1.0, []), Row("chain:5", 0.0, 1, 550.0, 3.8, [])]
-    assert table(rows).splitlines() == [
+    rows = [row("none", 200.4, 1.0), row("chain:5", 550.0, 3.8)]
+    assert table(rows, command.rate_cell).splitlines() == [
         "| temperature | batch | none | chain:5 | ours / best other |",
         "|---|---|---|---|---|",
         "| 0 | 1 | 200 (1.00) | 550 (3.80) | - |",
     ]
-    rows.append(Row("auto:63", 0.0, 1, 660.0, 5.1, []))
-    assert table(rows).splitlines()[2].endswith("| 660 (5.10) | 1.20 |")
+    rows.append(row("auto:63", 660.0, 5.1))
+    assert table(rows, command.rate_cell).splitlines()[2].endswith("| 660 (5.10) | 1.20 |")
 
 
 def test_panels() -> None:
     rows = [
-        Row(arm, temperature, batch, 100.0 * batch, 2.0, [])
+        row(arm, 100.0 * batch, 2.0, temperature, batch)
         for arm in ("none", "tree:31")
         for temperature in (0.0, 1.0)
         for batch in (1, 4)
     ]
-    rates, lengths, *rest = panels(rows)
+    rates, lengths, *rest = panels(rows, "batch", command.DRAWN)
     assert rates.series == {"none": [(1, 100), (4, 400)], "tree:31": [(1, 100), (4, 400)]}
     assert lengths.series["tree:31"] == [(1, 2.0), (4, 2.0)]
     assert [panel.title for panel in rest] == ["temperature 1"] * 2

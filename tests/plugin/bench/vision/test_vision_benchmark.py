@@ -1,84 +1,130 @@
-"""The whole vision benchmark on tiny towers and pretended graphs.
-
-It runs in a process of its own, because the benchmark replaces parts of vLLM and of torch.
-"""
+"""The benchmark of vision encoders: its arms and turns, and requests to a tiny engine."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import argparse
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
-# With such small towers, two threads would wait for each other longer than they work.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    file = tmp_path_factory.mktemp("vit") / "vit.json"
-    command = [sys.executable, "-P", "-m", "vllm_graft", "bench", "vit", "--device", "cpu"]
-    command += ["--tiny", "--matrix", "60", "--stream", "30", "--stream-eager", "20", "--warm", "1"]
-    command += ["--blocks", "2", "--per-block", "1", "--memory", "32", "--json", str(file)]
-    done = subprocess.run(
-        command,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(file.read_text())
-    return {**found, "printed": done.stdout}
+from tests.support.vision import standins, vision_models
+from vllm_graft.bench.common.answers import Answer
+from vllm_graft.bench.common.arm import Arm
+from vllm_graft.bench.common.arm_rows import table
+from vllm_graft.bench.vision import command
+from vllm_graft.bench.vision.image_requests import Look, Looking, Seen, noise
+from vllm_graft.testing import cpu_engine, model_runner
 
 
-def test_every_section_of_every_tower(report: dict[str, Any]) -> None:
-    assert report["failed"] == []
-    for tower in ("qwen3", "qwen2.5"):
-        rows = [row for row in report["speed"] if row["tower"] == tower]
-        assert [row["arm"] for row in rows] == ["eager", "stock", "ours"] * 3
-        assert all(row["median"] > 0 and row["runs"] == 2 for row in rows)
-        assert all(row["graphed"] == (row["arm"] != "eager") for row in rows)
-        for section in ("failures", "matrix", "stream", "memory"):
-            assert f"## {tower}: {section}" in report["printed"]
-            assert any(row["tower"] == tower for row in report[section])
+def given(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    arguments = parser.parse_args(["model", *words])
+    arguments.json = arguments.plot = None
+    return arguments
 
 
-def test_known_failures_of_stock_are_none_of_ours(report: dict[str, Any]) -> None:
-    raised = {
-        (row["tower"], row["case"]): row["raised"]
-        for row in report["failures"]
-        if row["arm"] == "stock"
+def test_arms_differ_in_how_the_encoder_runs_only() -> None:
+    arguments = given("--options", '{"seed": 3, "compilation_config": {"mode": 0}}')
+    found = {
+        name: command.engine_options(command.read_arm(name, {"memory": 64}), arguments)
+        for name in command.NAMES
     }
-    for tower in ("qwen3", "qwen2.5"):
-        assert raised[tower, "image_embeds"] == "KeyError: 'pixel_values'"
-        assert raised[tower, "video of 80 frames"].startswith("RuntimeError: The size of tensor")
-        assert raised[tower, "image, 8 items / 64 frames"] == ""
-    ours = [row for row in report["failures"] if row["arm"] == "ours"]
-    assert len(ours) == 6
-    assert all(row["error"] is not None and row["error"] < 1e-5 for row in ours)
-    assert {row["case"] for row in ours if row["graphed"] == 0} == {"image_embeds"}
+    assert found["off"]["compilation_config"] == {"mode": 0}
+    assert found["stock"]["compilation_config"] == {"mode": 0, "cudagraph_mm_encoder": True}
+    ours = found["ours"].pop("additional_config")
+    assert ours == {"graft": {"vit": {"capture_share": 1, "memory": 64}}}
+    assert found["ours"] == found["off"]
+    compiled = found["ours+compile"]["compilation_config"]
+    assert compiled == {"mode": 0, "compile_mm_encoder": True}
+    assert all(each["enable_mm_processor_stats"] and each["seed"] == 3 for each in found.values())
 
 
-def test_the_matrix_compares_every_batch(report: dict[str, Any]) -> None:
-    for found in report["matrix"]:
-        assert found["crashes"] == []
-        tiers = found["tiers"]
-        compared = sum(tally["batches"] for tally in tiers.values())
-        assert compared == sum(found["kinds"].values()) == 30
-        assert all(tally["worst"] < 1e-5 for tally in tiers.values())
-        assert tiers["exact"]["identical"] == tiers["exact"]["batches"] > 0
-        assert tiers["bucket"]["batches"] > 0
+class Engine:
+    """A stand-in for an arm's process; the encoder takes longer from image to image."""
+
+    def __init__(self, start: float, tokens: list[int]) -> None:
+        self.asked: list[Look] = []
+        self._start, self._tokens = start, tokens
+
+    def send(self, wish: Any) -> None:
+        if isinstance(wish, Look):
+            self.asked.append(wish)
+
+    def recv(self) -> Any:
+        milliseconds = self._start + len(self.asked)
+        return Seen(Answer(self._tokens, [0.5, 0.05]), milliseconds, 10 * milliseconds)
 
 
-def test_streams(report: dict[str, Any]) -> None:
-    requests = {(row["tower"], row["arm"]): row["requests"] for row in report["stream"]}
-    assert requests["qwen3", "ours"] == requests["qwen2.5", "stock"] == 30
-    assert requests["qwen3", "eager"] == 20
-    assert [row["budget"] for row in report["memory"]] == [32, 32]
+def test_warm_ups_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipes = {Arm("off"): Engine(10.0, [1, 2]), Arm("ours"): Engine(1.0, [1, 2])}
+    monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
+    rows, compared = command.compare(given("--sizes", "224", "--warm", "2"), Looking)
+    assert (
+        table(rows, command.cell).splitlines()[2] == "| 224 | 14.00 (140.0) | 5.00 (50.0) | 2.80 |"
+    )
+    assert [str(each) for each in compared] == ["ours: 3 of 3 greedy answers are those of off"]
+    assert all([look.seed for look in each.asked] == [0, 1, 2, 3, 4] for each in pipes.values())
+
+
+@pytest.mark.parametrize(("tokens", "status"), [([1, 9], 0), ([9, 2], 1)])
+def test_a_difference_beyond_a_near_tie_fails(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int], status: int
+) -> None:
+    pipes = {Arm("off"): Engine(10.0, [1, 2]), Arm("ours"): Engine(1.0, tokens)}
+    monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
+    assert command.run(given("--sizes", "224")) == status
+
+
+def test_images_of_one_seed_are_equal() -> None:
+    assert noise(64, 3).size == (64, 64)
+    assert noise(64, 3).tobytes() == noise(64, 3).tobytes() != noise(64, 4).tobytes()
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["stock", "ours"])
+def test_a_tiny_engine_says_the_same_in_graphs(tmp_path: Path, name: str) -> None:
+    import torch
+    import vllm.v1.worker.cpu.shm  # noqa: F401  It replaces parts of torch: before the stand-ins.
+    from vllm.model_executor.models import qwen3_vl
+    from vllm.platforms.cpu import CpuPlatform
+
+    folder = vision_models.write_qwen3_vl(tmp_path / "model")
+    arguments = given("--max-model-len", "512")
+    arguments.options = {
+        "enforce_eager": False,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 512,
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"},
+    }
+    looks = [Look(size, seed, 4) for seed in range(3) for size in (64, 96)]
+    seen: dict[str, list[Seen]] = {}
+    graphs = classmethod(lambda cls: True)
+    for each in ("off", name):
+        options = command.engine_options(command.read_arm(each, {"max_patches": 256}), arguments)
+        with (
+            standins.cpu(),
+            mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs),
+            mock.patch.object(qwen3_vl, "HAS_TRITON", False),
+            cpu_engine(folder, **options) as llm,
+        ):
+            encoder = model_runner(llm).model_state.encoder_runner
+            if encoder.cudagraph_manager is not None:
+                # The CPU's worker captures nothing.
+                encoder.cudagraph_manager.capture(graph_pool=torch.cuda.graph_pool_handle())
+            looking = Looking(llm, vision_models.QWEN_PROMPT)
+            seen[each] = [looking(look) for look in looks]
+            counters = looking("counters") if each == "ours" else {}
+            del encoder, looking
+    assert all(0 < each.encoder_ms < each.request_ms for found in seen.values() for each in found)
+    texts = {each: [one.answer.tokens for one in found] for each, found in seen.items()}
+    assert texts[name] == texts["off"]
+    assert len({tuple(tokens) for tokens in texts["off"]}) > 2
+    # Each size is seen, captured, and replayed.
+    if name == "ours":
+        assert counters["items"] == {"bucket": 2, "eager": 2, "exact": 2}

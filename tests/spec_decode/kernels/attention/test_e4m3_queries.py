@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space
-from tests.support.e4m3_queries import converted, with_small_query
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+from tests.support.samples.attention_spaces import nan_space
+from tests.support.samples.e4m3_queries import converted, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native, native
@@ -32,10 +36,6 @@ from vllm_graft.spec_decode.targets.dense.samples import (
     tree_problem,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.testing.reference.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 
 # The interpreter has no conversions of a device's own, and no e4m3 tensor cores.
 DEVICE = "cpu"

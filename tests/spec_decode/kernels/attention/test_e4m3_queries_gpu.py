@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention_gpu import captured
-from tests.support.attention_spaces import check_rows, nan_space
-from tests.support.e4m3_queries import converted, with_small_query
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+from tests.support.samples.attention_spaces import check_rows, nan_space
+from tests.support.samples.e4m3_queries import converted, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -18,10 +22,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
 )
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.testing.reference.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from tests.spec_decode.kernels.attention.test_tree_attention import (
     draft_error,
     tree_error,
 )
-from tests.support.attention_spaces import nan_space
+from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import workspace
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.plan_rule import (

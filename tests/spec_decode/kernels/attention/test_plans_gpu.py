@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import check_rows, nan_space, nans
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+from tests.support.samples.attention_spaces import check_rows, nan_space, nans
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -17,10 +21,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
 )
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.testing.reference.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+    write_scratch_reference,
+)
+from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
@@ -26,11 +31,6 @@ from vllm_graft.spec_decode.targets.dense.samples import (
     untouched,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.testing.reference.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-    write_scratch_reference,
-)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

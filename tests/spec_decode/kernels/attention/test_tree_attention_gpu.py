@@ -9,8 +9,12 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space, nans
-from tests.support.synchronisations import refused_synchronisations
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
+)
+from tests.support.samples.attention_spaces import nan_space, nans
+from tests.support.watches.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
@@ -23,10 +27,6 @@ from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_p
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.testing.reference.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE
-from tests.support.attention_spaces import nan_space
+from tests.support.references.tree_reference import draft_attention_reference
+from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
 from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width, windowed_table
@@ -20,7 +21,6 @@ from vllm_graft.spec_decode.targets.dense.samples import (
     draft_problem,
     untouched,
 )
-from vllm_graft.testing.reference.tree_reference import draft_attention_reference
 
 LENGTHS = [0, 1, 15, 16, 17, 47, 48, 49, 64, 300, 1000]
 

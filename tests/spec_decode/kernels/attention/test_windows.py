@@ -14,7 +14,8 @@ from tests.spec_decode.kernels.attention.test_tree_attention import (
     draft_error,
     tree_error,
 )
-from tests.support.attention_spaces import nan_space
+from tests.support.references.tree_reference import tree_attention_reference
+from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.samples import (
     TOLERANCE,
@@ -23,7 +24,6 @@ from vllm_graft.spec_decode.targets.dense.samples import (
     tree_problem,
     untouched,
 )
-from vllm_graft.testing.reference.tree_reference import tree_attention_reference
 
 SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 

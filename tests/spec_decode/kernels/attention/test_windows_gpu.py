@@ -16,7 +16,7 @@ from tests.spec_decode.kernels.attention.test_tree_attention_gpu import (
     label,
     sample_shapes,
 )
-from tests.support.attention_spaces import nan_space, nans
+from tests.support.samples.attention_spaces import nan_space, nans
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.drafted import Drafted, drafted
-from tests.support.windowed_reference import compared
-from vllm_graft.spec_decode.targets.dense import draft_window
-from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama, write_mimo
-from vllm_graft.testing.pairs import (
+from tests.support.engines.pairs import (
     Answer,
     Pair,
     Request,
@@ -20,6 +16,10 @@ from vllm_graft.testing.pairs import (
     differing,
     scheduling,
 )
+from tests.support.references.windowed_reference import compared
+from tests.support.watches.drafted import Drafted, drafted
+from vllm_graft.spec_decode.targets.dense import draft_window
+from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama, write_mimo
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

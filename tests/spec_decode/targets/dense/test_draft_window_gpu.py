@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gpu_engines import exact_engine, shipped_trees
-from tests.support.shipped_pair import SHIPPED
-from tests.support.windowed_reference import compared
+from tests.support.engines.gpu_engines import exact_engine, shipped_trees
+from tests.support.engines.pairs import Pair, Request, answer_all, differing
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.references.windowed_reference import compared
 from vllm_graft.testing import model_runner
-from vllm_graft.testing.pairs import Pair, Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.attention_spaces import check_rows
-from tests.support.synchronisations import refused_synchronisations
+from tests.support.samples.attention_spaces import check_rows
+from tests.support.watches.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, Point, points
 from vllm_graft.spec_decode.targets.dense.plain_attention import (

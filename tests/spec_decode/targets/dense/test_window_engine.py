@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support import table_drafter
-from tests.support.window_models import BLOCK, windowed_pair, write_gemma4, write_gpt_oss
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from tests.support.models import table_drafter
+from tests.support.models.window_models import BLOCK, windowed_pair, write_gemma4, write_gpt_oss
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.targets.dense import plain_attention
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3
-from vllm_graft.testing.pairs import Answer, Pair, Request, answer_all, differing
 
 pytestmark = pytest.mark.engine
 

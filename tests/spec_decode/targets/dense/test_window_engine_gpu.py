@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import table_drafter
-from tests.support.gpu_engines import exact_engine
-from tests.support.window_models import (
+from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.models import table_drafter
+from tests.support.models.window_models import (
     BLOCK,
     windowed_pair,
     write_gemma4,
@@ -23,7 +24,6 @@ from tests.support.window_models import (
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import greedy, spec_metrics, write_eagle3
-from vllm_graft.testing.pairs import Request, answer_all, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space
-from tests.support.latent_samples import LatentShape, latent_problem
+from tests.support.samples.attention_spaces import nan_space
+from tests.support.samples.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.samples import TOLERANCE, UNTOUCHED, untouched
 from vllm_graft.spec_decode.targets.latent.latent_attention import (

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space, nans
-from tests.support.latent_samples import LatentShape, latent_problem
+from tests.support.samples.attention_spaces import nan_space, nans
+from tests.support.samples.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
 from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch

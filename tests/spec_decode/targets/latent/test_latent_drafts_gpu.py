@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from tests.support.attention_spaces import nan_space, nans
-from tests.support.latent_samples import LatentShape, latent_draft_problem
+from tests.support.samples.attention_spaces import nan_space, nans
+from tests.support.samples.latent_samples import LatentShape, latent_draft_problem
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_draft_attention
 from vllm_graft.spec_decode.targets.latent.plain_latent import latent_draft_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentDraftBatch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import table_drafter
-from tests.support.latent_models import draft_shape, write_deepseek
+from tests.support.models import table_drafter
+from tests.support.models.latent_models import draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.dense.choice import Point
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import table_drafter
-from tests.support.latent_models import VOCABULARY, draft_shape, write_deepseek
-from tests.support.near_ties import Answer, answers, check_near_ties, departures
+from tests.support.answers.near_ties import Answer, answers, check_near_ties, departures
+from tests.support.models import table_drafter
+from tests.support.models.latent_models import VOCABULARY, draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
 
-from tests.support.latent_samples import LatentShape, latent_draft_problem, latent_problem
+from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
 from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata

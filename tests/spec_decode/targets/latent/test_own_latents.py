@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.attention_spaces import nans
-from tests.support.latent_samples import LatentShape, latent_problem, with_padding
+from tests.support.samples.attention_spaces import nans
+from tests.support.samples.latent_samples import LatentShape, latent_problem, with_padding
 from vllm_graft.spec_decode.targets.dense.samples import TOLERANCE
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
 from vllm_graft.spec_decode.targets.latent.own_latents import (

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kimi_engines import (
+from tests.support.answers.near_ties import Answer, answers, check_near_ties, departures
+from tests.support.engines.kimi_engines import (
     NEAR,
     PROMPTS,
     TOKENS,
@@ -19,9 +20,8 @@ from tests.support.kimi_engines import (
     prompt_of,
     write_target,
 )
-from tests.support.near_ties import Answer, answers, check_near_ties, departures
+from tests.support.engines.pairs import counter
 from vllm_graft.testing import model_runner
-from vllm_graft.testing.pairs import counter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import table_drafter
-from tests.support.both_kinds import both_kinds
-from tests.support.kimi_models import RANK, ROPE, write_kimi_linear
-from tests.support.launch_counts import count_launches
-from tests.support.recurrent_models import draft_shape
+from tests.support.answers.both_kinds import both_kinds
+from tests.support.engines.kimi_layers import interpreted
+from tests.support.models import table_drafter
+from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
+from tests.support.models.recurrent_models import draft_shape
+from tests.support.watches.launch_counts import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
@@ -28,7 +29,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import Recu
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
-from vllm_graft.testing.kimi_layers import interpreted
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

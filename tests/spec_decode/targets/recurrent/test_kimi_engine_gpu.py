@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kimi_engines import (
+from tests.support.answers.near_ties import answers, check_near_ties, departures
+from tests.support.engines.kimi_engines import (
     HIDDEN,
     NEAR,
     PROMPTS,
@@ -22,8 +23,7 @@ from tests.support.kimi_engines import (
     learn,
     write_target,
 )
-from tests.support.latent_models import draft_shape
-from tests.support.near_ties import answers, check_near_ties, departures
+from tests.support.models.latent_models import draft_shape
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.served_qwen import (
+from tests.support.engines.pairs import counter
+from tests.support.engines.recurrent_layers import interpreted
+from tests.support.engines.served_qwen import (
     IMAGE_SIDE,
     image_request,
     rows_at_their_slots,
@@ -19,8 +21,6 @@ from tests.support.served_qwen import (
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.recurrent.state_room import node_bytes
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
-from vllm_graft.testing.pairs import counter
-from vllm_graft.testing.recurrent_layers import interpreted
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

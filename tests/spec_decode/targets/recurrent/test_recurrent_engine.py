@@ -10,18 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import table_drafter
-from tests.support.both_kinds import both_kinds
-from tests.support.cache_engines import metrics as cache_metrics
-from tests.support.cache_engines import transfer
-from tests.support.launch_counts import count_launches
-from tests.support.recurrent_models import (
+from tests.support.answers.both_kinds import both_kinds
+from tests.support.engines.cache_engines import metrics as cache_metrics
+from tests.support.engines.cache_engines import transfer
+from tests.support.engines.pairs import counter
+from tests.support.engines.recurrent_layers import interpreted
+from tests.support.models import table_drafter
+from tests.support.models.recurrent_models import (
     draft_shape,
     write_falcon_h1,
     write_granite_hybrid,
     write_nemotron_h,
     write_qwen3_next,
 )
+from tests.support.watches.launch_counts import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.recurrent import delta_layer, recurrent_form, recurrent_layer
@@ -31,8 +33,6 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentF
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
-from vllm_graft.testing.pairs import counter
-from vllm_graft.testing.recurrent_layers import interpreted
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

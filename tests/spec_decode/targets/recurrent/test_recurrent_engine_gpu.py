@@ -18,23 +18,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support import table_drafter
-from tests.support.both_kinds import both_kinds
-from tests.support.near_ties import Answer as Logged
-from tests.support.near_ties import answers as with_logprobs
-from tests.support.near_ties import check_near_ties, departures
-from tests.support.recurrent_models import (
+from tests.support.answers.both_kinds import both_kinds
+from tests.support.answers.near_ties import Answer as Logged
+from tests.support.answers.near_ties import answers as with_logprobs
+from tests.support.answers.near_ties import check_near_ties, departures
+from tests.support.engines.pairs import counter
+from tests.support.engines.recurrent_layers import exact_prompts
+from tests.support.engines.served_qwen import (
+    image_request,
+    rows_at_their_slots,
+    write_served_qwen3_5,
+    write_text_qwen3_5,
+)
+from tests.support.models import table_drafter
+from tests.support.models.recurrent_models import (
     VOCABULARY,
     draft_shape,
     write_falcon_h1,
     write_nemotron_h,
     write_qwen3_next,
-)
-from tests.support.served_qwen import (
-    image_request,
-    rows_at_their_slots,
-    write_served_qwen3_5,
-    write_text_qwen3_5,
 )
 from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
@@ -42,8 +44,6 @@ from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveSt
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import greedy, model_runner, running, spec_metrics, write_eagle3
-from vllm_graft.testing.pairs import counter
-from vllm_graft.testing.recurrent_layers import exact_prompts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import DEVICE, random, rows_of, stock_chain_conv
+from tests.support.references.recurrence_reference import tree_conv_reference
+from tests.support.samples.recurrent_samples import DEVICE, random, rows_of, stock_chain_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import tree_conv_reference
 
 DIM = 24
 

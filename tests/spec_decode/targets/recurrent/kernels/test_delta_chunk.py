@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.kept_inputs import Kept, check_folded_bits, chunk, fold
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import path_to, tree_delta_rule_reference
+from tests.support.samples.kept_inputs import Kept, check_folded_bits, chunk, fold
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
     gates_of,
@@ -20,7 +21,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import FoldTable
-from vllm_graft.testing.reference.recurrence_reference import path_to, tree_delta_rule_reference
 
 SIZES = [[1], [9, 1, 32, 4], [64, 17]]
 

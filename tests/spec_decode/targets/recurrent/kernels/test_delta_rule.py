@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import path_to, tree_delta_rule_reference
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
     alone,
@@ -22,7 +23,6 @@ from tests.support.recurrent_samples import (
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import path_to, tree_delta_rule_reference
 
 SIZES = [[1], [9, 1, 32, 4]]
 

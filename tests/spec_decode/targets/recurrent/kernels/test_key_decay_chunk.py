@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.kept_inputs import Kept, check_folded_bits, chunk, fold
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import path_to, tree_key_decays_reference
+from tests.support.samples.kept_inputs import Kept, check_folded_bits, chunk, fold
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
     deepest,
@@ -18,7 +19,6 @@ from tests.support.recurrent_samples import (
     rows_of,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeyDecays
-from vllm_graft.testing.reference.recurrence_reference import path_to, tree_key_decays_reference
 
 SIZES = [[1], [9, 1, 32, 4], [63, 17]]
 HEADS = Heads(2, 2, 16, 16)

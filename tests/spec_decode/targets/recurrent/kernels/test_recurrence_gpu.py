@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.kept_inputs import Kept, chunk, fold, stock_chain
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import (
+    tree_conv_reference,
+    tree_delta_rule_reference,
+    tree_key_decays_reference,
+    tree_selective_update_reference,
+)
+from tests.support.samples.kept_inputs import Kept, chunk, fold, stock_chain
+from tests.support.samples.recurrent_samples import (
     Heads,
     alone,
     deepest,
@@ -36,12 +42,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
     fold_states,
-)
-from vllm_graft.testing.reference.recurrence_reference import (
-    tree_conv_reference,
-    tree_delta_rule_reference,
-    tree_key_decays_reference,
-    tree_selective_update_reference,
 )
 
 pytestmark = pytest.mark.gpu

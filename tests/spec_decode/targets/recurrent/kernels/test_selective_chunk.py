@@ -13,7 +13,10 @@ from tests.spec_decode.targets.recurrent.kernels.test_selective_state import (
     VALUE,
     problem,
 )
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import (
+    tree_selective_update_reference,
+)
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     alone,
     copied,
@@ -31,9 +34,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
     fold_states,
-)
-from vllm_graft.testing.reference.recurrence_reference import (
-    tree_selective_update_reference,
 )
 
 

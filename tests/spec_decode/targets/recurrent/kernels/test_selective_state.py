@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import (
+from tests.support.references.recurrence_reference import tree_selective_update_reference
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     copied,
     random,
@@ -17,7 +18,6 @@ from tests.support.recurrent_samples import (
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import SelectiveGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.testing.reference.recurrence_reference import tree_selective_update_reference
 
 HEADS, GROUPS, VALUE, SIZE = 4, 2, 24, 16
 DIM = HEADS * VALUE + 2 * GROUPS * SIZE

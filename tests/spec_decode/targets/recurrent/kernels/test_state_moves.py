@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.recurrent_samples import (
+from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
     gates_of,

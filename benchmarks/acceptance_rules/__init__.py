@@ -1,1 +1,0 @@
-"""How many drafts sampled requests accept, by rules that all keep the target's distribution."""

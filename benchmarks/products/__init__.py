@@ -1,1 +1,0 @@
-"""A probe of products whose weights are loaded while the kernel before still runs."""

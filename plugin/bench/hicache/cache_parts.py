@@ -1,0 +1,117 @@
+"""The parts of the benchmark, which every arm's engine is asked for alike."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm_graft.bench.common.timing import percentile
+from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
+from vllm_graft.bench.hicache.work_sizes import Sizes
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Figures = dict[str, float]
+
+COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes")
+
+
+class Parts:
+    """An engine that is sent the name of a part, the number of a round, and a size.
+
+    Each round has prompts of its own. The answer is figures by name; the first is the one that arms
+    are compared by.
+    """
+
+    def __init__(self, llm: LLM, sizes: Sizes) -> None:
+        self._llm, self._sizes = llm, sizes
+        self._driver = Driver(llm)
+
+    def __call__(self, wish: tuple[str, int, int]) -> Figures:
+        """Answer what an arm's process is sent."""
+        name, number, size = wish
+        measured: Figures = getattr(self, name)(number, size)
+        return measured
+
+    def first_token(self, number: int, prefix: int) -> Figures:
+        """Time a prompt whose first `prefix` tokens the host alone has."""
+        sizes, driver = self._sizes, self._driver
+        known = self._prompt(f"prefix{prefix}-{number}", prefix)
+        driver.run([known + self._prompt(f"a{number}", sizes.suffix)], 1)
+        driver.settle()
+        driver.forget_device()
+        before = self._counted()
+        (answer,) = driver.run([known + self._prompt(f"b{number}", sizes.suffix)], 1)
+        driver.settle(0.02)
+        found = {"first_token_ms": 1e3 * answer.ttft, "cached": float(answer.cached)}
+        return found | self._since(before)
+
+    def decode(self, number: int, requests: int) -> Figures:
+        """Tokens per second from when all requests have their first, while K/V is written back."""
+        sizes, driver = self._sizes, self._driver
+        for i in range(requests):
+            driver.submit(self._prompt(f"decode{number}-{i}", sizes.prompt), sizes.tokens)
+        while driver.waiting_for_first:
+            driver.step()
+        began, emitted = time.perf_counter(), driver.emitted
+        while driver.busy:
+            driver.step()
+        seconds = time.perf_counter() - began
+        driver.settle()
+        return {"tokens_per_second": (driver.emitted - emitted) / seconds}
+
+    def load(self, number: int, sessions: int) -> Figures:
+        """Turns per second of all sessions at once; each sends its next turn behind its answer.
+
+        Both caches are empty at the beginning. It stops after the seconds of `Sizes`.
+        """
+        driver = self._driver
+        driver.forget_device(connector=True)
+        before, began = self._counted(), time.perf_counter()
+        answers = self._converse(sessions, began + self._sizes.seconds)
+        seconds = time.perf_counter() - began
+        driver.abort_all()
+        later = [answer for turn, answer in answers if turn]
+        prompts = sum(len(answer.prompt) for answer in later)
+        firsts = [1e3 * answer.ttft for _, answer in answers]
+        return {
+            "turns_per_second": len(answers) / seconds,
+            "first_token_p99_ms": percentile(firsts, 0.99) if firsts else 0.0,
+            "hit_rate": sum(answer.cached for answer in later) / max(1, prompts),
+            "errors": float(sum(answer.reason != "length" for _, answer in answers)),
+            **self._since(before),
+        }
+
+    def _converse(self, sessions: int, deadline: float) -> list[tuple[int, Answer]]:
+        """Return (turn, answer) for every turn that ended before `deadline`."""
+        sizes, driver = self._sizes, self._driver
+        session_of: dict[str, tuple[int, int]] = {}
+        for session in range(sessions):
+            prompt = self._prompt(f"session{session}-0", sizes.turn_tokens)
+            session_of[driver.submit(prompt, sizes.reply)] = session, 0
+        answers = []
+        while driver.busy and time.perf_counter() < deadline:
+            for name, answer in driver.step().items():
+                session, turn = session_of.pop(name)
+                answers.append((turn, answer))
+                if turn + 1 < sizes.turns:
+                    said = self._prompt(f"session{session}-{turn + 1}", sizes.turn_tokens)
+                    follow = driver.submit(answer.prompt + answer.tokens + said, sizes.reply)
+                    session_of[follow] = session, turn + 1
+        return answers
+
+    def _counted(self) -> Figures:
+        """Read our connector's counters; empty for the other arms."""
+        prefix = "vllm:graft_hicache_"
+        return {
+            name: float(getattr(metric, "value", 0))
+            for metric in self._llm.get_metrics()
+            if (name := metric.name.removeprefix(prefix)) in COUNTED
+        }
+
+    def _since(self, before: Figures) -> Figures:
+        return {name: value - before.get(name, 0.0) for name, value in self._counted().items()}
+
+    def _prompt(self, seed: str, length: int) -> list[int]:
+        return random_prompt(seed, length, self._sizes.vocab)

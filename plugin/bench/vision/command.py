@@ -1,0 +1,154 @@
+"""Time in a model's vision encoder: run eagerly, in vLLM's own encoder graphs, and in ours.
+
+    vllm-graft bench vit MODEL --arms off stock ours --sizes 224 448 896
+
+All arms are up at the same time, each in a process of its own with its share of the GPU's memory,
+and take turns: one image of noise of each size, `--rounds` times. The table has the medians:
+milliseconds in the encoder and, in brackets, of the whole request. An arm is
+
+- `off`, the encoder runs eagerly;
+- `stock`, vLLM's own encoder graphs (`cudagraph_mm_encoder`);
+- `ours`, `graft.vit`, with the keys of `--graft`. Layouts are captured as soon as they come.
+
+`+compile` behind a name lets vLLM compile the encoder (`compile_mm_encoder`). Each answer is
+compared with the first arm's. In 16 bits a near tie may fall otherwise; a difference at a larger
+margin makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common.answers import Answer, Comparison
+from vllm_graft.bench.common.answers import compare as compare_answers
+from vllm_graft.bench.common.arm import Arm, is_ours
+from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+from vllm_graft.bench.vision.image_requests import Look, Looking, Seen
+
+SUMMARY = "time in a vision encoder: eager, in vLLM's encoder graphs, in ours"
+
+NAMES = ("off", "stock", "ours", "off+compile", "stock+compile", "ours+compile")
+
+NEAR_TIE = 0.1
+"""Largest margin in nats that bf16 may turn over: steps of logits near 4 are 0.016 to 0.03."""
+
+DRAWN = {"encoder_ms": "ms in the encoder", "request_ms": "ms per request"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this benchmark."""
+    parser.add_argument("model", help="checkpoint folder, or a name that vLLM knows")
+    parser.add_argument("--arms", nargs="+", choices=NAMES, default=["off", "stock", "ours"])
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=[224, 336, 448, 672, 896], help="edges in pixels"
+    )
+    parser.add_argument("--warm", type=int, default=4, help="images of each size before")
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--graft", type=json.loads, default={}, metavar="JSON", help="of graft.vit")
+    parser.add_argument(
+        "--prompt", help="a text with the model's placeholder of an image (default: a chat)"
+    )
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    arm_processes.add_engine_arguments(parser)
+
+
+def read_arm(name: str, graft: dict[str, Any]) -> Arm:
+    """Make the arm of a name."""
+    kind, _, compiled = name.partition("+")
+    options: dict[str, Any] = {}
+    compilation: dict[str, Any] = {"compile_mm_encoder": True} if compiled else {}
+    if kind == "stock":
+        compilation["cudagraph_mm_encoder"] = True
+    if compilation:
+        options["compilation_config"] = compilation
+    if kind == "ours":
+        options["additional_config"] = {"graft": {"vit": {"capture_share": 1, **graft}}}
+    return Arm(name, options)
+
+
+def engine_options(arm: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``vllm.LLM`` for an arm."""
+    return {
+        "max_model_len": arguments.max_model_len,
+        "limit_mm_per_prompt": {"image": 1},
+        "mm_processor_cache_gb": 0,
+        "enable_mm_processor_stats": True,
+        **arm_processes.with_options(arm.options, arguments.options),
+    }
+
+
+def take_turns(
+    pipes: Mapping[Arm, Connection], arguments: argparse.Namespace, size: int
+) -> tuple[list[Row], list[Comparison]]:
+    """Ask all arms about images of one size in turn; the first ones only warm up."""
+    found: dict[str, list[Seen]] = {arm.name: [] for arm in pipes}
+    for seed in range(arguments.warm + arguments.rounds):
+        for arm, pipe in pipes.items():
+            pipe.send(Look(size, seed, arguments.tokens))
+            seen: Seen = arm_processes.answer(arm, pipe)
+            if seed >= arguments.warm:
+                found[arm.name].append(seen)
+    rows = [
+        median_row(
+            name,
+            {"px": size},
+            [{"encoder_ms": each.encoder_ms, "request_ms": each.request_ms} for each in seen],
+        )
+        for name, seen in found.items()
+    ]
+    for row in rows:
+        print(json.dumps(row.flat()), flush=True)
+    answers: dict[str, list[Answer]] = {
+        name: [each.answer for each in seen] for name, seen in found.items()
+    }
+    return rows, compare_answers(answers)
+
+
+def compare(
+    arguments: argparse.Namespace, looking: type[Looking]
+) -> tuple[list[Row], list[Comparison]]:
+    """Start all arms and let them take turns; return rows, and comparisons of the answers."""
+    arms = {arm: engine_options(arm, arguments) for arm in _arms(arguments)}
+    make = partial(looking, prompt=arguments.prompt)
+    pipes = arm_processes.start(arms, arguments.model, make, arguments.kv_cache_bytes)
+    rows: list[Row] = []
+    comparisons: list[Comparison] = []
+    for size in arguments.sizes:
+        more, compared = take_turns(pipes, arguments, size)
+        rows, comparisons = rows + more, comparisons + compared
+        for line in compared:
+            print(f"{size} px, {line}", flush=True)
+    for arm, pipe in pipes.items():
+        if is_ours(arm.name):
+            pipe.send("counters")
+            print(f"{arm.name}: {arm_processes.answer(arm, pipe)}", flush=True)
+    arm_processes.stop(pipes)
+    return rows, comparisons
+
+
+def _arms(arguments: argparse.Namespace) -> list[Arm]:
+    return [read_arm(name, arguments.graft) for name in arguments.arms]
+
+
+def cell(row: Row) -> str:
+    """Milliseconds in the encoder, and of the request in brackets."""
+    return f"{row.main[1]:.2f} ({row.figures['request_ms']:.1f})"
+
+
+def run(arguments: argparse.Namespace, looking: type[Looking] = Looking) -> int:
+    """Measure, print the table, write the files; status 1 if an answer differs beyond a tie."""
+    report.require_plotting(arguments.plot)
+    rows, comparisons = compare(arguments, looking)
+    print(table(rows, cell), flush=True)
+    if arguments.json:
+        report.write_json(arguments.json, [row.flat() for row in rows])
+    if arguments.plot:
+        report.plot(arguments.plot, panels(rows, "px", DRAWN))
+    wrong = [margin for each in comparisons for margin in each.margins if margin > NEAR_TIE]
+    return 1 if wrong else 0

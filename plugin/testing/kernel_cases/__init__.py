@@ -1,1 +1,0 @@
-"""One case for each Triton kernel, to compile it without a GPU."""

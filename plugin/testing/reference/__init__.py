@@ -1,1 +1,0 @@
-"""Slow, plain counterparts of the kernels."""

@@ -1,0 +1,72 @@
+"""What an arm's process answers, and what is said when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from vllm_graft.bench.common import arm_processes
+from vllm_graft.bench.common.arm import Arm
+from vllm_graft.bench.common.report import BenchmarkError
+
+
+def test_a_process_answers_until_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def engine(target: str, options: dict[str, Any]) -> Iterator[str]:
+        yield f"{target} {options['seed']}"
+
+    def make(llm: str) -> arm_processes.Answering:
+        def answering(wish: str) -> str:
+            if wish == "too much":
+                raise arm_processes.CannotAnswer("it holds 3")
+            return f"{llm}: {wish}"
+
+        return answering
+
+    monkeypatch.setattr(arm_processes, "running", engine)
+    monkeypatch.setattr(arm_processes.os, "environ", {})
+    here, there = Pipe()
+    for wish in ("hello", "too much", "again", None):
+        here.send(wish)
+    arm_processes.serve(there, "model", {"seed": 7}, make)
+    assert [here.recv() for _ in range(4)] == [
+        "ready",
+        "model 7: hello",
+        "it holds 3",
+        "model 7: again",
+    ]
+
+
+def test_an_engine_that_ends_is_named() -> None:
+    here, there = Pipe()
+    there.close()
+    with pytest.raises(BenchmarkError, match="arm ours: its engine did not start; its log"):
+        arm_processes.wait(Arm("ours"), here)
+    with pytest.raises(BenchmarkError, match="arm ours: its engine ended"):
+        arm_processes.answer(Arm("ours"), here)
+
+
+def test_arms_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Context:
+        Pipe = staticmethod(Pipe)
+
+        @staticmethod
+        def Process(*, target: Any, args: tuple[Any, ...], daemon: bool) -> Any:
+            started.append(args[2])
+            args[0].send("ready")
+            return type("Process", (), {"start": lambda self: None})()
+
+    monkeypatch.setattr(arm_processes.multiprocessing, "get_context", lambda kind: Context)
+    arms = {Arm("off"): {"seed": 1}, Arm("ours"): {"gpu_memory_utilization": 0.2}}
+    pipes = arm_processes.start(arms, "model", str, 1 << 30)
+    assert [arm.name for arm in pipes] == ["off", "ours"]
+    assert started == [
+        {"gpu_memory_utilization": 0.45, "seed": 1, "kv_cache_memory_bytes": 1 << 30},
+        {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30},
+    ]

@@ -1,0 +1,63 @@
+"""Rows of arms: medians, the table with its comparison, and diagrams."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+
+
+def row(arm: str, part: str, name: str, value: float) -> Row:
+    return Row(arm, {"part": part}, {name: value})
+
+
+def test_medians_of_all_figures_and_the_first_one_of_each_round() -> None:
+    rounds: list[dict[str, float | None]] = [
+        {"ms": 3.0, "use": None},
+        {"ms": 1.0, "use": 0.25},
+        {"ms": 8.0, "use": 0.75},
+    ]
+    found = median_row("ours", {"px": 224}, rounds, nodes={3: 1})
+    assert found.main == ("ms", 3.0)
+    assert found.flat() == {
+        "arm": "ours",
+        "px": 224,
+        "ms": 3.0,
+        "use": 0.5,
+        "rounds": [3.0, 1.0, 8.0],
+        "nodes": {3: 1},
+    }
+    assert median_row("ours", {}, rounds[:1]).figures == {"ms": 3.0, "use": None}
+
+
+def test_of_times_the_shorter_one_is_better_and_of_rates_the_higher_one() -> None:
+    rows = [
+        row("none", "first", "first_token_ms", 40.0),
+        row("native", "first", "first_token_ms", 20.0),
+        row("ours", "first", "first_token_ms", 10.0),
+        row('ours:{"load": "async"}', "first", "first_token_ms", 12.0),
+        row("none", "load", "turns_per_second", 2.0),
+        row("ours", "load", "turns_per_second", 3.0),
+    ]
+    lines = table(rows, lambda row: f"{row.main[1]:g}").splitlines()
+    assert (
+        lines[0] == '| part | none | native | ours | ours:{"load": "async"} | ours / best other |'
+    )
+    assert lines[2] == "| first | 40 | 20 | 10 | 12 | 2.00 |"
+    assert lines[3] == "| load | 2 | - | 3 | - | 1.50 |"
+    assert table(rows[:2], lambda row: "x").splitlines()[2] == "| first | x | x | - |"
+
+
+def test_a_diagram_for_each_figure_and_each_other_part_of_the_case() -> None:
+    rows = [
+        Row(arm, {"temperature": heat, "px": px}, {"ms": px / 10, "length": None})
+        for arm in ("off", "ours")
+        for heat in (0.0, 1.0)
+        for px in (224, 448)
+    ]
+    found = panels(rows, "px", {"ms": "ms per call", "length": "length"})
+    assert [(panel.title, panel.x, panel.y) for panel in found] == [
+        ("temperature 0", "px", "ms per call"),
+        ("temperature 1", "px", "ms per call"),
+    ]
+    assert found[0].series["ours"] == [(224, pytest.approx(22.4)), (448, pytest.approx(44.8))]

@@ -1,0 +1,109 @@
+"""Engines on a device, in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.engines.shipped_pair import SHIPPED
+from vllm_graft.testing import running
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@contextmanager
+def shipped_trees(
+    eagle: dict[str, Any],
+    *,
+    graphs: bool = True,
+    options: dict[str, Any] | None = None,
+    **speculative: Any,
+) -> Iterator[LLM]:
+    """Run trees of up to 15 nodes, topk 4, 4 steps, with more keys of `graft.tree` and of vLLM.
+
+    Without `graphs` each pass is launched. `options` are more ones of `vllm.LLM`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with running(
+            SHIPPED / "target",
+            speculative_config={
+                "method": "eagle3",
+                "model": str(SHIPPED / "eagle3"),
+                "num_speculative_tokens": 15,
+                **speculative,
+            },
+            additional_config={"graft": {"tree": {"topk": 4, "steps": 4, **eagle}}},
+            enforce_eager=not graphs,
+            max_model_len=512,
+            max_num_seqs=8,
+            gpu_memory_utilization=0.3,
+            kv_cache_memory_bytes=2**30,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            **(options or {}),
+        ) as built:
+            yield built
+
+
+@contextmanager
+def exact_engine(
+    target: str | Path,
+    *,
+    draft: str = "",
+    nodes: int = 0,
+    tree: dict[str, Any] | None = None,
+    method: str = "eagle3",
+    speculative: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[LLM]:
+    """Run a target in float32, in which kernels that round differently agree on the tokens.
+
+    Decodes of up to 8 requests run in FULL graphs, without torch.compile, which would take most of
+    the test's time.
+
+    Args:
+        target: the checkpoint.
+        draft: the draft's checkpoint; the target's own if it is empty.
+        nodes: nodes of a tree; 0 runs without drafts.
+        tree: keys of `graft.tree`.
+        method: vLLM's name for the kind of draft.
+        speculative: more keys of vLLM's speculative config.
+        **options: passed to `vllm.LLM`.
+    """
+    if nodes:
+        options["speculative_config"] = {
+            "method": method,
+            "model": draft or str(target),
+            "num_speculative_tokens": nodes,
+            **(speculative or {}),
+        }
+        options["additional_config"] = {"graft": {"tree": tree or {}}}
+    sizes = sorted({1, 2, 4, 8} | {requests * (nodes + 1) for requests in (1, 2, 4, 8)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        # Triton's products of float32 are exact only if it is told so.
+        patch.setenv("TRITON_F32_DEFAULT", "ieee")
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "attention_backend": "TRITON_ATTN",
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sizes,
+            },
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_bytes": 2**29,
+            "disable_log_stats": False,
+        }
+        with running(target, **defaults | options) as built:
+            yield built

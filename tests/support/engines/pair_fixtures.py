@@ -1,0 +1,39 @@
+"""Fixtures: the pair, requests to it, and the answers of the target alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from tests.support.engines.shipped_pair import SHIPPED
+
+PROMPTS = 6
+TOKENS = 16
+
+
+@pytest.fixture(scope="session")
+def pair() -> Pair:
+    """The pair in the repository, or the one in ``$GRAFT_PAIR``, of the same folder layout."""
+    return Pair.load(Path(os.environ.get("GRAFT_PAIR", SHIPPED)))
+
+
+@pytest.fixture(scope="session")
+def samples(pair: Pair) -> list[Request]:
+    """A greedy and a seeded request of each prompt, next to each other: they share a prefix."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
+    return [
+        Request(prompt, {"max_tokens": TOKENS, **kind})
+        for prompt in pair.prompts[:PROMPTS]
+        for kind in kinds
+    ]
+
+
+@pytest.fixture(scope="session")
+def expected(pair: Pair, samples: list[Request]) -> list[Answer]:
+    """The answers of the target alone to `samples`."""
+    with pair.engine() as llm:
+        return answer_all(llm, samples)

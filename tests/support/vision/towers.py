@@ -1,0 +1,157 @@
+"""vLLM's own Qwen VL code with tiny random towers, and a runner over them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
+
+from tests.support.vision.fake_backend import FakeBackend
+from vllm_graft.graph_runners.vision import runner as runner_module
+from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
+
+Grid = tuple[int, int, int]
+FEATURES = {"qwen3": 3 * 2 * 4 * 4, "qwen2_5": 3 * 2 * 14 * 14}
+"""Channels, frames and pixels of a patch."""
+
+
+@contextlib.contextmanager
+def engine_state() -> Iterator[None]:
+    """The state of one rank that layers ask for while they are built."""
+    native = mock.patch.object(qwen3_vl, "HAS_TRITON", False)  # Interpreted, it takes seconds.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))),
+        native,
+    ):
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        initialize_model_parallel(1)
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def make_model(kind: str, width: int = 64) -> Any:
+    """The model's own class with its vision tower only, its blocks `width` columns wide."""
+    torch.manual_seed(0)
+    if kind == "qwen3":
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+        config: Any = Qwen3VLVisionConfig(
+            depth=3,
+            hidden_size=width,
+            intermediate_size=96,
+            num_heads=4,
+            out_hidden_size=48,
+            patch_size=4,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0, 1],
+        )
+        visual: Any = qwen3_vl.Qwen3_VisionTransformer(config)
+        cls: Any = qwen3_vl.Qwen3VLForConditionalGeneration
+    else:
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
+            Qwen2_5_VLVisionConfig,
+        )
+
+        config = Qwen2_5_VLVisionConfig(
+            depth=4,
+            hidden_size=width,
+            intermediate_size=96,
+            num_heads=4,
+            out_hidden_size=48,
+            patch_size=14,
+            window_size=112,
+            spatial_merge_size=2,
+            fullatt_block_indexes=[1, 3],
+        )
+        visual = qwen2_5_vl.Qwen2_5_VisionTransformer(config)
+        cls = qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
+    model = cls.__new__(cls)
+    torch.nn.Module.__init__(model)
+    model.visual = _randomised(visual)
+    model.is_multimodal_pruning_enabled = False
+    model.use_data_parallel = False
+    model.get_max_frames_per_video = lambda: 1
+    model.model_config = SimpleNamespace(max_model_len=2048)
+    return model
+
+
+def _randomised(tower: Any) -> Any:
+    for name, parameter in tower.named_parameters():
+        one = name.endswith("weight") and ("norm" in name or "ln_q" in name)
+        parameter.data.normal_(1.0 if one else 0.0, 0.05)
+        parameter.requires_grad_(False)
+    for layer in tower.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(layer)
+    return tower
+
+
+def make_config(vit: dict[str, Any] | None = None, **compilation: Any) -> Any:
+    """What the runner reads of a VllmConfig."""
+    options = {
+        "encoder_cudagraph_token_budgets": [],
+        "encoder_cudagraph_max_vision_items_per_batch": 0,
+        "encoder_cudagraph_max_frames_per_batch": None,
+        **compilation,
+    }
+    multimodal = SimpleNamespace(get_limit_per_prompt=lambda _: 999, mm_encoder_tp_mode="weights")
+    return SimpleNamespace(
+        additional_config={"graft": {"vit": vit or {}}},
+        compilation_config=SimpleNamespace(**options),
+        model_config=SimpleNamespace(multimodal_config=multimodal, max_model_len=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        lora_config=None,
+    )
+
+
+@contextlib.contextmanager
+def fake_backend() -> Iterator[None]:
+    """Capture on the CPU."""
+    with mock.patch.object(runner_module, "make_backend", FakeBackend):
+        yield
+
+
+def make_runner(
+    model: Any, vit: dict[str, Any] | None = None, capture: bool = True, **compilation: Any
+) -> ViTCudaGraphRunner:
+    """A runner as the engine builds it, captured unless told not to."""
+    with fake_backend():
+        config = make_config(vit, **compilation)
+        runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    if capture:
+        runner.capture("pool")
+    return runner
+
+
+def batch(kind: str, grids: Sequence[Grid], modality: str = "image", seed: int = 0) -> Any:
+    """Keyword arguments as the engine gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(t * h * w for t, h, w in grids)
+    pixels = torch.randn(rows, FEATURES[kind], generator=generator)
+    suffix = "" if modality == "image" else "_videos"
+    return {f"pixel_values{suffix}": pixels, f"{modality}_grid_thw": torch.tensor(grids)}
+
+
+@torch.inference_mode()
+def eager(model: Any, inputs: Any) -> list[torch.Tensor]:
+    """The engine's own path."""
+    return list(model.embed_multimodal(**inputs))

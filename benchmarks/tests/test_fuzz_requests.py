@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fuzz.kinds import STRUCTURES
 from benchmarks.fuzz.malformed import _changes
-from benchmarks.fuzz.requests import CHAT, STRUCTURES, FuzzRequest, World, generate
+from benchmarks.fuzz.requests import CHAT, FuzzRequest, World, generate
 
 WORLD = World.of_pair()
 COUNT = 3000

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.mutations import Mutations
+from benchmarks.fuzz.config.mutations import Mutations
 
 
 @dataclass

@@ -120,7 +120,7 @@ def _referring(mark: str) -> Body:
 FLOODS: dict[str, Callable[[str], Body]] = {
     "predicted text": lambda mark: {"vllm_xargs": {"graft_prediction": mark + "ab c\n" * 400_000}},
     "predicted ids": lambda mark: {
-        "vllm_xargs": {"graft_prediction": [5 + len(mark), *[7] * 400_000]}
+        "vllm_xargs": {"graft_prediction": [*mark.encode(), *[7] * 400_000]}
     },
     "wrong prediction": lambda mark: {
         "vllm_xargs": {"graft_prediction": [5, mark + "\x1b[31m" + "B" * MEGA]}

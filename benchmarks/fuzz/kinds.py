@@ -1,25 +1,54 @@
-"""What requests of the fuzz are made of: a row for each kind of prediction, structure, spelling."""
+"""What requests of the fuzz are made of: a row for each field, structure, prediction and flood."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Body = dict[str, Any]
 
-WORDS = ["self", " the", "return", "import", " in", "def", "None", " is", "name", "x"]
+FIRST_ID = 5
+"""Token ids below it are the tokenizer's special ones."""
+VOCAB = 2048
+
 STOPS = [" ", "\n", "(", "):", ".", "e", "self", " = ", "return", "\n\n", "in", "the", "'", "of"]
 
-SPELLINGS: dict[str, list[Any]] = {
-    "skip_special_tokens": [False],
-    "spaces_between_special_tokens": [False],
-    "return_tokens_as_token_ids": [True],
-    "add_special_tokens": [False, True],
-    "truncate_prompt_tokens": [1, 2, 16],
-    "cache_salt": ["a", "b", "x" * 2000],
+FIELDS: dict[str, tuple[float, Sequence[Any]]] = {
+    "prompt_logprobs": (0.1, [0, 1, 3]),
+    "ignore_eos": (0.5, [True]),
+    "presence_penalty": (0.08, [-1.0, 0.5, 2.0]),
+    "frequency_penalty": (0.08, [-0.5, 0.3, 2.0]),
+    "repetition_penalty": (0.08, [0.7, 1.1, 1.8]),
+    "priority": (0.2, range(-3, 4)),
+    "repetition_detection": (0.04, [{"max_pattern_size": 3, "min_count": 2}]),
+    # vLLM refuses these two beside drafts.
+    "min_p": (0.01, [0.1]),
+    "logit_bias": (0.01, [{"7": 4.0}, {"300": 4.0, "1500": -2.0}]),
+    # These say how tokens become text, where a prompt is cut, and who shares its K/V.
+    "skip_special_tokens": (0.02, [False]),
+    "spaces_between_special_tokens": (0.02, [False]),
+    "return_tokens_as_token_ids": (0.02, [True]),
+    "add_special_tokens": (0.02, [False, True]),
+    "truncate_prompt_tokens": (0.02, [1, 2, 16]),
+    "cache_salt": (0.05, ["a", "b", "x" * 2000]),
 }
+"""Fields of a body: how often each is set, and the values, one of which is drawn."""
+
+LISTS: dict[str, tuple[float, Sequence[Any], int]] = {
+    "stop_token_ids": (0.1, range(FIRST_ID, 400), 40),
+    "allowed_token_ids": (0.06, range(FIRST_ID, VOCAB), 60),
+    "bad_words": (
+        0.06,
+        ["self", " the", "return", "import", " in", "def", "None", " is", "name", "x"],
+        4,
+    ),
+}
+"""Fields that are lists: how often, the values, and how many of them are drawn at most."""
+
+BUDGETS = [0, 1, 3, 9]
+"""Values of `thinking_token_budget`."""
 
 _PART = {
     "type": "object",
@@ -99,10 +128,10 @@ PREDICTIONS: dict[str, Callable[[random.Random, str], Any]] = {
     "long text": lambda numbers, text: (text + "\n") * 30,
     "backwards": lambda numbers, text: text[::-1],
     "odd text": lambda numbers, text: "\0\ufffd\U0001f9ff</s><s>" * 40,
-    "ids": lambda numbers, text: numbers.choices(range(2048), k=numbers.choice([1, 5, 300, 5000])),
+    "ids": lambda numbers, text: numbers.choices(range(VOCAB), k=numbers.choice([1, 5, 300, 5000])),
     "empty text": lambda numbers, text: "",
     "no ids": lambda numbers, text: [],
-    "wrong id": lambda numbers, text: [5, numbers.choice([-1, 2048, 10**30, 1.5, "a"])],
+    "wrong id": lambda numbers, text: [5, numbers.choice([-1, VOCAB, 10**30, 1.5, "a"])],
     "number": lambda numbers, text: 7,
     "refused": lambda numbers, text: numbers.choice([{"a": 1}, None, [[1]], [None]]),
 }

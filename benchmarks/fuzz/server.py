@@ -228,7 +228,7 @@ class References:
             served = self._stack.enter_context(serving(life, folder, self._options.out))
             wanted = Slice.of(self._options, target)
             found, _ = served.ask(wanted, self._options.workers)
-            say(f"== plain {target}: {tally(found)} ==")
+            say(f"== plain {target}: {dict(Counter(answer.status for answer in found))} ==")
             self._there[target] = served, wanted, found
         return self._there[target]
 
@@ -357,12 +357,6 @@ def told(result: Result, options: argparse.Namespace) -> bool:
         with options.log.open("a") as log:
             log.write(line + "\n")
     return result.ok
-
-
-def tally(found: Sequence[Answer]) -> str:
-    """Say how many answers there are of each status."""
-    counts = Counter(answer.status for answer in found)
-    return ", ".join(f"{count} of status {status}" for status, count in sorted(counts.items()))
 
 
 if __name__ == "__main__":

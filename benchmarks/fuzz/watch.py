@@ -14,9 +14,8 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE = "VLLM_GRAFT_FUZZ_STEPS"
 """Environment variable with the path of the file that lines are written to."""
@@ -115,8 +114,7 @@ def _write(line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call that took long: function, milliseconds, and its request's number if that is known."""
 
     name: str

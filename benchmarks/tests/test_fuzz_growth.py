@@ -149,7 +149,7 @@ def test_what_the_reference_grows_by_is_allowed() -> None:
     ("arm", "name"),
     [
         (seen(memory=30 * MIB), "flood_mib is 30"),
-        (seen(log=20_000), "flood_log_per_request is 2000"),
+        (seen(log=20_000), "flood_log_bytes is 2000"),
         (seen(threads=9), "threads is 9"),
     ],
 )
@@ -162,14 +162,14 @@ def test_growth_while_requests_are_answered_is_told_too() -> None:
     arm = seen()
     arm.sizes[1:] = [replace(arm.sizes[0], memory=200 * MIB, log=50_000)] * 2
     told = judged(arm, seen(), lambda number: ())
-    assert [line.split()[0] for line in told] == ["memory_mib", "log_per_request"]
+    assert [line.split()[0] for line in told] == ["memory_mib", "log_bytes"]
 
 
 def test_each_kind_of_request_that_holds_a_step_is_told_once() -> None:
     arm = seen()
     arm.slow = [Call("a", 4.9, 1), Call("a", 5.5, 2), Call("a", 7.5, 3), Call("b", 6.0, None)]
     told = judged(arm, seen(), lambda number: ("flood",))
-    assert told == ["a took 7.5 ms of CPU for ['flood']", "b took 6 ms of CPU for []"]
+    assert told == ["a for ['flood'] took 7.5 ms of CPU", "b for no request took 6 ms of CPU"]
     assert figures(arm, seen())["step_ms"] == 7.5
     assert figures(arm, seen()).keys() == LIMITS.keys()
 

@@ -198,9 +198,9 @@ def test_a_flood_that_leaves_nothing_behind_is_fine(
     ("arm", "said"),
     [
         ("keep", "flood_mib is"),
-        ("chatty", "flood_log_per_request is"),
+        ("chatty", "flood_log_bytes is"),
         ("threads", "threads is"),
-        ("slow", "Fake.add_request took 5.5 ms of CPU for ['flood', 'predicted ids']"),
+        ("slow", "Fake.add_request for ['flood', 'predicted ids'] took 5.5 ms of CPU"),
         ("unwatched", "nothing measured the time of a step"),
     ],
 )

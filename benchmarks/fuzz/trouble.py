@@ -24,14 +24,18 @@ def call(port: int, path: str, body: object = None, method: str = "POST") -> str
     """Ask a server for something other than an answer.
 
     Raises:
-        ServerError: it answers with an error.
+        ServerError: it answers with an error, or not at all.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    with contextlib.closing(connection):
-        text = None if body is None else json.dumps(body).encode()
+    text = None if body is None else json.dumps(body).encode()
+    try:
         connection.request(method, path, text, {"content-type": "application/json"})
         response = connection.getresponse()
         said = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{method} {path}: {error!r}") from error
+    finally:
+        connection.close()
     if response.status != 200:
         raise ServerError(f"{method} {path}: {response.status} {said[:300]}")
     return said
@@ -50,9 +54,11 @@ def _broken(port: int) -> None:
 
 
 def _sleep(port: int) -> None:
-    # Running requests are kept; other modes end them.
-    call(port, "/sleep?level=1&mode=keep")
-    call(port, "/wake_up")
+    try:
+        # Running requests are kept; other modes end them.
+        call(port, "/sleep?level=1&mode=keep")
+    finally:
+        call(port, "/wake_up")
 
 
 def reload(port: int, weights: str | None = None) -> None:
@@ -92,7 +98,7 @@ def disturbing(port: int, names: tuple[str, ...], seed: int) -> Iterator[Counter
             try:
                 TROUBLES[name](port)
                 done[name] += 1
-            except (OSError, http.client.HTTPException, ServerError) as error:
+            except (OSError, ServerError) as error:
                 done[f"{name}: {error}"] += 1
 
     thread = threading.Thread(target=disturb, daemon=True)

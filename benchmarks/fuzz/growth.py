@@ -57,7 +57,7 @@ def _processes(group: int) -> Iterator[str]:
 
 @dataclass
 class Watched:
-    """What was seen of a server besides its answers.
+    """Growth and slow calls of a server.
 
     Attributes:
         asked: requests between the first two sizes.

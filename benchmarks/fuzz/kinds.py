@@ -1,4 +1,4 @@
-"""What requests of the fuzz are made of: a row for each field, structure, prediction and flood."""
+"""Rows that requests of the fuzz are made of: fields, structures, predictions, floods."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Result:
     broken: list[str] = field(default_factory=list)
     """Faults of the server as a whole."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What the judges of `growth.py` measured."""
+    """Figures of the judges of `growth.py`."""
     troubles: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     """While requests were answered; starts of servers are not in it."""
@@ -66,7 +66,7 @@ class Result:
         return not self.failed and not self.broken
 
     def line(self, seed: int) -> str:
-        """Return what a slice's line of JSON has."""
+        """Return the slice's line of JSON."""
         told = {**vars(self), "seed": seed, "unexplained": len(self.failed)}
         told["per_minute"] = round(60 * self.requests / self.seconds, 1) if self.seconds else 0
         return json.dumps(told | {"failed": sorted(self.failed), "seconds": round(self.seconds)})
@@ -160,7 +160,7 @@ class Slice:
 
 @dataclass
 class Served:
-    """A server that was started, and what was seen of it."""
+    """A server that was started, its growth and its slow calls."""
 
     server: VllmServer
     steps: Path

@@ -1,4 +1,4 @@
-"""What is served: the pair's target, the same with other weights or rotation, and with adapters."""
+"""Models that are served: the pair's target, other weights, another rotation, adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What disturbs a server while it answers: resets, RPCs, scrapes, broken bodies, sleep, reloads.
+"""Disturbances of a server that answers: resets, RPCs, broken bodies, sleep, reloads.
 
 None of it may change an answer. Each disturbance is a row of `TROUBLES`.
 """

@@ -151,7 +151,8 @@ def test_a_run_without_differences_succeeds(fuzz: list[str], tmp_path: Path, tol
     assert (line["arm"], line["requests"], line["unexplained"]) == ("right", 80, 0)
     assert line["rules"]["equal"] > 60
     assert line["per_minute"] > 0
-    assert line["troubles"].keys() == {"reset", "metrics", "broken body"}
+    assert line["troubles"]
+    assert line["troubles"].keys() <= {"reset", "metrics", "broken body"}
     assert json.loads((tmp_path / "out" / "right.json").read_text()) == {}
 
 

@@ -149,7 +149,7 @@ class _Maker:
         if self.world.embed and self.chance(0.12):
             self.kinds.append("embeddings")
             body |= {"prompt": None, "prompt_embeds": self.world.embed(self._ids()[:40])}
-        elif self.chance(0.15):
+        elif not self.world.adapters and self.chance(0.15):
             body["echo"] = True
             self.kinds.append("echo")
         if self.chance(0.3):
@@ -214,8 +214,8 @@ class _Maker:
 
     def _features(self, body: Body) -> None:
         for name, (share, values) in kinds.FIELDS.items():
-            # vLLM has no logprobs of prompts that are embeddings.
-            if self.chance(share) and (name != "prompt_logprobs" or "prompt_embeds" not in body):
+            # vLLM 0.32 ends at logprobs of prompts where an adapter changes the output head.
+            if self.chance(share) and (name != "prompt_logprobs" or not self.world.adapters):
                 body[name] = self.numbers.choice(values)
         for name, (share, values, most) in kinds.LISTS.items():
             if self.chance(share):

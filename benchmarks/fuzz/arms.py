@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.shipped_pair import SHIPPED
+
 from benchmarks.fuzz.compare import Rule
-from benchmarks.fuzz.rules import ALWAYS, STOCK_CHAIN, WITH_DRAFTS
-from tests.support.engines.pair_server import server_settings, speculate
-from tests.support.engines.shipped_pair import SHIPPED
+from benchmarks.fuzz.rules import STOCK_CHAIN, WITH_DRAFTS
+from benchmarks.fuzz.trouble import ALL
+from vllm_graft.testing.pair_server import server_settings, speculate
 from vllm_graft.testing.vllm_server import sum_of
 
 TEMPLATE = (
@@ -31,24 +33,64 @@ SOME_BYTES = "12MiB"
 """Host memory for 128 pages, more than `SOME_BLOCKS`: evicted blocks stay there for a while."""
 
 
+Part = Callable[[Path], list[str]] | list[str]
+"""Flags, or what makes them, given a folder of the arm's own."""
+
+
 @dataclass(frozen=True)
-class Arm:
-    """A server that is compared.
+class Life:
+    """A server from its start to its end; the next life of an arm finds what it has stored.
 
     Attributes:
-        flags: makes the flags, given a folder of the arm's own.
+        parts: of its flags.
+        target: what it serves, by name (`targets.py`); the reference serves the same.
         rules: known differences, by name.
+        reload: the server before goes on instead, and loads this target's weights.
+    """
+
+    parts: tuple[Part, ...] = ()
+    target: str = "pair"
+    rules: Mapping[str, Rule] = field(default_factory=lambda: WITH_DRAFTS)
+    reload: bool = False
+
+    def flags(self, folder: Path) -> list[str]:
+        """Make the flags, without the target's."""
+        made = (part if isinstance(part, list) else part(folder) for part in self.parts)
+        return [flag for flags in made for flag in flags]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server that is compared, or several, one after the other on one storage.
+
+    Attributes:
         busy: counters that have to be over zero at the end; else the arm did not do its work.
+        troubles: what disturbs it (`trouble.py`).
     """
 
     name: str
-    flags: Callable[[Path], list[str]]
-    rules: Mapping[str, Rule] = field(default_factory=lambda: ALWAYS)
+    lives: tuple[Life, ...]
     busy: tuple[str, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+    def flags(self, folder: Path) -> list[str]:
+        """Make the flags of the first life."""
+        return self.lives[0].flags(folder)
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """Known differences of the first life."""
+        return self.lives[0].rules
 
     def idle(self, metrics: str) -> list[str]:
         """List the counters that are zero and should not be."""
         return [name for name in self.busy if sum_of(name, metrics) <= 0]
+
+
+def arm(name: str, *parts: Part, busy: tuple[str, ...] = (), **more: Any) -> Arm:
+    """Return an arm with a single life; `more` are attributes of that."""
+    troubles = more.pop("troubles", ())
+    return Arm(name, (Life(parts, **more),), busy, troubles)
 
 
 def settings() -> tuple[list[str], dict[str, str]]:
@@ -57,7 +99,9 @@ def settings() -> tuple[list[str], dict[str, str]]:
     flags += ["--scheduling-policy", "priority", "--block-size", "32"]
     flags += ["--max-num-batched-tokens", "192", "--chat-template", TEMPLATE]
     # Without this each server binds its threads to the first core, and two servers share it.
-    return flags, {**environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    # With it a server has resets, RPCs and sleep.
+    return flags, {**environment, "VLLM_SERVER_DEV_MODE": "1"}
 
 
 def tree(nodes: int, topk: int, **keys: Any) -> list[str]:
@@ -114,120 +158,122 @@ def transfer(config: Mapping[str, Any]) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
-def two(folder: Path) -> dict[str, Any]:
-    """Configure a `MultiConnector` over two of ours, which have the same engine id."""
-    children = [
-        connector(folder / load, load=load, host_bytes=SOME_BYTES)
-        for load in ("async", "layerwise")
-    ]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": children},
-    }
+def stored(**extra: Any) -> Part:
+    """Return the flags of a host KV cache, with storage in the arm's folder."""
+    return lambda folder: transfer(connector(folder / "store", **extra))
 
 
-PLAIN = Arm("plain", lambda folder: [])
+def two(folder: Path) -> list[str]:
+    """Return the flags of a `MultiConnector` over two of ours, which have the same engine id."""
+    loads = ("async", "layerwise")
+    children = [connector(folder / load, load=load, host_bytes=SOME_BYTES) for load in loads]
+    extra = {"kv_connector_extra_config": {"connectors": children}}
+    return transfer({**connector(folder), "kv_connector": "MultiConnector", **extra})
+
+
+PRESET = ["--additional-config", json.dumps({"graft": "auto"})]
+SERVERS = ["--api-server-count", "2"]
+FEW, FEWEST, SOME = blocks(FEW_BLOCKS), blocks(FEWEST_BLOCKS), blocks(SOME_BLOCKS)
+CHAIN = list(speculate(SHIPPED, 5))
+TREE = tree(9, 3)
+
+PLAIN = arm("plain")
 
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 HITS = (f"{HICACHE}hit_tokens_host_total", f"{HICACHE}hit_tokens_storage_total")
+STORED = HITS[1:]
 PREEMPTED = ("vllm:num_preemptions_total",)
+DRAFTS: dict[str, Any] = {"busy": (*ACCEPTED, *PREEMPTED)}
+BOTH: dict[str, Any] = {"busy": (*ACCEPTED, *HITS, *PREEMPTED)}
+DISTURBED: dict[str, Any] = {"busy": ACCEPTED, "troubles": ALL}
+NO_RELOAD = tuple(name for name in ALL if name != "reload")
+AGAIN = (SOME, stored(load="async", host_bytes=SOME_BYTES))
+LAYERS = (SOME, stored(load="layerwise", host_bytes=SOME_BYTES))
+
+
+def busy_with(*counters: str) -> dict[str, Any]:
+    return {**DRAFTS, "busy": (*ACCEPTED, *PREEMPTED, *counters)}
+
 
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm("tree", lambda folder: tree(9, 3), rules=WITH_DRAFTS, busy=ACCEPTED),
-        Arm(
+        arm("tree", TREE, busy=ACCEPTED),
+        arm(
             "auto",
             # Nearly all of the draft's tokens, which therefore hold enough of any text.
-            lambda folder: [
-                *tree(12, 4, shape="auto", hot_tokens=1000, head_dtype="fp8", ngram=True),
-                *blocks(FEWEST_BLOCKS),
-            ],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_hot_steps_total"),
+            tree(12, 4, shape="auto", hot_tokens=1000, head_dtype="fp8", ngram=True),
+            FEWEST,
+            **busy_with("vllm:graft_tree_hot_steps_total"),
         ),
-        Arm(
+        arm(
             "tree-window",
-            lambda folder: [*tree(9, 3, draft_window=20, ngram=True), *blocks(FEWEST_BLOCKS)],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_draft_window"),
+            tree(9, 3, draft_window=20, ngram=True),
+            FEWEST,
+            **busy_with("vllm:graft_tree_draft_window"),
         ),
-        Arm(
+        arm(
             "tree-ngram",
-            lambda folder: [*tree(9, 3, ngram=True), *blocks(FEWEST_BLOCKS)],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *PREEMPTED, "vllm:graft_tree_ngram_nodes_accepted_total"),
+            tree(9, 3, ngram=True),
+            FEWEST,
+            **busy_with("vllm:graft_tree_ngram_nodes_accepted_total"),
         ),
-        Arm(
-            "ngram",
-            lambda folder: [*tree_of(NGRAMS, 9, 3), *blocks(FEWEST_BLOCKS)],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *PREEMPTED),
-        ),
-        Arm(
-            "draft-model",
-            lambda folder: [*tree_of(ITSELF, 7, 3), *blocks(FEWEST_BLOCKS)],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *PREEMPTED),
-        ),
-        Arm(
-            "host-async",
-            lambda folder: [
-                *blocks(SOME_BLOCKS),
-                *transfer(connector(folder / "store", load="async", host_bytes=SOME_BYTES)),
-            ],
-            busy=HITS,
-        ),
-        Arm(
-            "host-layerwise",
-            lambda folder: [
-                *blocks(SOME_BLOCKS),
-                *transfer(connector(folder / "store", load="layerwise", host_bytes=SOME_BYTES)),
-            ],
-            busy=HITS,
-        ),
-        Arm(
-            "both-async",
-            lambda folder: [
-                *tree(7, 2),
-                *blocks(FEW_BLOCKS),
-                *transfer(connector(folder / "store", load="async")),
-            ],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *HITS, *PREEMPTED),
-        ),
-        Arm(
-            "both-layerwise",
-            lambda folder: [
-                *tree(8, 3, shape="auto"),
-                *blocks(FEW_BLOCKS),
-                *transfer(connector(folder / "store", load="layerwise")),
-            ],
-            rules=WITH_DRAFTS,
-            busy=(*ACCEPTED, *HITS, *PREEMPTED),
-        ),
-        Arm(
+        arm("ngram", tree_of(NGRAMS, 9, 3), FEWEST, **DRAFTS),
+        arm("draft-model", tree_of(ITSELF, 7, 3), FEWEST, **DRAFTS),
+        arm("host-async", *AGAIN, busy=HITS),
+        arm("host-layerwise", *LAYERS, busy=HITS),
+        arm("both-async", tree(7, 2), FEW, stored(load="async"), **BOTH),
+        arm("both-layerwise", tree(8, 3, shape="auto"), FEW, stored(load="layerwise"), **BOTH),
+        arm(
             "all",
-            lambda folder: [
-                *tree(8, 3, shape="auto", hot_tokens=256),
-                *blocks(FEW_BLOCKS),
-                *transfer(connector(folder / "store", load="layerwise")),
-            ],
-            rules=WITH_DRAFTS,
+            tree(8, 3, shape="auto", hot_tokens=256),
+            FEW,
+            stored(load="layerwise"),
             busy=(*ACCEPTED, *HITS),
         ),
+        arm("multi", SOME, two, busy=HITS),
+        arm("chain", CHAIN, rules=STOCK_CHAIN, busy=ACCEPTED),
+        # With adapters, embeddings of prompts and thinking budgets.
+        arm("rich", tree(9, 3, ngram=True), target="rich", busy=ACCEPTED),
+        arm("rich-host", *AGAIN, target="rich", busy=HITS[:1]),
+        # A preset behind two API servers, and most parts at once, while they are disturbed.
+        arm("preset", list(speculate(SHIPPED, 5)), PRESET, SERVERS, **DISTURBED),
+        arm(
+            "disturbed",
+            tree(9, 3, shape="auto", hot_tokens=256, ngram=True),
+            FEW,
+            stored(load="async"),
+            **DISTURBED,
+        ),
+        arm(
+            "rich-disturbed",
+            tree(9, 3, ngram=True),
+            *AGAIN,
+            target="rich",
+            **{**DISTURBED, "troubles": NO_RELOAD},
+        ),
+        # Several lives on one storage: answers have to be those of the weights that are served.
         Arm(
-            "multi",
-            lambda folder: [*blocks(SOME_BLOCKS), *transfer(two(folder))],
-            busy=HITS,
+            "weights",
+            (
+                Life(AGAIN),
+                Life(target="noisy", reload=True),
+                Life(AGAIN),
+                Life(AGAIN, "noisy"),
+                Life(AGAIN, "rotated"),
+            ),
+            busy=STORED,
         ),
         Arm(
-            "chain",
-            lambda folder: list(speculate(SHIPPED, 5)),
-            STOCK_CHAIN,
-            ACCEPTED,
+            "flags",
+            (
+                Life((CHAIN, *AGAIN), rules=STOCK_CHAIN),
+                Life((TREE, *AGAIN)),
+                Life(LAYERS),
+                Life((TREE, *AGAIN), "rotated"),
+                Life((CHAIN, *LAYERS), rules=STOCK_CHAIN),
+            ),
+            busy=STORED,
         ),
     )
 }

@@ -38,9 +38,9 @@ def send(port: int, request: FuzzRequest, timeout: float = HANG_SECONDS) -> Raw:
     body = request.body if isinstance(request.body, str) else json.dumps(request.body)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
-        connection.request(
-            "POST", request.path, body.encode(), {"content-type": "application/json"}
-        )
+        # The engine's name of the request then says which it is.
+        head = {"content-type": "application/json", "x-request-id": f"fuzz-{request.number}"}
+        connection.request("POST", request.path, body.encode(), head)
         if request.abort_after is not None and not request.stream:
             return Raw(200, aborted=True)
         return _receive(connection.getresponse(), request.abort_after)

@@ -12,18 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fuzz import kinds
+from benchmarks.fuzz.kinds import FIRST_ID, VOCAB, Body
 from benchmarks.fuzz.malformed import malformed
 
 PROMPTS = Path(__file__).resolve().parents[2] / "tests" / "pair" / "prompts.json"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-WORDS = ["self", " the", "return", "import", " in", "def", "None", " is", "name", "x"]
-STOPS = [" ", "\n", "(", "):", ".", "e", "self", " = ", "return", "\n\n", "in", "the", "'", "of"]
-FIRST_ID = 5
-"""Token ids below it are the tokenizer's special ones."""
-
-Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,18 +28,24 @@ class World:
     Attributes:
         max_len: most tokens of a prompt and its answer together.
         longest: most tokens of an answer.
+        adapters: names of LoRA adapters.
+        embed: makes `prompt_embeds` of token ids; None where these are not served.
+        thinks: whether thinking budgets are served.
     """
 
     texts: tuple[str, ...]
     model: str = "pair"
     max_len: int = 512
-    vocab: int = 2048
+    vocab: int = VOCAB
     longest: int = 64
+    adapters: tuple[str, ...] = ()
+    embed: Callable[[list[int]], str] | None = None
+    thinks: bool = False
 
     @classmethod
-    def of_pair(cls, longest: int = 64) -> World:
-        """Describe the pair in `tests/pair` and its prompts."""
-        return cls(tuple(json.loads(PROMPTS.read_text())), longest=longest)
+    def of_pair(cls, **more: Any) -> World:
+        """Describe the pair in `tests/pair` and its prompts; `more` are other attributes."""
+        return cls(tuple(json.loads(PROMPTS.read_text())), **more)
 
     def stems(self, seed: int, count: int = 8) -> list[list[int]]:
         """Draw beginnings that prompts have in common, as token ids."""
@@ -100,6 +101,20 @@ def generate(seed: int, count: int, world: World) -> list[FuzzRequest]:
     return [_request(seed, number, world, stems) for number in range(count)]
 
 
+FIRST_FLOOD = 1_000_000
+"""Number of the first of the large requests."""
+
+
+def flood(seed: int, each: int, world: World, first: int = FIRST_FLOOD) -> list[FuzzRequest]:
+    """Make `each` requests of every kind in `kinds.FLOODS`; no two are equal."""
+    rows = [(kind, add) for _ in range(each) for kind, add in kinds.FLOODS.items()]
+    body = {"model": world.model, "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0}
+    return [
+        FuzzRequest(number, COMPLETIONS, {**body, **add(f"m{seed}_{number}_")}, ("flood", kind))
+        for number, (kind, add) in enumerate(rows, first)
+    ]
+
+
 def _request(seed: int, number: int, world: World, stems: list[list[int]]) -> FuzzRequest:
     maker = _Maker(random.Random(f"request {seed} {number}"), world, stems)
     path, body = maker.chat() if maker.chance(0.35) else maker.completion()
@@ -131,7 +146,10 @@ class _Maker:
     def completion(self) -> tuple[str, Body]:
         body = self._base("max_tokens")
         body["prompt"] = self._prompts()
-        if self.chance(0.15):
+        if self.world.embed and self.chance(0.12):
+            self.kinds.append("embeddings")
+            body |= {"prompt": None, "prompt_embeds": self.world.embed(self._ids()[:40])}
+        elif not self.world.adapters and self.chance(0.15):
             body["echo"] = True
             self.kinds.append("echo")
         if self.chance(0.3):
@@ -155,7 +173,7 @@ class _Maker:
             self._logprob_ids(body)
         if self.chance(0.04):
             self.kinds.append("tool")
-            body |= {"tools": [TOOL], "tool_choice": TOOL_CHOICE}
+            body |= {"tools": [kinds.TOOL], "tool_choice": kinds.TOOL_CHOICE}
         self._options(body)
         return CHAT, body
 
@@ -170,15 +188,21 @@ class _Maker:
         )[0]
         tokens = min(tokens, self.world.longest)
         self.room = self.world.max_len - tokens
-        return {"model": self.world.model, length: tokens, "return_token_ids": self.chance(0.85)}
+        model = self.numbers.choice([self.world.model, *self.world.adapters])
+        if model != self.world.model:
+            self.kinds.append("adapter")
+        return {"model": model, length: tokens, "return_token_ids": self.chance(0.85)}
 
     def _options(self, body: Body) -> None:
         if self.chance(0.02):
             self._beams(body)
             return
-        for share, add in self._features():
-            if self.chance(share):
-                add(body)
+        if self.chance(0.12):
+            self._structure(body)
+        else:
+            self._features(body)
+        if self.chance(0.25):
+            self._prediction(body)
         self._sample(body)
         self._answers(body)
 
@@ -188,23 +212,23 @@ class _Maker:
         body |= {"use_beam_search": True, "temperature": 0, "n": self.numbers.choice([1, 2, 3])}
         body[length] = self.numbers.randint(1, 5)
 
-    def _features(self) -> list[tuple[float, Callable[[Body], None]]]:
+    def _features(self, body: Body) -> None:
+        for name, (share, values) in kinds.FIELDS.items():
+            # vLLM 0.32 ends at logprobs of prompts where an adapter changes the output head.
+            if self.chance(share) and (name != "prompt_logprobs" or not self.world.adapters):
+                body[name] = self.numbers.choice(values)
+        for name, (share, values, most) in kinds.LISTS.items():
+            if self.chance(share):
+                body[name] = self.some(values, most)
+        if self.chance(0.3):
+            stops = self.some(kinds.STOPS, 4)
+            body["stop"] = stops[0] if len(stops) == 1 else stops
+            body["include_stop_str_in_output"] = self.chance(0.3)
         if self.chance(0.12):
-            return [(1.0, self._structure)]
-        return [
-            (0.1, self._prompt_logprobs),
-            (0.3, self._stop),
-            (0.1, self._stop_ids),
-            (0.12, self._min_tokens),
-            (0.5, self._ignore_eos),
-            (0.15, self._penalties),
-            (0.06, self._bad_words),
-            (0.06, self._allowed),
-            (0.02, self._refused_with_drafts),
-            (0.2, self._priority),
-            (0.1, self._spelling),
-            (0.04, self._repetitions),
-        ]
+            length = int(body.get("max_tokens") or body["max_completion_tokens"])
+            body["min_tokens"] = self.numbers.randint(1, length)
+        if self.world.thinks and self.chance(0.25):
+            body["thinking_token_budget"] = self.numbers.choice(kinds.BUDGETS)
 
     def _prompts(self) -> Any:
         if self.chance(0.1):
@@ -272,65 +296,16 @@ class _Maker:
         if self.chance(0.15):
             body["stream_interval"] = self.numbers.choice([2, 3, 7])
 
-    def _prompt_logprobs(self, body: Body) -> None:
-        body["prompt_logprobs"] = self.numbers.choice([0, 1, 3])
-
-    def _stop(self, body: Body) -> None:
-        stops = self.some(STOPS, 4)
-        body["stop"] = stops[0] if len(stops) == 1 else stops
-        if self.chance(0.3):
-            body["include_stop_str_in_output"] = True
-
-    def _stop_ids(self, body: Body) -> None:
-        ids = range(FIRST_ID, 400)
-        body["stop_token_ids"] = self.some(ids, 40)
-
-    def _min_tokens(self, body: Body) -> None:
-        body["min_tokens"] = self.numbers.randint(1, _length(body))
-
-    def _ignore_eos(self, body: Body) -> None:
-        body["ignore_eos"] = True
-
-    def _penalties(self, body: Body) -> None:
-        self.kinds.append("penalties")
-        kinds = {
-            "presence_penalty": [-1.0, 0.5, 2.0],
-            "frequency_penalty": [-0.5, 0.3, 2.0],
-            "repetition_penalty": [0.7, 1.1, 1.8],
-        }
-        for name in self.some(sorted(kinds), 3):
-            body[name] = self.numbers.choice(kinds[name])
-
-    def _bad_words(self, body: Body) -> None:
-        self.kinds.append("bad words")
-        body["bad_words"] = self.some(WORDS, 4)
-
-    def _allowed(self, body: Body) -> None:
-        self.kinds.append("allowed tokens")
-        body["allowed_token_ids"] = self.some(range(FIRST_ID, self.world.vocab), 60)
-
-    def _refused_with_drafts(self, body: Body) -> None:
-        self.kinds.append("min_p or logit_bias")
-        if self.chance(0.5):
-            body["min_p"] = 0.1
-        else:
-            body["logit_bias"] = {str(self.world.token(self.numbers)): 4.0}
-
-    def _priority(self, body: Body) -> None:
-        body["priority"] = self.numbers.randint(-3, 3)
-
-    def _repetitions(self, body: Body) -> None:
-        body["repetition_detection"] = {"max_pattern_size": 3, "min_count": 2}
-
-    def _spelling(self, body: Body) -> None:
-        """Set how tokens become text, or where the prompt is cut."""
-        name = self.numbers.choice(sorted(SPELLINGS))
-        body[name] = self.numbers.choice(SPELLINGS[name])
+    def _prediction(self, body: Body) -> None:
+        kind = self.numbers.choice(sorted(kinds.PREDICTIONS))
+        self.kinds.append(f"predicts {kind}")
+        text = self.numbers.choice(self.world.texts)
+        body["vllm_xargs"] = {"graft_prediction": kinds.PREDICTIONS[kind](self.numbers, text)}
 
     def _structure(self, body: Body) -> None:
-        kind = self.numbers.choice(sorted(STRUCTURES))
+        kind = self.numbers.choice(sorted(kinds.STRUCTURES))
         self.kinds.append(f"structured {kind}")
-        body |= json.loads(json.dumps(self.numbers.choice(STRUCTURES[kind])))
+        body |= json.loads(json.dumps(self.numbers.choice(kinds.STRUCTURES[kind])))
 
     def abort_after(self, body: Body) -> int | None:
         if not self.chance(0.12 if body.get("stream") else 0.03):
@@ -340,49 +315,3 @@ class _Maker:
 
     def exact(self, body: Body) -> bool:
         return body.get("temperature") == 0 or "seed" in body
-
-
-def _length(body: Body) -> int:
-    return int(body.get("max_tokens") or body["max_completion_tokens"])
-
-
-_SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"type": "integer"}},
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
-
-SPELLINGS: dict[str, list[Any]] = {
-    "skip_special_tokens": [False],
-    "spaces_between_special_tokens": [False],
-    "return_tokens_as_token_ids": [True],
-    "add_special_tokens": [False, True],
-    "truncate_prompt_tokens": [1, 2, 16],
-    "cache_salt": ["a", "b"],
-}
-
-TOOL = {
-    "type": "function",
-    "function": {"name": "find", "description": "find it", "parameters": _SCHEMA},
-}
-TOOL_CHOICE = {"type": "function", "function": {"name": "find"}}
-
-STRUCTURES: dict[str, list[Body]] = {
-    "regex": [
-        {"structured_outputs": {"regex": "[a-c]{2,6}"}},
-        {"structured_outputs": {"regex": "(self|None)(\\.[a-z]+)?"}},
-    ],
-    "choice": [{"structured_outputs": {"choice": ["return", "raise", "self.x", "é"]}}],
-    "json": [
-        {"structured_outputs": {"json": _SCHEMA}},
-        {"response_format": {"type": "json_object"}},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "part", "schema": _SCHEMA},
-            }
-        },
-    ],
-    "grammar": [{"structured_outputs": {"grammar": 'root ::= "a" root | "b" | " " root'}}],
-}

@@ -1,13 +1,16 @@
 """Send random requests to real `vllm serve` processes, with our parts and without, on a CPU.
 
-    python -m benchmarks.fuzz.server --requests 1000 --seed 7 --arm tree auto host-async
-    python -m benchmarks.fuzz.server --requests 1000 --seed 7 --arm tree --only 17 230
+    python -m benchmarks.fuzz.server --requests 100 --seed 7 --arms tree weights --log all.jsonl
+    python -m benchmarks.fuzz.server --requests 100 --seed 7 --arms tree --only 17 230
 
-One server without our parts answers all requests of a seed; then each arm does, and its answers are
-compared: tokens, texts, logprobs, finish reasons, usage, errors. Every difference is explained by a
-rule that has a name (`compare.py`), or the exit status is 1 and `OUT/ARM.json` has it.
-`--only` sends only the requests of these numbers. `--corrupt 100` alters about one answered token
-in a hundred of each arm: the run must fail.
+A server without our parts answers the requests of a seed. Then each arm does, some while they are
+disturbed (`trouble.py`), some in several lives on one storage, and answers are compared: tokens,
+texts, logprobs, finish reasons, usage, errors. Every difference is explained by a rule that has a
+name (`compare.py`). Large requests follow, `--flood` of each kind; `growth.py` judges the time of
+steps, memory, logs and threads. Each server's result is a line of JSON, which `--log` collects. If
+anything is wrong the exit status is 1, and `OUT/ARM.json` has the differences. Runs with other
+seeds are slices of a longer one. `--only` sends only the requests of these numbers. `--corrupt 100`
+alters about one answered token in a hundred of each arm: the run must fail.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import sys
 import tempfile
@@ -25,41 +29,58 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fuzz.answers import Answer, Raw, read
-from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
+from benchmarks.fuzz.answers import Answer, read
+from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, Life, settings
 from benchmarks.fuzz.client import send, send_all
 from benchmarks.fuzz.compare import Gap, Judge, Verdict
-from benchmarks.fuzz.requests import FuzzRequest, World, generate
+from benchmarks.fuzz.growth import Sizes, Watched, figures, judged
+from benchmarks.fuzz.requests import FuzzRequest, World, flood, generate
+from benchmarks.fuzz.targets import TARGETS
+from benchmarks.fuzz.trouble import call, disturbing, reload
+from benchmarks.fuzz.watch import FILE, plugin_path
 from vllm_graft.testing.vllm_server import VLLM, ServerError, VllmServer
 
 COMMAND = VLLM
+WARM_UP = 2_000_000
+"""Number of the first request of a warm-up, after which growth is measured."""
 
 
 @dataclass
 class Result:
-    """The result of an arm."""
+    """The result of an arm's server, which is a slice of a longer run."""
 
     arm: str
-    requests: int
+    requests: int = 0
     rules: Counter[str] = field(default_factory=Counter)
     failed: dict[int, Verdict] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """Faults of the arm as a whole."""
+    """Faults of the server as a whole."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Figures of the judges of `growth.py`."""
+    troubles: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    """While requests were answered; starts of servers are not in it."""
 
     @property
     def ok(self) -> bool:
         return not self.failed and not self.broken
 
+    def line(self, seed: int) -> str:
+        """Return the slice's line of JSON."""
+        told = {**vars(self), "seed": seed, "unexplained": len(self.failed)}
+        told["per_minute"] = round(60 * self.requests / self.seconds, 1) if self.seconds else 0
+        return json.dumps(told | {"failed": sorted(self.failed), "seconds": round(self.seconds)})
+
 
 def compare_all(
-    arm: Arm,
+    name: str,
     judge: Judge,
     requests: Sequence[FuzzRequest],
     expected: Sequence[Answer],
     found: Sequence[Answer],
 ) -> Result:
-    """Judge an arm's answers."""
-    result = Result(arm.name, len(requests))
+    """Judge the answers of an arm's server."""
+    result = Result(name, len(requests))
     for request, a, b in zip(requests, expected, found, strict=True):
         verdict = judge.compare(request, a, b)
         if verdict.rule is None:
@@ -106,59 +127,169 @@ def corrupted(answer: Answer, numbers: random.Random, one_in: int) -> bool:
     return altered
 
 
+@dataclass
+class Slice:
+    """The requests of a seed to one server, in three parts: warm-up, requests, flood."""
+
+    warm_up: list[FuzzRequest]
+    requests: list[FuzzRequest]
+    flood: list[FuzzRequest]
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, target: str) -> Slice:
+        world = World.of_pair(**TARGETS[target].world)
+        requests = generate(options.seed, options.requests, world)
+        if options.only:
+            return cls([], [each for each in requests if each.number in options.only], [])
+        large = flood(options.seed, options.flood, world)
+        first = generate(options.seed + 1, 12, world) if large else []
+        first = [dataclasses.replace(each, number=WARM_UP + each.number) for each in first] + flood(
+            options.seed, min(1, options.flood), world, WARM_UP + len(first)
+        )
+        return cls(first, requests, large)
+
+    @property
+    def compared(self) -> list[FuzzRequest]:
+        return [*self.requests, *self.flood]
+
+    def kinds(self, number: int) -> tuple[str, ...]:
+        """Return the features of a request."""
+        each = next((r for r in [*self.compared, *self.warm_up] if r.number == number), None)
+        return each.kinds if each else ()
+
+
+@dataclass
+class Served:
+    """A server that was started, its growth and its slow calls."""
+
+    server: VllmServer
+    steps: Path
+    seen: Watched = field(default_factory=Watched)
+
+    def measure(self) -> None:
+        """Measure how large the server is."""
+        self.seen.sizes.append(Sizes.of(self.server.group, self.server.log, self.steps))
+
+    def ask(
+        self, wanted: Slice, workers: int, troubles: tuple[str, ...] = (), seed: int = 0
+    ) -> tuple[list[Answer], Counter[str]]:
+        """Send a slice; return answers to its requests and its flood, and what disturbed them."""
+        answers(self.server, wanted.warm_up, workers)
+        self.measure()
+        with disturbing(self.server.port, troubles, seed) as done:
+            found = answers(self.server, wanted.requests, workers)
+        self.measure()
+        if wanted.flood:
+            found += answers(self.server, wanted.flood, workers=2)
+            self.measure()
+        self.seen.asked, self.seen.flooded = len(wanted.requests), len(wanted.flood)
+        self.seen.read(self.steps)
+        return found, done
+
+
 @contextlib.contextmanager
-def serving(arm: Arm, folder: Path) -> Iterator[VllmServer]:
-    """Start the server of an arm; it is not ready yet."""
-    flags, environment = settings()
+def serving(life: Life, folder: Path, out: Path) -> Iterator[Served]:
+    """Start a server, and wait until it is ready."""
     folder.mkdir(parents=True, exist_ok=True)
-    flags += arm.flags(folder)
-    with VllmServer(flags, folder / "log", environment, COMMAND, report=say) as server:
-        yield server
+    number = len(list(folder.glob("*.log")))
+    common, environment = settings()
+    flags = [*TARGETS[life.target].flags(out), *common[1:], *life.flags(folder)]
+    steps = folder / f"{number}.steps"
+    places = [str(plugin_path(out / "plugin")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {FILE: str(steps), "PYTHONPATH": os.pathsep.join(places)}
+    log = folder / f"{number}.log"
+    with VllmServer(flags, log, environment, COMMAND, report=say) as server:
+        server.wait_ready(timeout=900, every=30)
+        yield Served(server, steps)
 
 
 def answers(server: VllmServer, requests: Sequence[FuzzRequest], workers: int) -> list[Answer]:
     """Send requests to a server, and return its answers."""
-    begin = time.monotonic()
-
-    def told(count: int) -> None:
-        if count % 100 == 0:
-            say(f"  {count} of {len(requests)} after {time.monotonic() - begin:.0f} s")
-
-    raws: list[Raw] = send_all(server.port, requests, workers, told)
+    raws = send_all(server.port, requests, workers)
     return [read(request, raw) for request, raw in zip(requests, raws)]
 
 
-def state_of(server: VllmServer, arm: Arm) -> list[str]:
-    """List what is wrong with a server that has answered."""
+class References:
+    """Servers without our parts, one for each target, which are started when they are needed.
+
+    Args:
+        stack: ends them.
+    """
+
+    def __init__(self, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+        self._options, self._stack = options, stack
+        self._there: dict[str, tuple[Served, Slice, list[Answer]]] = {}
+
+    def of(self, target: str) -> tuple[Served, Slice, list[Answer]]:
+        """Return a target's server, the slice that it was sent, and its answers."""
+        if target not in self._there:
+            folder = self._options.out / f"plain-{target}"
+            life = dataclasses.replace(PLAIN.lives[0], target=target)
+            served = self._stack.enter_context(serving(life, folder, self._options.out))
+            wanted = Slice.of(self._options, target)
+            found, _ = served.ask(wanted, self._options.workers)
+            say(f"== plain {target}: {dict(Counter(answer.status for answer in found))} ==")
+            self._there[target] = served, wanted, found
+        return self._there[target]
+
+
+def run_arm(arm: Arm, references: References, options: argparse.Namespace) -> Iterator[Result]:
+    """Start an arm's servers, one after the other; ask each, and compare."""
+    metrics, served = "", None
+    with contextlib.ExitStack() as stack:
+        for number, life in enumerate(arm.lives):
+            name = arm.name if len(arm.lives) == 1 else f"{arm.name}.{number}"
+            say(f"== {name} ==")
+            reference, wanted, expected = references.of(life.target)
+            if life.reload and served is not None:
+                replace_weights(served, TARGETS[life.target].flags(options.out)[0])
+                served.seen = Watched()
+            else:
+                stack.close()
+                served = stack.enter_context(serving(life, options.out / arm.name, options.out))
+            begin = time.monotonic()
+            found, troubles = served.ask(wanted, options.workers, arm.troubles, options.seed)
+            seconds = time.monotonic() - begin
+            if options.corrupt:
+                spoil(found, options)
+            judge = Judge(gap_by(reference.server.port), life.rules)
+            result = compare_all(name, judge, wanted.compared, expected, found)
+            result.seconds, result.troubles = seconds, troubles
+            result.broken += [f"{name}, {n} times" for name, n in troubles.items() if ":" in name]
+            metrics += metrics_of(served, result)
+            if wanted.flood:
+                result.figures = figures(served.seen, reference.seen)
+                result.broken += judged(served.seen, reference.seen, wanted.kinds)
+            if life is arm.lives[-1]:
+                result.broken += [f"{name} is 0" for name in arm.idle(metrics)]
+            report(result, wanted.compared, options.out)
+            yield result
+
+
+def replace_weights(served: Served, weights: str) -> None:
+    """Replace a server's weights while it runs, and reset all caches, as the docs ask for."""
+    reload(served.server.port, weights)
+    for _ in range(50):
+        said = call(served.server.port, "/reset_prefix_cache?reset_external=true")
+        if json.loads(said)["success"]:
+            return
+        time.sleep(0.2)
+    raise ServerError(f"{served.server.log}: the caches could not be reset")
+
+
+def spoil(found: Sequence[Answer], options: argparse.Namespace) -> None:
+    numbers = random.Random(options.seed)
+    altered = sum(corrupted(answer, numbers, options.corrupt) for answer in found)
+    say(f"  {altered} answers were altered on purpose")
+
+
+def metrics_of(served: Served, result: Result) -> str:
+    """Read a server's metrics, if it is still there."""
     try:
-        metrics = server.metrics()
+        return served.server.metrics()
     except OSError as error:
-        return [f"the server is gone ({error!r})"]
-    return [f"{name} is 0" for name in arm.idle(metrics)]
-
-
-def run_arm(
-    arm: Arm,
-    reference: VllmServer,
-    requests: Sequence[FuzzRequest],
-    expected: Sequence[Answer],
-    options: argparse.Namespace,
-) -> Result:
-    """Start an arm's server, ask it, compare."""
-    say(f"== {arm.name} ==")
-    judge = Judge(gap_by(reference.port), arm.rules)
-    with serving(arm, options.out / arm.name) as server:
-        server.wait_ready(timeout=600, every=30)
-        found = answers(server, requests, options.workers)
-        broken = state_of(server, arm)
-        numbers = random.Random(options.seed)
-        if options.corrupt:
-            altered = sum(corrupted(answer, numbers, options.corrupt) for answer in found)
-            say(f"  {altered} answers were altered on purpose")
-        result = compare_all(arm, judge, requests, expected, found)
-    result.broken = broken
-    report(result, requests, options.out)
-    return result
+        result.broken.append(f"the server is gone ({error!r})")
+        return ""
 
 
 def report(result: Result, requests: Sequence[FuzzRequest], out: Path) -> None:
@@ -169,7 +300,6 @@ def report(result: Result, requests: Sequence[FuzzRequest], out: Path) -> None:
             say(f"  UNEXPLAINED {number} {by_number[number].kinds}: {difference}")
     for line in result.broken:
         say(f"  BROKEN: {line}")
-    say("  " + ", ".join(f"{count} {rule}" for rule, count in result.rules.most_common()))
     told = {
         number: {
             "request": dataclasses.asdict(by_number[number]),
@@ -180,18 +310,6 @@ def report(result: Result, requests: Sequence[FuzzRequest], out: Path) -> None:
     (out / f"{result.arm}.json").write_text(json.dumps(told, indent=1, default=repr))
 
 
-def table(results: Sequence[Result]) -> str:
-    """Lay out a line per arm."""
-    rules = sorted({rule for result in results for rule in result.rules} - {"equal"})
-    rows = [["arm", "requests", "equal", *rules, "unexplained", "broken"]]
-    for result in results:
-        counts = [result.requests, *(result.rules[rule] for rule in ("equal", *rules))]
-        counts += [len(result.failed), len(result.broken)]
-        rows.append([result.arm, *map(str, counts)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)) for row in rows)
-
-
 def say(line: str) -> None:
     print(line, flush=True)
 
@@ -200,43 +318,45 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=300, help="sent to each server")
+    parser.add_argument("--requests", type=int, default=300, help="sent in each life of an arm")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--arm", nargs="+", choices=sorted(ARMS), default=["tree", "auto"])
+    parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=["tree", "auto"])
+    parser.add_argument("--flood", type=int, default=16, help="large requests of each kind")
     parser.add_argument("--workers", type=int, default=10, help="requests at a time")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of requests to send")
     parser.add_argument("--corrupt", type=int, default=0, help="alter one token in so many")
+    parser.add_argument("--log", type=Path, help="file that takes a line of JSON for each arm")
     parser.add_argument("--out", type=Path, help="folder for logs and differences")
     options = parser.parse_args(arguments)
     options.out = options.out or Path(tempfile.mkdtemp(prefix="vllm-graft-fuzz-"))
+    options.out.mkdir(parents=True, exist_ok=True)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
-    requests = generate(options.seed, options.requests, World.of_pair())
-    if options.only:
-        requests = [request for request in requests if request.number in options.only]
-    say(f"{len(requests)} requests of seed {options.seed}; logs: {options.out}")
-    with serving(PLAIN, options.out / PLAIN.name) as reference:
-        reference.wait_ready(timeout=600, every=30)
-        expected = answers(reference, requests, options.workers)
-        say(f"== {PLAIN.name}: {tally(expected)} ==")
-        results = []
-        for name in options.arm:
+    say(f"seed {options.seed}; logs: {options.out}")
+    fine = True
+    with contextlib.ExitStack() as stack:
+        references = References(options, stack)
+        for name in options.arms:
             try:
-                results.append(run_arm(ARMS[name], reference, requests, expected, options))
+                for result in run_arm(ARMS[name], references, options):
+                    fine &= told(result, options)
             except ServerError as error:
                 say(str(error))
-                results.append(Result(name, 0, broken=[str(error)]))
-    say(table(results))
-    return 0 if all(result.ok for result in results) else 1
+                fine &= told(Result(name, broken=[str(error)]), options)
+    return 0 if fine else 1
 
 
-def tally(found: Sequence[Answer]) -> str:
-    """Say how many answers there are of each status."""
-    counts = Counter(answer.status for answer in found)
-    return ", ".join(f"{count} of status {status}" for status, count in sorted(counts.items()))
+def told(result: Result, options: argparse.Namespace) -> bool:
+    """Print a result as a line of JSON, and collect it; return whether all is well."""
+    line = result.line(options.seed)
+    say(line)
+    if options.log:
+        with options.log.open("a") as log:
+            log.write(line + "\n")
+    return result.ok
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fuzz.config import fuzz, quiet_place
-from benchmarks.fuzz.config_inputs import Case, Inputs
-from benchmarks.fuzz.config_verdict import problem_of, wrong_message
-from benchmarks.fuzz.frontend import Frontend, vllm_reads
+from benchmarks.fuzz.config.__main__ import fuzz, quiet_place
+from benchmarks.fuzz.config.frontend import Frontend, vllm_reads
+from benchmarks.fuzz.config.inputs import Case, Inputs
+from benchmarks.fuzz.config.verdict import problem_of, wrong_message
 from vllm_graft import misplaced
 from vllm_graft.base import options, values
 from vllm_graft.base.errors import ConfigError, HookError

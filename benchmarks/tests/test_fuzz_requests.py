@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.fuzz.kinds import FLOODS, PREDICTIONS, STRUCTURES
 from benchmarks.fuzz.malformed import _changes
-from benchmarks.fuzz.requests import CHAT, STRUCTURES, FuzzRequest, World, generate
+from benchmarks.fuzz.requests import CHAT, FuzzRequest, World, flood, generate
+from benchmarks.fuzz.targets import TARGETS
 
 WORLD = World.of_pair()
 COUNT = 3000
@@ -40,10 +45,11 @@ def test_requests_of_every_kind_come(requests: list[FuzzRequest]) -> None:
         repetition_detection repetition_penalty response_format return_tokens_as_token_ids seed
         skip_special_tokens stop stop_token_ids stream stream_interval stream_options
         structured_outputs temperature tools top_k top_logprobs top_p truncate_prompt_tokens
-        use_beam_search"""
+        use_beam_search vllm_xargs"""
     assert {name for name in wanted.split() if named[name] < 3} == set()
     kinds = Counter(kind for request in requests for kind in request.kinds)
     assert {f"structured {kind}" for kind in STRUCTURES} <= kinds.keys()
+    assert {f"predicts {kind}" for kind in PREDICTIONS} <= kinds.keys()
     for kind in ("one token", "longest", "several prompts", "shared prefix", "abort", "sampled"):
         assert kinds[kind] > 20, kind
     assert 0.2 < sum(request.chat for request in requests) / COUNT < 0.5
@@ -100,3 +106,29 @@ def test_a_chat_may_go_on_from_its_last_message(requests: list[FuzzRequest]) -> 
     chats = [request for request in requests if request.path == CHAT and request.valid]
     assert any(request.get("continue_final_message") for request in chats)
     assert all(request.get("messages")[-1]["content"] for request in chats)
+
+
+def test_a_rich_target_is_asked_for_adapters_embeddings_and_thinking() -> None:
+    rich = generate(7, 400, World.of_pair(**TARGETS["rich"].world))
+    kinds = Counter(kind for request in rich for kind in request.kinds)
+    assert min(kinds[kind] for kind in ("adapter", "embeddings")) > 5
+    assert sum("thinking_token_budget" in body for body in bodies(rich)) > 5
+    assert {body["model"] for body in bodies(rich)} == {"pair", "one", "two"}
+    for body in bodies(rich):
+        embeds = body.get("prompt_embeds")
+        if embeds is not None:
+            assert body["prompt"] is None
+            assert "prompt_logprobs" not in body
+            table = torch.load(io.BytesIO(base64.b64decode(embeds)))
+            assert table.shape[1:] == (128,)
+            assert 1 <= len(table) <= 40
+
+
+def test_no_two_requests_of_a_flood_are_equal_and_most_are_large() -> None:
+    asked = flood(7, 3, WORLD)
+    assert Counter(request.kinds[1] for request in asked) == dict.fromkeys(FLOODS, 3)
+    texts = [json.dumps(request.body) for request in asked]
+    assert len(set(texts)) == len(texts)
+    assert sum(len(text) > 1_000_000 for text in texts) == 15
+    assert flood(7, 3, WORLD) == asked
+    assert flood(8, 3, WORLD)[0].body != asked[0].body

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from benchmarks.fuzz import growth, trouble
 from benchmarks.fuzz import server as fuzz_server
 from benchmarks.fuzz.answers import Answer, Choice, Raw
-from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
+from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, Life, arm, settings
 from benchmarks.fuzz.compare import Judge
 from benchmarks.fuzz.requests import CHAT, COMPLETIONS, FuzzRequest, World, generate
 from benchmarks.fuzz.rules import STOCK_CHAIN
+from benchmarks.fuzz.targets import TARGETS
 
 # Stands in for `vllm`: each answer is a function of the request, in the form of a completion or a
 # chat, in one piece or streamed. `--wrong N` answers N's request with another token; `--refuse N`
-# with an error.
+# with an error. `--keep`, `--chatty`, `--threads` and `--slow` let it grow, or take long, with each
+# large request; a request to `/sleep` is refused.
 FAKE = """
-import json, sys, zlib
+import json, os, sys, threading, time, zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 arguments = sys.argv[1:]
 def number(flag):
     return int(arguments[arguments.index(flag) + 1]) if flag in arguments else 0
+kept = []
+def note(**line):
+    with open(os.environ["VLLM_GRAFT_FUZZ_STEPS"], "a") as file:
+        print(json.dumps(line), file=file)
+def grow(text, name):
+    if number("--keep"):
+        kept.append(text.encode())
+    if number("--chatty"):
+        print(text[:50_000], flush=True)
+    if number("--threads"):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if number("--slow"):
+        note(call="Fake.add_request", ms=5.5, request=f"cmpl-{name}-0")
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -37,6 +58,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
     def do_POST(self):
         text = self.rfile.read(int(self.headers["content-length"])).decode()
+        if self.path.startswith("/sleep"):
+            self.head(404, "text/plain")
+            return
+        if not self.path.startswith("/v1"):
+            self.head(200, "application/json")
+            self.wfile.write(b'{"success": true, "version": 1}')
+            return
+        if len(text) > 20_000:
+            grow(text, self.headers["x-request-id"])
         try:
             body = json.loads(text)
         except ValueError:
@@ -68,16 +98,31 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"data: [DONE]\\n\\n")
     def log_message(self, *arguments):
         pass
+if not number("--unwatched"):
+    note(watched="Fake.add_request")
 try:
     ThreadingHTTPServer(("127.0.0.1", number("--port")), Handler).serve_forever()
 except KeyboardInterrupt:
     pass
 """
 
-RIGHT = Arm("right", lambda folder: [], busy=("vllm:work_total",))
-WRONG = Arm("wrong", lambda folder: ["--wrong", "100"])
-LAZY = Arm("lazy", lambda folder: ["--lazy", "1"], busy=("vllm:work_total",))
-REFUSING = Arm("refusing", lambda folder: ["--refuse", "100"])
+BUSY = ("vllm:work_total",)
+FAKES = {
+    each.name: each
+    for each in (
+        arm("right", busy=BUSY, troubles=("reset", "metrics", "broken body")),
+        arm("wrong", ["--wrong", "100"]),
+        arm("lazy", ["--lazy", "1"], busy=BUSY),
+        arm("refusing", ["--refuse", "100"]),
+        arm("asleep", troubles=("sleep",)),
+        arm("stopping", ["--refuse", "no number"]),
+        Arm("lives", (Life(), Life(target="noisy", reload=True), Life((["--wrong", "100"],)))),
+        *(
+            arm(name, [f"--{name}", "1"])
+            for name in ("keep", "chatty", "threads", "slow", "unwatched")
+        ),
+    )
+}
 
 
 @pytest.fixture
@@ -86,58 +131,108 @@ def fuzz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     script = tmp_path / "fake_vllm.py"
     script.write_text(FAKE)
     monkeypatch.setattr(fuzz_server, "COMMAND", (sys.executable, str(script)))
-    arms = {arm.name: arm for arm in (RIGHT, WRONG, LAZY, REFUSING)}
-    monkeypatch.setattr(fuzz_server, "ARMS", arms)
-    return ["--requests", "80", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(fuzz_server, "ARMS", FAKES)
+    monkeypatch.setattr(trouble, "SECONDS", 0.01)
+    return ["--requests", "80", "--flood", "0", "--out", str(tmp_path / "out")]
 
 
-def test_a_run_without_differences_succeeds(
-    fuzz: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fuzz_server.main([*fuzz, "--arm", "right"]) == 0
-    head, line = capsys.readouterr().out.splitlines()[-2:]
-    found = dict(zip(head.split(), line.split()))
-    assert (found["arm"], found["requests"], found["unexplained"]) == ("right", "80", "0")
-    assert int(found["equal"]) > 60
+@pytest.fixture
+def told(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Return a function that reads the lines of a run with `--log`."""
+    return lambda: [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+
+
+Told = Callable[[], list[dict[str, Any]]]
+
+
+def test_a_run_without_differences_succeeds(fuzz: list[str], tmp_path: Path, told: Told) -> None:
+    assert fuzz_server.main([*fuzz, "--arm", "right", "--log", str(tmp_path / "log")]) == 0
+    (line,) = told()
+    assert (line["arm"], line["requests"], line["unexplained"]) == ("right", 80, 0)
+    assert line["rules"]["equal"] > 60
+    assert line["per_minute"] > 0
+    assert line["troubles"]
+    assert line["troubles"].keys() <= {"reset", "metrics", "broken body"}
     assert json.loads((tmp_path / "out" / "right.json").read_text()) == {}
 
 
 @pytest.mark.parametrize("arm", ["wrong", "refusing"])
 def test_a_wrong_answer_fails_the_run_and_is_written_down(
-    fuzz: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arm: str
+    fuzz: list[str], tmp_path: Path, told: Told, capsys: pytest.CaptureFixture[str], arm: str
 ) -> None:
-    assert fuzz_server.main([*fuzz, "--arm", "right", arm]) == 1
-    printed = capsys.readouterr().out
-    assert "UNEXPLAINED" in printed
-    told = json.loads((tmp_path / "out" / f"{arm}.json").read_text())
-    assert printed.splitlines()[-1].split()[-2:] == [str(len(told)), "0"]
-    first = next(iter(told))
-    assert told[first]["request"]["number"] == int(first)
+    assert fuzz_server.main([*fuzz, "--arms", "right", arm, "--log", str(tmp_path / "log")]) == 1
+    assert "UNEXPLAINED" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / f"{arm}.json").read_text())
+    assert [line["unexplained"] for line in told()] == [0, len(written)]
+    first = next(iter(written))
+    assert written[first]["request"]["number"] == int(first)
     # Sending that request alone shows the fault again.
-    assert fuzz_server.main([*fuzz, "--arm", arm, "--only", first]) == 1
-    assert capsys.readouterr().out.startswith("1 requests of seed 7")
+    assert fuzz_server.main([*fuzz, "--arms", arm, "--only", first]) == 1
+
+
+def test_a_life_is_compared_with_its_own_target(
+    fuzz: list[str], tmp_path: Path, told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fuzz_server.main([*fuzz, "--arms", "lives", "--log", str(tmp_path / "log")]) == 1
+    assert [(line["arm"], line["unexplained"] > 0) for line in told()] == [
+        ("lives.0", False),
+        ("lives.1", False),
+        ("lives.2", True),
+    ]
+    started = [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ vllm")]
+    # Weights are replaced in the first life's server, beside a reference that starts with them.
+    assert ["noisy" in line.split()[3] for line in started] == [False, False, True, False]
+
+
+FLOODED = ["--requests", "3", "--flood", "5"]
+
+
+def test_a_flood_that_leaves_nothing_behind_is_fine(
+    fuzz: list[str], tmp_path: Path, told: Told
+) -> None:
+    log = ["--log", str(tmp_path / "log")]
+    assert fuzz_server.main([*fuzz, *FLOODED, "--arms", "right", *log]) == 0
+    assert told()[0]["figures"].keys() == growth.LIMITS.keys()
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"),
+    [
+        ("keep", "flood_mib is"),
+        ("chatty", "flood_log_bytes is"),
+        ("threads", "threads is"),
+        ("slow", "Fake.add_request for ['flood', 'predicted ids'] took 5.5 ms of CPU"),
+        ("unwatched", "nothing measured the time of a step"),
+    ],
+)
+def test_what_grows_or_takes_long_fails_the_run(
+    fuzz: list[str], tmp_path: Path, told: Told, arm: str, said: str
+) -> None:
+    log = ["--log", str(tmp_path / "log")]
+    assert fuzz_server.main([*fuzz, *FLOODED, "--arms", arm, *log]) == 1
+    assert any(line.startswith(said) for line in told()[0]["broken"])
+    assert told()[0]["unexplained"] == 0
+
+
+def test_a_disturbance_that_is_refused_fails_the_run(
+    fuzz: list[str], tmp_path: Path, told: Told
+) -> None:
+    log = ["--log", str(tmp_path / "log")]
+    assert fuzz_server.main([*fuzz, "--arms", "asleep", *log]) == 1
+    assert told()[0]["broken"][0].startswith("sleep: POST /sleep?level=1&mode=keep: 404")
 
 
 def test_answers_that_are_altered_on_purpose_are_found(fuzz: list[str]) -> None:
     assert fuzz_server.main([*fuzz, "--arm", "right", "--corrupt", "100"]) == 1
 
 
-def test_an_arm_that_did_not_do_its_work_fails(
-    fuzz: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fuzz_server.main([*fuzz, "--arm", "lazy"]) == 1
-    printed = capsys.readouterr().out
-    assert "BROKEN: vllm:work_total is 0" in printed
-    assert printed.splitlines()[-1].split()[-2:] == ["0", "1"]
+def test_an_arm_that_did_not_do_its_work_fails(fuzz: list[str], tmp_path: Path, told: Told) -> None:
+    assert fuzz_server.main([*fuzz, "--arms", "lazy", "--log", str(tmp_path / "log")]) == 1
+    assert told()[0]["broken"] == ["vllm:work_total is 0"]
 
 
-def test_an_arm_that_does_not_start_fails(
-    fuzz: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stopping = Arm("stopping", lambda folder: ["--refuse", "no number"])
-    monkeypatch.setattr(fuzz_server, "ARMS", {"stopping": stopping})
-    monkeypatch.setattr(fuzz_server, "PLAIN", RIGHT)
-    assert fuzz_server.main([*fuzz, "--arm", "stopping", "--requests", "3"]) == 1
+def test_an_arm_that_does_not_start_fails(fuzz: list[str]) -> None:
+    assert fuzz_server.main([*fuzz, "--arms", "stopping", "--requests", "3"]) == 1
 
 
 def test_every_altered_answer_is_unexplained() -> None:
@@ -193,21 +288,47 @@ def test_the_gap_is_read_where_the_reference_tells_it(monkeypatch: pytest.Monkey
 
 
 def test_arms_of_each_part_are_there(tmp_path: Path) -> None:
-    flags = {name: " ".join(arm.flags(tmp_path)) for name, arm in ARMS.items()}
-    assert "--additional-config" not in flags["chain"]
-    assert "--kv-transfer-config" not in flags["chain"]
+    flags = {name: arm.flags(tmp_path) for name, arm in ARMS.items()}
+    # Values that are paths may have any name in them.
+    keys = {name: {flag for flag in each if flag.startswith("--")} for name, each in flags.items()}
+    texts = {name: " ".join(each) for name, each in flags.items()}
+    assert keys["chain"] == {"--speculative-config"}
     assert PLAIN.flags(tmp_path) == []
-    for name in ("tree", "auto", "tree-ngram", "ngram", "draft-model", "both-async"):
-        assert '"graft": {"tree"' in flags[name]
+    for name in ("tree", "auto", "tree-ngram", "ngram", "draft-model", "both-async", "disturbed"):
+        assert '"graft": {"tree"' in texts[name]
     for method in ("ngram_gpu", "draft_model"):
-        assert sum(f'"method": "{method}"' in each for each in flags.values()) == 1
+        assert sum(f'"method": "{method}"' in each for each in texts.values()) == 1
     for name in ("host-async", "host-layerwise", "both-async", "both-layerwise", "multi"):
-        assert '"backend": "segments"' in flags[name]
-    assert flags["multi"].count('"HiCacheConnector"') == 2
-    assert '"load": "layerwise"' in flags["both-layerwise"]
+        assert '"backend": "segments"' in texts[name]
+    assert texts["multi"].count('"HiCacheConnector"') == 2
+    assert '"load": "layerwise"' in texts["both-layerwise"]
+    assert '"graft": "auto"' in texts["preset"]
+    assert "--api-server-count" in keys["preset"]
     shared, environment = settings()
     assert "priority" in shared
     assert environment["VLLM_GRAFT_INTERPRET"] == "1"
+
+
+def test_lives_change_weights_and_flags_on_one_storage(tmp_path: Path) -> None:
+    weights, flags = ARMS["weights"].lives, ARMS["flags"].lives
+    assert any(life.reload for life in weights)
+    assert {life.target for life in weights} == {"pair", "noisy", "rotated"}
+    # A reload is followed by a start on the weights that were there before.
+    after = [b for a, b in itertools.pairwise(weights) if a.reload]
+    assert [(life.target, life.reload) for life in after] == [("pair", False)]
+    stores = {json.dumps(str(tmp_path / "store")) in " ".join(b.flags(tmp_path)) for b in flags}
+    assert stores == {True}
+    assert len({" ".join(life.flags(tmp_path)) for life in flags}) == 4
+
+
+def test_every_disturbance_comes_and_targets_differ(tmp_path: Path) -> None:
+    assert {name for arm in ARMS.values() for name in arm.troubles} == set(trouble.TROUBLES)
+    made = {name: target.flags(tmp_path) for name, target in TARGETS.items()}
+    assert len({" ".join(each) for each in made.values()}) == len(made)
+    assert {life.target for arm in ARMS.values() for life in arm.lives} == set(made)
+    a, b = (load_file(Path(made[name][0]) / "model.safetensors") for name in ("pair", "noisy"))
+    assert a.keys() == b.keys()
+    assert not torch.equal(a["lm_head.weight"], b["lm_head.weight"])
 
 
 def test_arms_share_the_flags_of_the_reference() -> None:

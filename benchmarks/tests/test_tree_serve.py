@@ -123,7 +123,7 @@ def test_random_requests_are_answered_as_without_our_parts(
     with ThreadPoolExecutor(2) as pool:
         found, expected = pool.map(lambda each: answers(each, requests, 10), (server, plain))
     judge = Judge(gap_by(plain.port), ARM.rules)
-    result = compare_all(ARM, judge, requests, expected, found)
+    result = compare_all(ARM.name, judge, requests, expected, found)
     assert result.failed == {}
     assert result.rules["equal"] > 0.75 * REQUESTS
     assert ARM.idle(server.metrics()) == []
@@ -131,7 +131,7 @@ def test_random_requests_are_answered_as_without_our_parts(
     numbers = random.Random(1)
     compared = [r.exact and r.abort_after is None for r in requests]
     altered = [corrupted(a, numbers, 100) and it for a, it in zip(found, compared)]
-    wrong = compare_all(ARM, judge, requests, expected, found).failed
+    wrong = compare_all(ARM.name, judge, requests, expected, found).failed
     assert sum(altered) > 3
     assert wrong.keys() >= {r.number for r, was in zip(requests, altered) if was}
 

@@ -177,6 +177,11 @@ class VllmServer:
         """The process's exit code; None before its start and while it runs."""
         return None if self._process is None else self._process.returncode
 
+    @property
+    def group(self) -> int:
+        """The process group of all processes of the server; 0 before its start."""
+        return 0 if self._process is None else self._process.pid
+
     def last_line(self) -> str:
         """Return the log's last line that is not blank, without colours."""
         return next((line for line in reversed(self.tail(20)) if line.strip()), "")

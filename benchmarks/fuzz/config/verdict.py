@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.config_inputs import Case
+from benchmarks.fuzz.config.inputs import Case
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.fuzz.config_inputs import Case
+from benchmarks.fuzz.config.inputs import Case
 from vllm_graft import activation
 from vllm_graft.testing.models.llama import write_configs
 

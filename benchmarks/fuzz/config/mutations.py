@@ -57,18 +57,8 @@ class Mutations:
         return self._pick(*odd, "fröhlich", "\n\x1b[31m", "topkk", "-1", "__class__")
 
     def _junk(self, depth: int = 0) -> Any:
-        scalars: list[Any] = [
-            None,
-            True,
-            0,
-            -1,
-            1 << 62,
-            1 << 200,
-            10**5000,
-            0.5,
-            float("nan"),
-            -float("inf"),
-        ]
+        scalars: list[Any] = [None, True, 0, -1, 1 << 62, 1 << 200, 10**5000, 0.5]
+        scalars += [float("nan"), -float("inf")]
         scalars += ["", "x", "true", "\0", "\udc80", "\x1b[2J", "x" * 100_000, b"x", 1j, object()]
         scalars += [{1, 2}, Path("x"), range(3), Exception("x"), int, print]
         if depth < 3 and self._chance(0.3):

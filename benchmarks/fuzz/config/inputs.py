@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.mutations import Mutations
+from benchmarks.fuzz.config.mutations import Mutations
 
 
 @dataclass
@@ -90,6 +90,7 @@ class Inputs(Mutations):
     def _tree(self) -> dict[Any, Any]:
         hot: list[Any] = [None, 16, "16", str(self.root / "hot.json"), str(self.root / "hot.txt")]
         hot += ["missing.json", "a.bin", str(self.root), "9" * 5000, "x\0.json", "~/hot.txt"]
+        ngrams = [{"min": 2}, {"max": "4"}, {"min": 17}, {"reference": 0}, {"reference": -1}]
         return self._some(
             topk=[1, 4, 8, "4", 32, 33],
             steps=[1, 6, "6", 32, 0],
@@ -106,20 +107,7 @@ class Inputs(Mutations):
             hot_tokens=hot,
             head_dtype=["auto", "fp8", "FP8"],
             draft_window=[64, None, 1, "2048", 1 << 20, 0, -1, (1 << 20) + 1, 1.5, True],
-            ngram=[
-                None,
-                True,
-                False,
-                "auto",
-                "tru",
-                3,
-                {},
-                {"min": 2},
-                {"max": "4"},
-                {"min": 17},
-                {"reference": 0},
-                {"reference": -1},
-            ],
+            ngram=[None, True, False, "auto", "tru", 3, {}, *ngrams],
             drafter=["target_dependent", "three", ""],
             policy=["dynamic", "dinamic"],
             graph_runner=["cuda_graph", "exact", "verify", "eager", "lazy"],

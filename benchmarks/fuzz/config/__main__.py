@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fuzz.config_inputs import Case, Inputs
-from benchmarks.fuzz.config_verdict import problem_of
-from benchmarks.fuzz.frontend import Frontend, vllm_reads
+from benchmarks.fuzz.config.frontend import Frontend, vllm_reads
+from benchmarks.fuzz.config.inputs import Case, Inputs
+from benchmarks.fuzz.config.verdict import problem_of
 from vllm_graft.base.errors import ConfigError
 
 

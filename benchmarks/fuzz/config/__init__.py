@@ -1,0 +1,1 @@
+"""Random configurations through the frontend's whole validation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ import torch
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
 from vllm_graft.spec_decode.startup.clock import StartClock
@@ -31,6 +31,29 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
     from vllm_graft.spec_decode.trees.shape import TreeShape
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """How trees with one number of nodes are drafted.
+
+    Attributes:
+        shape: bounds of the trees.
+        batches: numbers of requests for which they are drafted.
+        growth: what grows them; plans of the same width and depth share it.
+        narrow: whether they are drafted from the head's learned vocabulary.
+    """
+
+    shape: TreeShape
+    batches: Collection[int]
+    growth: Growth
+    narrow: bool = False
+
+    @property
+    def runner_name(self) -> str:
+        """The speculator's attribute that holds the plan's graph runner."""
+        kind = "narrow_tree" if self.narrow else "tree"
+        return f"{kind}_{self.shape.num_nodes}_cudagraph_manager"
 
 
 class Sources:

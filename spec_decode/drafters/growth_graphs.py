@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.dp_utils import DPSyncState
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
 
 
 def plan(drafter: TreeDrafting, cudagraph_mode: CUDAGraphMode) -> None:

@@ -24,7 +24,7 @@ from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
     from vllm_graft.spec_decode.drafters.base import Growth
-    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
     from vllm_graft.spec_decode.trees.shape import TreeShape
     from vllm_graft.spec_decode.verification.context import TreeContext

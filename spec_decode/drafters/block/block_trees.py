@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.spec_decode.drafters.block.lattice import Lattice
-    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
     from vllm_graft.spec_decode.kernels.topk import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 
 UNMATCHED = -1e30
 """Score of the nodes that fill a tree up; any node of a match ranks before them."""

@@ -12,8 +12,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.block import block_trees
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.block.dflash2 import DFlash2Trees
-from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
-from vllm_graft.spec_decode.drafters.tree_plan import TreePlan
+from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees, TreePlan
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.scheduling import _levels
 

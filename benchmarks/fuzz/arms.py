@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.shipped_pair import SHIPPED
-
 from benchmarks.fuzz.compare import Rule
 from benchmarks.fuzz.rules import STOCK_CHAIN, WITH_DRAFTS
 from benchmarks.fuzz.trouble import ALL
-from vllm_graft.testing.pair_server import server_settings, speculate
+from tests.support.engines.pair_server import server_settings, speculate
+from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing.vllm_server import sum_of
 
 TEMPLATE = (

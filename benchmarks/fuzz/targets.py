@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.lora_adapters import write_adapter
-from tests.support.shipped_pair import SHIPPED
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.models.lora_adapters import write_adapter
 
 ORIGINAL = SHIPPED / "target"
 

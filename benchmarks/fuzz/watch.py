@@ -24,7 +24,7 @@ NOTED = 1.0
 MOST = 1000
 """Calls that a process writes down."""
 
-WATCHED = {
+WATCHED: dict[tuple[str, str, str], dict[str, tuple[str, ...]]] = {
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "add_requests"): {
         "model_state": ("add_request",),
         "sampler": ("add_request",),

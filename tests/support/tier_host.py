@@ -70,7 +70,7 @@ class Host:
         config = {"type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier"}
         config |= {"path": str(path), "max_bytes": "8MiB", "weights": "v1"}
         tier = SecondaryTierFactory.create_secondary_tier(
-            {**config, **options}, memoryview(self.memory), offloading or spec()
+            {**config, **options}, self.memory.data, offloading or spec()
         )
         assert isinstance(tier, SegmentsTier)
         self.tier = tier

@@ -2,6 +2,7 @@
 
 It brings what a family may bring: a layer, a kernel, a refusal and a row of the ledger.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -155,7 +156,7 @@ class ToyFamily(DenseFamily):
     def attach(self, name: str, layer: Any, context: Any, *, is_draft: bool) -> None:
         assert not is_draft
         cpu_attention.replace(layer)
-        impl = object.__new__(type("ToyImpl", (ToyAttention, type(layer.impl)), {}))
+        impl: Any = object.__new__(type("ToyImpl", (ToyAttention, type(layer.impl)), {}))
         impl.__dict__.update(vars(layer.impl), graft=context)
         layer.impl = impl
         self.attached.append(name)

@@ -32,9 +32,10 @@ BOUNDED = {
         plugin/metrics/relay.py:Relay._reported plugin/seams/compare.py:_assigned
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/support.py:moved
         plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
-        spec_decode/attention/chunked_metadata.py:_keeping
-        spec_decode/attention/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
+        spec_decode/targets/dense/chunked_metadata.py:_keeping
+        spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches
+        hicache/storage/guarded.py:Guarded._told
         graph_runners/vision/graphs/vision_stats.py:VitStats.captures
         graph_runners/vision/graphs/vision_stats.py:VitStats.declines
         graph_runners/vision/graphs/vision_stats.py:VitStats.dropped
@@ -46,20 +47,21 @@ BOUNDED = {
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
         plugin/base/log.py:Once._said""",
     "Filled at the start, from the model's layers and the configuration.": """
-        spec_decode/attention/choice.py:KernelChoice.costs
-        spec_decode/attention/choice.py:KernelChoice.used
+        spec_decode/targets/dense/choice.py:KernelChoice.costs
+        spec_decode/targets/dense/choice.py:KernelChoice.used
         spec_decode/drafters/levels.py:LevelGrowth.block_tables
         spec_decode/drafters/standalone/draft_model.py:DraftModelTrees.first_inputs
-        spec_decode/drafters/tree_loading.py:TreeLoading.narrow_plans
-        spec_decode/drafters/tree_loading.py:TreeLoading.plans
+        spec_decode/drafters/draft_trees.py:DraftTrees.narrow_plans
+        spec_decode/drafters/draft_trees.py:DraftTrees.plans
         spec_decode/startup/ahead.py:Ahead.failed spec_decode/startup/rehearsal.py:_Stage.drafts
-        spec_decode/targets/recurrent.py:RecurrentFamily._checked
+        spec_decode/targets/recurrent/recurrent_family.py:RecurrentFamily._checked
         spec_decode/verification/context.py:TreeContext._made
         hicache/copies/streams.py:StreamCopyEngine._layer_events
-        hicache/copies/strided.py:StridedPlanner.columns""",
+        hicache/copies/strided.py:StridedPlanner.columns
+        hicache/pages/inputs.py:Engine.layout hicache/pages/inputs.py:Engine.options""",
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
-        spec_decode/kernels/attention/latent_attention.py:latent_tile
-        spec_decode/kernels/attention/own_latents.py:own_tile
+        spec_decode/targets/latent/latent_attention.py:latent_tile
+        spec_decode/targets/latent/own_latents.py:own_tile
         spec_decode/kernels/attention/plan_rule.py:choose_plan
         spec_decode/kernels/attention/tile.py:Tile.choose
         spec_decode/counts/tree_metrics.py:TreeWatch._by_depth
@@ -98,6 +100,8 @@ BOUNDED = {
         graph_runners/vision/graphs/graph_store.py:GraphStore._needs""",
     "An entry per class of sizes, of which an image's limit leaves few.": """
         graph_runners/vision/cut_gain.py:CutGain._seen""",
+    "An entry per engine and scheduler of the process, which goes with it.": """
+        hicache/pages/engine_core.py:._listeners""",
     "An entry per request, job or step under way, which goes with it.": """
         hicache/copies/copy_engine.py:MemoryCopyEngine._step_seconds
         hicache/host/controller.py:HybridCacheController._source_jobs
@@ -113,33 +117,23 @@ BOUNDED = {
         hicache/planning/storage_reads.py:StorageReads._running
         hicache/rank/worker.py:HiCacheWorker._async_loads
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
-        hicache/native/cache_policy.py:_GraftPolicy._costs
         hicache/storage/tier/prefetcher.py:Prefetcher._loads
         hicache/storage/tier/storage_tier.py:StorageTier._incoming
         hicache/storage/tier/storage_tier.py:StorageTier._writing
-        hicache/storage/tier/storage_tier.py:_Incoming.came
-        hicache/storage/vllm_tiers/driver.py:TierDriver._jobs""",
+        hicache/storage/tier/storage_tier.py:_Incoming.came""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
         hicache/host/index.py:HostIndex._pages hicache/host/policies/arc.py:ArcPolicy._gone_often
         hicache/host/policies/arc.py:ArcPolicy._gone_once
         hicache/host/policies/arc.py:ArcPolicy._often hicache/host/policies/arc.py:ArcPolicy._once
         hicache/host/policies/lru.py:LruPolicy._order
-        hicache/host/policies/priority.py:PriorityPolicy._pages
-        hicache/native/cache_policy.py:NativePolicy._keys
-        hicache/native/cache_policy.py:_GraftPolicy._chunks
         hicache/planning/touches.py:TouchCounter._counts""",
     "An entry per page, file or neighbour of the storage, within its max_bytes.": """
-        hicache/storage/file_store.py:FileBackend._lengths
-        hicache/storage/file_store.py:FileBackend._unsynced
         hicache/storage/segments/directory.py:Directory._seen
         hicache/storage/segments/recovery.py:Recovered.entries
         hicache/storage/segments/segment.py:Segment.keys
         hicache/storage/segments/space.py:Space.dirty hicache/storage/segments/space.py:Space.index
         hicache/storage/segments/space.py:Space.sealed""",
-    "Cleared when it is full, or at a reset; what is hidden was found damaged or taken back.": """
-        hicache/storage/vllm_tiers/store.py:VllmTierBackend._hidden
-        hicache/storage/vllm_tiers/store.py:VllmTierBackend._missing""",
 }
 """Why each of them stays small, by the reason."""
 

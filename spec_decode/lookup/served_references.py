@@ -21,7 +21,6 @@ from vllm_graft.spec_decode.trees.reference import KEY, NONE, UNREAD, Reference
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
@@ -85,7 +84,7 @@ def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConf
     references = served_references(tree, vllm_config)
 
     def then_carry(original: Callable[..., Any]) -> Callable[..., Any]:
-        def preprocess_add_request(request: EngineCoreRequest) -> tuple[Request, int]:
+        def preprocess_add_request(request: Any) -> tuple[Request, int]:
             made: tuple[Request, int] = original(request)
             carry(made[0], references, learn_salted=tree.learn_salted)
             return made

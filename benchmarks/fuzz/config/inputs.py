@@ -105,6 +105,7 @@ class Inputs(Mutations):
             fit_graphs=[True, False, None, "maybe"],
             fit_prompts=[True, False, None, "maybe"],
             hot_tokens=hot,
+            learn_salted=[True, False, None, "no"],
             head_dtype=["auto", "fp8", "FP8"],
             draft_window=[64, None, 1, "2048", 1 << 20, 0, -1, (1 << 20) + 1, 1.5, True],
             ngram=[None, True, False, "auto", "tru", 3, {}, *ngrams],

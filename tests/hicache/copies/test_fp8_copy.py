@@ -30,6 +30,7 @@ from vllm_graft.hicache.copies import fp8_kernel
 from vllm_graft.hicache.copies.page_kernel import fits
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages import geometry
+from vllm_graft.hicache.pages.inputs import INPUTS
 from vllm_graft.hicache.pages.layout import Copies, group_layers, pages_bytes
 
 GAP = 64
@@ -105,14 +106,17 @@ def test_runs_of_a_range_arrive_and_nothing_else_changes(copy: Any, direction: D
     assert torch.equal(host, other)
 
 
-def test_fp8_pages_have_a_namespace_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(setup, "namespace", lambda *_, **parts: seen.append(parts["extra"]))
-    shape = SimpleNamespace(num_shards=1)
+def test_fp8_pages_have_a_namespace_of_their_own() -> None:
+    sizes: Any = SimpleNamespace(groups=(), shape=SimpleNamespace(num_shards=1))
+    [read] = [each.read for each in INPUTS if each.name == "options"]
+    found = []
     for host_dtype in (None, "fp8"):
         config = HiCacheConfig.parse({"host_bytes": 1, "host_dtype": host_dtype})
-        setup.namespace_of(config, SimpleNamespace(groups=(), shape=shape), None, None)  # type: ignore[arg-type]
-    assert seen == [{"pools": {}, "shards": 1}, {"pools": {}, "shards": 1, "host_dtype": "fp8"}]
+        nothing: Any = None
+        engine = setup.engine_of(config, sizes, nothing, nothing, None)
+        assert engine.layout == {"pools": {}, "shards": 1}
+        found.append(read(engine))
+    assert [each["host_dtype"] for each in found] == [None, "fp8"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

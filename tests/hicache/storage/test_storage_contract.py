@@ -49,8 +49,8 @@ def test_it_is_offered_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_bytes": "4MiB"}, "storage.path: missing"),
-        ({"path": "/tmp/x"}, "storage.max_bytes: missing"),
+        ({"max_bytes": "4MiB"}, "storage.path is missing: give it."),
+        ({"path": "/tmp/x"}, "storage.max_bytes is missing: give it."),
         ({"path": "/tmp/x", "max_bytes": "4MiB", "max_byte": 3}, "Did you mean 'max_bytes'?"),
         ({"path": "/tmp/x", "max_bytes": "much"}, "storage.max_bytes: 'much' is refused"),
         ({"path": "/dev/null/x", "max_bytes": "4MiB"}, "storage.path: '/dev/null/x' cannot be"),

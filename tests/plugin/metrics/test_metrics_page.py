@@ -78,15 +78,17 @@ def tree_numbers() -> Any:
 
     counters = Counters()
     rows = PlainRows(SimpleNamespace(weight=torch.zeros(9, 2), tp_size=1), 4)
+    ngrams = Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), reference=1)
     draft: Any = SimpleNamespace(
         head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),
         context=SimpleNamespace(counters=counters, draft_window=0, kept_bytes=0),
         draft_graphs=list,
-        graph_bytes=0,
-        ngrams=Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), reference=1),
-        unread=None,
-        clock=StartClock(),
-        ahead=Ahead(),
+        trees=SimpleNamespace(
+            sources=SimpleNamespace(ngrams=ngrams, unread=None),
+            graph_bytes=0,
+            clock=StartClock(),
+            ahead=Ahead(),
+        ),
     )
     return count(draft)
 

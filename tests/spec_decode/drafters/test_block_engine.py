@@ -275,7 +275,7 @@ def test_spoiled_rows_and_cache_are_seen(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: each thing that follows the accepted path is left out in turn."""
-    from vllm_graft.spec_decode.targets import dense
+    from vllm_graft.spec_decode.targets.dense import dense_family
 
     requests, expected = GREEDY[:2], alone[:2]
     with engine(folder, "perfect", nodes=12, topk=2, steps=8) as llm:
@@ -288,7 +288,7 @@ def test_spoiled_rows_and_cache_are_seen(
         steps = [sum(map(len, found.values())) for found in (right, wrong)]
         assert steps[1] > 1.2 * steps[0]
         # The target's K/V stays where the tree left it: they do not.
-        monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+        monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
         assert differing(answer_all(llm, requests), expected) != []
 
 

@@ -87,9 +87,9 @@ def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode.targets import dense
+    from vllm_graft.spec_decode.targets.dense import dense_family
 
-    monkeypatch.setattr(dense, "compact_kv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
     with erring.engine(nodes=15, **MTP) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
 

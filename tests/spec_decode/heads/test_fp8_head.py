@@ -183,7 +183,12 @@ def drafter_of(draft: Any, tree: dict[str, Any], *, by_preset: bool) -> Any:
     )
     model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     vllm_config = SimpleNamespace(model_config=model_config)
-    return SimpleNamespace(model=draft, trees=trees, vllm_config=vllm_config)
+    return SimpleNamespace(
+        model=draft,
+        trees=trees,
+        vllm_config=vllm_config,
+        draft_model_config=SimpleNamespace(model="draft"),
+    )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets import dense as dense_module
+from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import (
@@ -193,7 +193,7 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     assert dense.table.layout[:, 6].tolist() == [0, 1]
 
     compacted: list[Any] = []
-    monkeypatch.setattr(dense_module, "compact_kv", lambda *args, **kwargs: compacted.append(args))
+    monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: compacted.append(args))
     batch = make_batch([4, 4])
     state.postprocess_state(batch.idx_mapping, None)
     context.step = VerifyStep(batch, batch.cu_num_logits.diff() - 1)

@@ -25,7 +25,8 @@ def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any
         hot: likewise of hot tokens, in all passes; none are learned without it.
         tree: the section of its configuration.
     """
-    config = SimpleNamespace(additional_config={"graft": {"tree": tree}} if tree else {})
+    additional = {"graft": {"tree": tree}} if tree else {}
+    config = SimpleNamespace(additional_config=additional, speculative_config=None)
     asked: list[int] = []
     told: list[Any] = []
 
@@ -197,7 +198,7 @@ def test_experts_compute_the_rows_that_are_timed(
     speculator: Any = SimpleNamespace(
         input_buffers=None,
         context=context,
-        narrow_plans={3: "plan"} if learns else {},
+        trees=SimpleNamespace(narrow_plans={3: "plan"} if learns else {}),
         tell_requests_apart=lambda *_: None,
         treat_requests_alike=lambda: None,
     )
@@ -246,6 +247,7 @@ def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:
 
     draft: Any = MtpTrees.__new__(MtpTrees)
     draft.first_pass_graph = lambda width: (None, width)
+    draft.root_states = torch.zeros(6, 16)
     draft.last_token_indices = torch.zeros(6, dtype=torch.int64)
     draft.hidden_states = torch.zeros(48, 16)
     draft.tell_requests_apart(4, nodes=7)

@@ -72,6 +72,7 @@ def make(
         emitted=None,
         extra_nodes=None,
         extra_counts=None,
+        teaches=None,
         by_temperature=np.zeros(num_reqs, dtype=bool),
         tree=tree,
         path=torch.full((num_reqs, NODES + 1), -7, dtype=torch.int32, device=DEVICE),

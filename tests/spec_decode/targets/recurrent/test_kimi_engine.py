@@ -20,10 +20,9 @@ from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
 from tests.support.watches.launch_counts import count_launches
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.spec_decode.targets import recurrent
 from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
-from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
+from vllm_graft.spec_decode.targets.recurrent import recurrent_family, recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
@@ -212,7 +211,7 @@ def test_answers_differ_without_accepted_inputs(
     target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the state is continued by the first rows, whatever was accepted."""
-    stock = recurrent.fold_states
+    stock = recurrent_family.fold_states
 
     def first_rows(
         folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
@@ -220,6 +219,6 @@ def test_answers_differ_without_accepted_inputs(
         chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
         stock(folds, kept, starts, chain, *args, **kwargs)
 
-    monkeypatch.setattr(recurrent, "fold_states", first_rows)
+    monkeypatch.setattr(recurrent_family, "fold_states", first_rows)
     with cpu_engine(target, **trees()) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]

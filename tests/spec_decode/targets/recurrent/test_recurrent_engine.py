@@ -25,8 +25,12 @@ from tests.support.models.recurrent_models import (
 )
 from tests.support.watches.launch_counts import count_launches
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.spec_decode.targets import recurrent
-from vllm_graft.spec_decode.targets.recurrent import delta_layer, recurrent_form, recurrent_layer
+from vllm_graft.spec_decode.targets.recurrent import (
+    delta_layer,
+    recurrent_family,
+    recurrent_form,
+    recurrent_layer,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
@@ -249,7 +253,7 @@ def test_answers_differ_without_accepted_inputs(
     target: Path, draft: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the state is continued by the first rows, whatever was accepted."""
-    stock = recurrent.fold_states
+    stock = recurrent_family.fold_states
 
     def first_rows(
         folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
@@ -257,7 +261,7 @@ def test_answers_differ_without_accepted_inputs(
         chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
         stock(folds, kept, starts, chain, *args, **kwargs)
 
-    monkeypatch.setattr(recurrent, "fold_states", first_rows)
+    monkeypatch.setattr(recurrent_family, "fold_states", first_rows)
     with cpu_engine(target, **trees(draft)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 

@@ -38,7 +38,7 @@ from tests.support.models.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
-from vllm_graft.spec_decode.targets import recurrent
+from vllm_graft.spec_decode.targets.recurrent import recurrent_family
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
@@ -233,14 +233,14 @@ def test_answers_differ_without_a_commit(
 ) -> None:
     """Negative controls: accepted states stay in the columns of their nodes, or a state is
     continued by the first rows, whatever was accepted."""
-    stock = recurrent.fold_states
+    stock = recurrent_family.fold_states
 
     def first_rows(folds: Any, kept: Any, starts: Any, path: Any, *args: Any, **kw: Any) -> None:
         chain = torch.arange(path.shape[1], dtype=path.dtype, device=path.device)
         stock(folds, kept, starts, chain.expand_as(path).contiguous(), *args, **kw)
 
     if form == "inputs":
-        monkeypatch.setattr(recurrent, "fold_states", first_rows)
+        monkeypatch.setattr(recurrent_family, "fold_states", first_rows)
     else:
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     with exact_prompts(), engine(models, method="eagle3", form=form) as llm:

@@ -137,7 +137,7 @@ def _step_cases() -> list[KernelCase]:
         ),
         KernelCase(
             name="follow path",
-            function=f"{_KERNELS}.gather:_follow_kernel",
+            function=f"{_KERNELS}.compact:_follow_kernel",
             signature=argument_types(gather),
             constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": rows_moved, "COLUMNS": columns},
             options={"num_warps": 4},

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.kernels.gather import TokenRows
+from vllm_graft.spec_decode.kernels.compact import TokenRows
 from vllm_graft.spec_decode.kernels.rows import VerifiedBatch
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     draft_attention_reference,
@@ -302,7 +302,7 @@ def follow_path_reference(
     num_tokens: int,
     max_reqs: int,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.gather.follow_path`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.compact.follow_path`."""
     source = list(range(num_tokens))
     for r in range(num_reqs):
         drafts = int(num_draft_tokens[r])

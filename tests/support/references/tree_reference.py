@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_graft.spec_decode.kernels.compact import TokenRows
-from vllm_graft.spec_decode.kernels.rows import VerifiedBatch
+from vllm_graft.spec_decode.kernels.rows import TreeRows, VerifiedBatch
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
@@ -16,7 +16,6 @@ from vllm_graft.spec_decode.targets.dense.plain_attention import (
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 __all__ = [
     "Node",

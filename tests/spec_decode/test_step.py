@@ -11,6 +11,7 @@ import torch
 from vllm_graft.spec_decode import step as module
 from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
+from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.step import Models, TreeSteps
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -225,7 +226,6 @@ def test_another_source_joins_the_candidates() -> None:
 
 def test_a_walk_to_another_child_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """This negative control takes each child of a root for its sibling."""
-    real = module.walk_tree
 
     def walk(drawn: Any, drafts: Any, cu_num_logits: Any, idx: Any, tree: Any, *out: Any) -> None:
         if len(drafts) > len(PROMPTS):
@@ -233,7 +233,7 @@ def test_a_walk_to_another_child_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             for row, parents in zip(rows, tree.parents, strict=True):
                 children = (parents == 0).nonzero()[:, 0]
                 row[children] = row[children.roll(1)]
-        real(drawn, drafts, cu_num_logits, idx, tree, *out)
+        walk_tree(drawn, drafts, cu_num_logits, idx, tree, *out)
 
     monkeypatch.setattr(module, "walk_tree", walk)
     tokens, alone, _ = emitted(0.0, error=8.0)

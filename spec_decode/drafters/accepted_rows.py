@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
+from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers

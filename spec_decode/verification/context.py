@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from vllm_graft.spec_decode.kernels.rows import prepare_rows
+from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

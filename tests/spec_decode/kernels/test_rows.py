@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.support.references.tree_reference import prepare_rows_reference
-from vllm_graft.spec_decode.kernels.rows import prepare_rows
+from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
 from vllm_graft.spec_decode.targets.dense.samples import random_masks
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -105,7 +105,7 @@ def _step_cases() -> list[KernelCase]:
     }
     walk = {
         "*i64": "target_tokens draft_tokens idx_mapping positions sampled extra_nodes extra_counts",
-        "*i32": "cu_num_logits tree_parents prefill_len path num_sampled emitted",
+        "*i32": "cu_num_logits tree_parents prefill_len path num_sampled emitted teaches",
         "i32": "tree_stride sampled_width sampled_stride path_stride",
     }
     gather = {
@@ -131,13 +131,14 @@ def _step_cases() -> list[KernelCase]:
                 "HAS_PREFILL": True,
                 "COUNTED": True,
                 "HAS_EXTRA": True,
+                "SOME_TEACH": True,
                 "WIDTH_PAD": 64,
             },
             options={"num_warps": 1},
         ),
         KernelCase(
             name="follow path",
-            function=f"{_KERNELS}.gather:_follow_kernel",
+            function=f"{_KERNELS}.compact:_follow_kernel",
             signature=argument_types(gather),
             constexprs={"WIDTH": 4096, "REQS_PAD": 256, "ROWS": rows_moved, "COLUMNS": columns},
             options={"num_warps": 4},

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.kernels.gather import TokenRows
-from vllm_graft.spec_decode.kernels.rows import VerifiedBatch
+from vllm_graft.spec_decode.kernels.compact import TokenRows
+from vllm_graft.spec_decode.kernels.rows import TreeRows, VerifiedBatch
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
@@ -16,7 +16,6 @@ from vllm_graft.spec_decode.targets.dense.plain_attention import (
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.trees.tree_rows import TreeRows
 
 __all__ = [
     "Node",
@@ -302,7 +301,7 @@ def follow_path_reference(
     num_tokens: int,
     max_reqs: int,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.gather.follow_path`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.compact.follow_path`."""
     source = list(range(num_tokens))
     for r in range(num_reqs):
         drafts = int(num_draft_tokens[r])

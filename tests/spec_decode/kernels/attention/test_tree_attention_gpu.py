@@ -19,9 +19,9 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
 )
+from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch

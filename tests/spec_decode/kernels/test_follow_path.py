@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.references.tree_reference import follow_path_reference
-from vllm_graft.spec_decode.kernels.gather import TokenRows, follow_path
+from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = -7

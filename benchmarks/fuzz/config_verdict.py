@@ -12,10 +12,9 @@ from typing import Any
 
 from benchmarks.fuzz.config_inputs import Case
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.config import GraftConfig
+from vllm_graft.config import GraftConfig, can_only_be_ours
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.hicache.planning.cost import CostModel
-from vllm_graft.misplaced import can_only_be_ours
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
 FLAGS = ("--additional-config.", "--kv-transfer-config.")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ByteSize, Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import Count, EntryName, Number, Section, parse
-from vllm_graft.base.values import MAX_DEPTH, below, shown
+from vllm_graft.base.options import MAX_DEPTH, Count, EntryName, Number, Section, parse
+from vllm_graft.base.values import below, shown
 from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag
 from vllm_graft.hicache.config.nonce import without_nonce
 

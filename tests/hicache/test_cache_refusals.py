@@ -89,7 +89,7 @@ def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
 
 def _accepted(vllm_config: Any) -> list[HiCacheConfig]:
     """Return our connectors' configurations; the part must refuse none of them."""
-    asked = CACHE.section(vllm_config) or []
+    asked = CACHE.section(None, vllm_config) or []
     assert not list(CACHE.refuses(asked, vllm_config))
     return [config for _, config in asked]
 

@@ -14,6 +14,7 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision import vision_part
+from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.graph_runners.vision.vision_part import VISION
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import VisionAdapter, VitGraphRunner
@@ -126,7 +127,7 @@ def config(vllm_config: Any) -> Any:
 
 def verify(worker: Any, config: Any) -> None:
     """Check a worker as the front door does."""
-    section = VISION.section(config)
+    section = VitConfig.from_vllm(config)
     if section is not None:
         VISION.verify(section, worker, config)
 

@@ -143,13 +143,13 @@ def test_offline_with_the_three_plugins(site: Path, tmp_path: Path) -> None:
 def test_a_restarted_server_starts_warm(tmp_path: Path) -> None:
     flags = ["--max-model-len", "512", "--max-num-seqs", "4", "--dtype", "float32"]
     flags += ["--enforce-eager", "--block-size", "32", "--num-gpu-blocks-override", "40"]
-    # The rates are fixed: measured ones vary too much on a busy CPU.
-    cache = {"cost": {"disk_gbps": 100, "prefill_tokens_per_second": 10}}
+    # Storage is read whatever was measured of it, which varies too much on a busy CPU.
     printed = run(
         *(EXAMPLES / "warm_restart.py", SHIPPED / "target", "--store", tmp_path),
         *("--host-bytes", "8MiB", "--max-bytes", "16MiB"),
-        *("--flags", json.dumps(flags), "--cache", json.dumps(cache)),
+        *("--flags", json.dumps(flags)),
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        VLLM_GRAFT_PREFILL_RATE="10",
     )
     told = json.loads(printed.splitlines()[-1])
     assert told["same answer"] is True

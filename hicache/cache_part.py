@@ -47,7 +47,7 @@ class CachePart:
         after_import(_FACTORY, register_connectors)
         after_import(engine_core.MODULE, engine_core.hook)
 
-    def section(self, vllm_config: Any) -> Asked | None:
+    def section(self, config: Any, vllm_config: Any) -> Asked | None:
         """The configuration of each of our connectors; None if there is none."""
         return parse_connectors(vllm_config) or None
 

@@ -30,10 +30,9 @@ from vllm_graft.base.errors import ConfigError, NotActiveError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.part import Part
 from vllm_graft.base.version import __version__
-from vllm_graft.config import GraftConfig
+from vllm_graft.config import GraftConfig, read
 from vllm_graft.hooks import manager
 from vllm_graft.metrics.wiring import Wiring
-from vllm_graft.misplaced import refuse_misplaced
 from vllm_graft.parts import PARTS
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import MARK, is_hooked, wrap
@@ -85,7 +84,13 @@ def asked_for(vllm_config: Any) -> list[tuple[Part, Any]]:
     Raises:
         ConfigError: a wrong key or value.
     """
-    sections = [(part, part.section(vllm_config)) for part in PARTS]
+    return sections_of(GraftConfig.from_vllm(vllm_config), vllm_config)
+
+
+def sections_of(config: GraftConfig | None, vllm_config: Any) -> list[tuple[Part, Any]]:
+    """Parts that a configuration asks for, each with its section of what is parsed already."""
+    config = config or GraftConfig()
+    sections = [(part, part.section(config, vllm_config)) for part in PARTS]
     return [(part, section) for part, section in sections if section is not None]
 
 
@@ -98,10 +103,10 @@ def on_defaults(vllm_config: VllmConfig) -> None:
     Raises:
         ConfigError: a wrong key or value.
     """
-    refuse_misplaced(vllm_config.additional_config)
-    decide(vllm_config)
-    for part, section in asked_for(vllm_config):
+    named = sections_of(read(vllm_config), vllm_config)
+    for part, section in named:
         part.fill_in(section, vllm_config)
+    decide({part.name for part, _ in named}, vllm_config)
 
 
 def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
@@ -113,11 +118,8 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
         ConfigError: a wrong key or value, the name of an entry that nobody provides, or an
             unsupported combination.
     """
-    refuse_misplaced(vllm_config.additional_config)
-    settle(vllm_config)
-    # The whole of it first: it also names keys that are no part's.
-    config = GraftConfig.from_vllm(vllm_config)
-    asked = asked_for(vllm_config)
+    config = settle(read(vllm_config), vllm_config)
+    asked = sections_of(config, vllm_config)
     for part, section in asked:
         refuse(part, section, vllm_config)
     if config is not None:

@@ -9,6 +9,7 @@ not decided here. It refuses what it cannot serve.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from vllm_graft.base.decision import NAME, Decision, Preset, decision_of, preset_in
@@ -17,7 +18,7 @@ from vllm_graft.base.log import info_once
 from vllm_graft.base.options import FLAG, KEY, with_section
 from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.version import __version__
-from vllm_graft.config import require_preset
+from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
 from vllm_graft.seams.support import moved
 
@@ -25,18 +26,17 @@ _FILLED_IN = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 """What parts fill in of vLLM's speculative config."""
 
 
-def decide(vllm_config: Any) -> None:
+def decide(named: Container[str], vllm_config: Any) -> None:
     """Put the sections of all parts that can run in the place of a preset, if there is one.
 
-    Raises:
-        ConfigError: for a text that is no preset.
+    Args:
+        named: parts that the user asked for by name, as the host cache in --kv-transfer-config.
+        vllm_config: a configuration that `vllm_graft.config.read` accepts; it is changed.
     """
     preset: Any = preset_in(vllm_config)
     if preset is None:
         return
-    require_preset(preset)
-    # The user may have asked for the host cache by name, in --kv-transfer-config.
-    free = [part for part in PARTS if part.section(vllm_config) is None]
+    free = [part for part in PARTS if part.name not in named]
     offers = {part.name: _offer(part, preset, vllm_config) for part in free}
     on = {name: offer for name, offer in offers.items() if isinstance(offer, Offer)}
     decided = Decision(
@@ -46,28 +46,39 @@ def decide(vllm_config: Any) -> None:
     )
     sections = {name: offer.section.model_dump(exclude_unset=True) for name, offer in on.items()}
     _write(vllm_config, decided, sections)
-    before = {part.name: _fill_in(part, vllm_config) for part in free if part.name in on}
+    before = {
+        part.name: _fill_in(part, on[part.name].section, vllm_config)
+        for part in free
+        if part.name in on
+    }
     with_section(vllm_config, NAME, before=before)
 
 
-def settle(vllm_config: Any) -> None:
+def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
     """Take off what the complete configuration rules out, and log each decision.
+
+    Args:
+        config: what `vllm_graft.config.read` found.
+        vllm_config: the same configuration, as vLLM has it; it is changed.
+
+    Returns:
+        What is left of ``config``.
 
     Raises:
         ConfigError: if a preset was not decided before.
     """
     if (preset := preset_in(vllm_config)) is not None:
-        require_preset(preset)
         raise ConfigError(
             f"{FLAG} is {preset!r}, but vLLM did not ask this platform for its defaults, which is "
             "when presets are decided: name the parts instead."
         )
     decided = decision_of(vllm_config)
-    if decided is None or decided.settled:
-        return
+    if config is None or decided is None or decided.settled:
+        return config
     graft = vllm_config.additional_config[KEY]
     on, off = dict(decided.on), dict(decided.off)
-    for part, section in ((part, part.section(vllm_config)) for part in PARTS if part.name in on):
+    for part in PARTS:
+        section = part.section(config, vllm_config) if part.name in on else None
         if section is not None and (reason := _ruled_out(part, section, vllm_config)):
             del on[part.name]
             off[part.name] = reason
@@ -75,6 +86,9 @@ def settle(vllm_config: Any) -> None:
     decided = decided.model_copy(update={"on": on, "off": off, "settled": True})
     _write(vllm_config, decided, {name: graft[name] for name in graft if name in on})
     _log(decided)
+    return config.model_copy(
+        update={name: None for name in GraftConfig.model_fields if name not in on}
+    )
 
 
 def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
@@ -96,10 +110,10 @@ def _write(vllm_config: Any, decided: Decision, sections: dict[str, Any]) -> Non
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: graft}
 
 
-def _fill_in(part: Part, vllm_config: Any) -> dict[str, Any]:
+def _fill_in(part: Part, section: Any, vllm_config: Any) -> dict[str, Any]:
     """Let a part fill in what follows from its section; return what stood there before."""
     before = _speculative(vllm_config)
-    part.fill_in(part.section(vllm_config), vllm_config)
+    part.fill_in(section, vllm_config)
     after = _speculative(vllm_config)
     return {name: value for name, value in before.items() if after[name] != value}
 

@@ -1,15 +1,32 @@
-"""The configuration: what stands under ``graft`` in vLLM's ``--additional-config``."""
+"""The configuration: what stands under ``graft`` in vLLM's ``--additional-config``, and beside it.
+
+vLLM checks none of its keys there, and shares them among plugins. Whoever asked for a part in
+another spelling would get stock vLLM without a word. So what can only be ours is refused, and what
+may be another plugin's is warned about.
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_graft.base import decision
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import FLAG, KEY, Section, did_you_mean, parse_section
-from vllm_graft.base.values import shown
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.options import (
+    FLAG,
+    KEY,
+    Section,
+    did_you_mean,
+    flag,
+    parse_section,
+    section_type,
+)
+from vllm_graft.base.values import below, several, shown
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
@@ -49,7 +66,7 @@ class GraftConfig(Section):
             ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
         """
         if isinstance(values, str):
-            require_preset(values)
+            _require_preset(values)
             return cls()
         if isinstance(values, Mapping):
             values = {key: value for key, value in values.items() if key != decision.NAME}
@@ -64,7 +81,17 @@ class GraftConfig(Section):
         return cls.parse(additional[KEY])
 
 
-def require_preset(value: str) -> None:
+def read(vllm_config: VllmConfig) -> GraftConfig | None:
+    """The configuration, as `GraftConfig.from_vllm`, once no key beside ``graft`` is meant for us.
+
+    Raises:
+        ConfigError: with a line for each key that is misplaced, or else for each wrong one.
+    """
+    refuse_misplaced(vllm_config.additional_config)
+    return GraftConfig.from_vllm(vllm_config)
+
+
+def _require_preset(value: str) -> None:
     """Refuse a text below ``graft`` that is no preset.
 
     Raises:
@@ -76,3 +103,76 @@ def require_preset(value: str) -> None:
             f"Allowed: {', '.join(decision.PRESETS)}, or a mapping with the keys "
             f"{', '.join(GraftConfig.model_fields)}."
         )
+
+
+_OPTION = FLAG.removesuffix(f".{KEY}")
+_BEFORE = re.compile(r"^(additional_config_)?(vllm_)?")
+_SECTIONS = {
+    name: [*model.model_fields]
+    for name, field in GraftConfig.model_fields.items()
+    if (model := section_type(field.annotation)) is not None
+} | {"hicache": [*HiCacheConfig.model_fields]}
+_PATHS: dict[str, tuple[str, ...]] = {name: (name,) for name in _SECTIONS}
+for _name, _keys in _SECTIONS.items():
+    _PATHS |= {f"{_name}_{key}": (_name, key) for key in _keys}
+    _PATHS |= {key: (_name, key) for key in _keys if "_" in key and _name != "hicache"}
+"""Where a key stands below ``graft``, by its name in one word."""
+
+
+def refuse_misplaced(additional: object) -> None:
+    """Look at every key but ``graft`` itself.
+
+    Raises:
+        ConfigError: with a line for each key that can only be ours, and where it belongs.
+    """
+    problems = []
+    for key, value in additional.items() if isinstance(additional, Mapping) else ():
+        if not isinstance(key, str) or key == KEY or (path := _meant(key)) is None:
+            continue
+        if can_only_be_ours(key, value):
+            to = HICACHE if path[:1] == ("hicache",) else f" Write {flag(*path)}."
+            problems.append(f"{FLAG}: the key {shown(key)} of {_OPTION} is not read.{to}")
+        else:
+            warning_once(
+                f"{below(_OPTION, key)} is not read by vllm-graft, whose keys are those of {FLAG}: "
+                "if it was meant to be, nothing of it is active"
+            )
+    if problems:
+        raise ConfigError(several(problems))
+
+
+def can_only_be_ours(key: str, value: object) -> bool:
+    """Whether no other plugin would have such a key: its name and most that it holds are ours."""
+    path, word = _meant(key), _word(key)
+    if path is None or word.startswith(KEY):
+        return path is not None
+    if path == () and isinstance(value, str):
+        return value in decision.PRESETS
+    if len(path) == 2 and "." in key and word != path[1]:
+        return True
+    known = _SECTIONS[path[0]] if path else [*_SECTIONS]
+    held = [*value] if isinstance(value, Mapping) else []
+    ours = sum(
+        isinstance(one, str) and _near(_word(one.split(".")[0]), known) != [] for one in held
+    )
+    return bool(held) and 2 * ours >= len(held)
+
+
+def _meant(key: str) -> tuple[str, ...] | None:
+    """The keys below ``graft`` that a key stands for; none of them for ``graft`` itself."""
+    word = _word(key)
+    rest = word.removeprefix(KEY).strip("_")
+    if rest in _PATHS:
+        return _PATHS[rest]
+    if name := _near(rest, [*_SECTIONS]):
+        return (name[0],)
+    return () if word.startswith(KEY) or _near(word, [KEY]) else None
+
+
+def _word(key: str) -> str:
+    """A key in one word of small letters, without what somebody may have put before it."""
+    return _BEFORE.sub("", re.sub(r"[^a-z0-9]+", "_", key.casefold()).strip("_"))
+
+
+def _near(word: str, known: list[str]) -> list[str]:
+    return difflib.get_close_matches(word, known, n=1, cutoff=0.8)

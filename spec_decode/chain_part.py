@@ -42,9 +42,10 @@ class ChainPart:
         """Wait for vLLM's module; again does nothing more."""
         after_import(_MODULE, self._hook)
 
-    def section(self, vllm_config: Any) -> DraftConfig | None:
+    def section(self, config: Any, vllm_config: Any) -> DraftConfig | None:
         """What stands under ``graft.draft``."""
-        return DraftConfig.from_vllm(vllm_config)
+        found: DraftConfig | None = config.draft
+        return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """Graphs of the first pass and of the loop, for every preset."""
@@ -88,7 +89,7 @@ class ChainPart:
         Raises:
             SeamError: if this vLLM is not the one that the graphs were written for.
         """
-        if self.section(vllm_config) is None:
+        if DraftConfig.from_vllm(vllm_config) is None:
             return stock
         # The graph runner's symbols stand under the part that had it first.
         require_seams("core", "tree", "draft")

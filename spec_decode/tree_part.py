@@ -86,9 +86,10 @@ class TreePart:
         after_import(_ENGINE, _hook_engine)
         after_import(_STRUCTURED_OUTPUT, follow_trees)
 
-    def section(self, vllm_config: Any) -> TreeConfig | None:
+    def section(self, config: Any, vllm_config: Any) -> TreeConfig | None:
         """What stands under ``graft.tree``."""
-        return TreeConfig.from_vllm(vllm_config)
+        found: TreeConfig | None = config.tree
+        return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """The preset's tree, of the depth that the user gave."""
@@ -176,7 +177,7 @@ class TreePart:
             SeamError: if this vLLM is not one that trees were written for.
             HookError: if the chosen drafter is not a subclass of ``stock``.
         """
-        config = self.section(vllm_config)
+        config = TreeConfig.from_vllm(vllm_config)
         if config is None:
             return stock
         manager.manager().tell(vllm_config)

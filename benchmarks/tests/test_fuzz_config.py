@@ -12,7 +12,7 @@ from benchmarks.fuzz.config.__main__ import fuzz, quiet_place
 from benchmarks.fuzz.config.frontend import Frontend, vllm_reads
 from benchmarks.fuzz.config.inputs import Case, Inputs
 from benchmarks.fuzz.config.verdict import problem_of, wrong_message
-from vllm_graft import misplaced
+from vllm_graft import config
 from vllm_graft.base import options, values
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
@@ -53,7 +53,7 @@ def _unknown_to_hooks(self: Manager, hook: str, name: str, path: str) -> Any:
 
 FAULTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "keys that are no text": (options, "require_plain", _allow_anything),
-    "misplaced keys": (misplaced, "can_only_be_ours", lambda key, value: False),
+    "misplaced keys": (config, "can_only_be_ours", lambda key, value: False),
     "another error": (Manager, "choose", _unknown_to_hooks),
     "values as they are": (values, "shown", repr),
 }

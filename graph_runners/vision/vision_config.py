@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from vllm_graft.base.options import Count, EntryName, Section, section_in
+from vllm_graft.base.options import Count, EntryName, GraftSection
 
 NAME = "vit"
 
 Patches = Annotated[Count, Field(ge=1, le=65536)]
 
 
-class VitConfig(Section):
+class VitConfig(GraftSection):
     """Vision-encoder graphs. Given (even as ``{}``), they replace vLLM's own."""
+
+    NAME = NAME
 
     runner: EntryName = "cuda_graph"
     """Name of a ``graft_vit_graph_runners`` entry."""
@@ -47,12 +49,3 @@ class VitConfig(Section):
     capture_share: float = Field(default=0.019, ge=0, le=1)
     """Most of the wall time since the start that captures may take while serving. 0: at the start
     only. 1: as they come."""
-
-    @classmethod
-    def from_vllm(cls, vllm_config: Any) -> VitConfig | None:
-        """The section of a configuration; None where it is not given.
-
-        Raises:
-            ConfigError: for a wrong key or value.
-        """
-        return section_in(vllm_config, NAME, cls)

@@ -52,9 +52,10 @@ class VisionPart:
         after_import(_V2_MODULE, _hook_model_state)
         after_import(_V1_MODULE, _hook_v1_runner)
 
-    def section(self, vllm_config: Any) -> VitConfig | None:
+    def section(self, config: Any, vllm_config: Any) -> VitConfig | None:
         """What stands under ``graft.vit``."""
-        return VitConfig.from_vllm(vllm_config)
+        found: VitConfig | None = config.vit
+        return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """Graphs of a vision tower in the usual memory, for every preset."""
@@ -124,7 +125,7 @@ class VisionPart:
             SeamError: if this vLLM is not one that the runner was written for.
             HookError: if the chosen runner is not a subclass of ``stock``.
         """
-        vit = self.section(vllm_config)
+        vit = VitConfig.from_vllm(vllm_config)
         if vit is None:
             return stock
         require_seams("core", NAME)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ByteSize, Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import Count, EntryName, Number, Section, parse
-from vllm_graft.base.values import MAX_DEPTH, below, shown
+from vllm_graft.base.options import MAX_DEPTH, Count, EntryName, Number, Section, parse
+from vllm_graft.base.values import below, shown
 from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag
 from vllm_graft.hicache.config.nonce import without_nonce
 
@@ -52,19 +52,6 @@ class PrefetchConfig(Section):
     """Number of I/O threads that read. As many threads write."""
 
 
-class CostConfig(Section):
-    """Rates that the cost model uses until it has measured them."""
-
-    host_gbps: Number = Field(default=20.0, ge=1e-6, le=1e6)
-    """GB/s between host and device."""
-
-    disk_gbps: Number = Field(default=2.0, ge=1e-6, le=1e6)
-    """GB/s read from storage."""
-
-    prefill_tokens_per_second: Number = Field(default=20_000.0, ge=1e-3, le=1e9)
-    """Tokens of prompts that a step computes in a second."""
-
-
 class HiCacheConfig(Section):
     """The configuration of the host KV cache. Only ``host_bytes`` is required."""
 
@@ -105,7 +92,6 @@ class HiCacheConfig(Section):
     """``backend``, the name of an entry of ``graft_storage_backends``, and its options."""
 
     prefetch: PrefetchConfig = PrefetchConfig()
-    cost: CostConfig = CostConfig()
 
     weights: EntryName | None = None
     """Identity of the weights (a revision, a hash) for the namespace of stored pages. If given, the

@@ -12,8 +12,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, ByteSize
 
 from vllm_graft.base.log import info_once
-from vllm_graft.base.options import Section, SectionT, parse
-from vllm_graft.base.values import MAX_INTEGER, below, shown
+from vllm_graft.base.options import MAX_INTEGER, Section, SectionT, parse
+from vllm_graft.base.values import below, shown
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.values import MAX_DEPTH
+from vllm_graft.base.options import MAX_DEPTH
 from vllm_graft.hicache.config.cache_config import CONNECTOR, MODULE, MULTI_CONNECTOR, flag
 from vllm_graft.hicache.config.nonce import KEY, Nonce, nonce_of
 

@@ -5,6 +5,20 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from vllm_graft.base.values import lever
+
+HOST_GBPS = 20.0
+"""GB/s between host and device, until they are measured."""
+
+DISK_GBPS = 2.0
+"""GB/s from storage, until they are measured."""
+
+PREFILL_RATE = 20_000
+"""Tokens of prompts that a step computes in a second, until they are measured."""
+
+PREFILL_LEVER = "VLLM_GRAFT_PREFILL_RATE"
+"""Environment variable with another `PREFILL_RATE`. With a low one all hits are worth a load."""
+
 WEIGHT = 0.2
 """Weight of a new measurement in the moving averages."""
 
@@ -118,19 +132,17 @@ class Plan:
 class CostModel:
     """Learns rates from measurements, and chooses the fastest mode for a hit.
 
-    Args:
-        host_gbps: GB/s between host and device, until they are measured.
-        disk_gbps: GB/s from storage, until they are measured.
-        prefill_tokens_per_second: tokens per second of prefill, until they are measured.
+    The first measurement of a rate replaces what it began with.
+
+    Raises:
+        ConfigError: if :data:`PREFILL_LEVER` holds no number.
     """
 
-    def __init__(
-        self, host_gbps: float, disk_gbps: float, prefill_tokens_per_second: float
-    ) -> None:
-        self.load = Rate(host_gbps * 1e9, MIN_BYTES)
-        self.store = Rate(host_gbps * 1e9, MIN_BYTES)
-        self.disk = Rate(disk_gbps * 1e9, MIN_BYTES)
-        self.prefill = Rate(prefill_tokens_per_second, MIN_TOKENS)
+    def __init__(self) -> None:
+        self.load = Rate(HOST_GBPS * 1e9, MIN_BYTES)
+        self.store = Rate(HOST_GBPS * 1e9, MIN_BYTES)
+        self.disk = Rate(DISK_GBPS * 1e9, MIN_BYTES)
+        self.prefill = Rate(lever(PREFILL_LEVER) or PREFILL_RATE, MIN_TOKENS)
         self.steps = Rate(100.0, 1)
         """Steps per second, measured on steps with few tokens, which mostly read the weights."""
 

@@ -59,7 +59,7 @@ class HiCacheScheduler:
         self.geometry = geometry
         self.index = index
         self.controller = HybridCacheController(geometry.groups, index, geometry.num_workers)
-        self.cost = CostModel(**config.cost.model_dump())
+        self.cost = CostModel()
         self.stats = HiCacheStats()
         self.storage_reads = (
             StorageReads(tier, geometry, index, self.cost, self.stats) if tier else None

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
-from vllm_graft.base.options import KEY, Section, section_in
+from vllm_graft.base.options import KEY, GraftSection
 
 NAME = "decided"
 """Where the decisions stand, below ``graft``."""
@@ -24,8 +24,10 @@ Preset = Literal["auto", "latency", "throughput"]
 PRESETS: tuple[str, ...] = get_args(Preset)
 
 
-class Decision(Section):
+class Decision(GraftSection):
     """What a preset turned on and left off."""
+
+    NAME = NAME
 
     preset: Preset
 
@@ -44,7 +46,7 @@ class Decision(Section):
 
 def decision_of(vllm_config: Any) -> Decision | None:
     """The decisions in a configuration; None if no preset made it."""
-    return section_in(vllm_config, NAME, Decision)
+    return Decision.from_vllm(vllm_config)
 
 
 def preset_in(vllm_config: Any) -> str | None:

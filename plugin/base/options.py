@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints
 from pydantic import ValidationError as PydanticError
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.values import below, require_plain, several, shown
+from vllm_graft.base.values import MAX_LINES, below, several, shown
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -23,6 +26,14 @@ if TYPE_CHECKING:
 
 KEY = "graft"
 FLAG = f"--additional-config.{KEY}"
+
+MAX_DEPTH = 16
+"""Lists and mappings within each other."""
+
+MAX_TEXT = 4096
+"""Characters of a text; no path of the system is longer."""
+
+MAX_INTEGER = 2**63 - 1
 
 
 def _not_bool(value: object) -> object:
@@ -50,17 +61,27 @@ def flag(*path: str | int) -> str:
     return below(FLAG, *path)
 
 
-def section_in(vllm_config: Any, name: str, model: type[SectionT]) -> SectionT | None:
-    """One part's section of ``vllm_config.additional_config``; None where it is not given.
+class GraftSection(Section):
+    """Base of the sections below ``graft``.
 
-    Raises:
-        ConfigError: as :func:`parse_section`.
+    Attributes:
+        NAME: the section's key.
     """
-    additional = vllm_config.additional_config
-    sections = additional.get(KEY) if isinstance(additional, Mapping) else None
-    if not isinstance(sections, Mapping) or sections.get(name) is None:
-        return None
-    return parse_section(model, sections[name], name)
+
+    NAME: ClassVar[str]
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> Self | None:
+        """The section of ``vllm_config.additional_config``; None where it is not given.
+
+        Raises:
+            ConfigError: for a wrong key or value.
+        """
+        additional = vllm_config.additional_config
+        sections = additional.get(KEY) if isinstance(additional, Mapping) else None
+        if not isinstance(sections, Mapping) or sections.get(cls.NAME) is None:
+            return None
+        return parse_section(cls, sections[cls.NAME], cls.NAME)
 
 
 def with_section(vllm_config: Any, name: str, **values: object) -> None:
@@ -120,6 +141,23 @@ def parse(
     except PydanticError as error:
         lines = [_explain(model, details, at, hints or {}) for details in error.errors()]
         raise ConfigError(several(lines)) from None
+
+
+def require_plain(value: object, path: str) -> None:
+    """Refuse what no JSON file could say, and what is too large to be meant.
+
+    vLLM hashes its configuration as JSON and hands it to other processes: whatever else stands in
+    it would fail there, or come out as something else. A path (`pathlib`) is taken for its text.
+
+    Args:
+        value: what stands under ``path``.
+        path: full flag of ``value``, for the error.
+
+    Raises:
+        ConfigError: with a line for each value that is refused.
+    """
+    if problems := list(islice(_strange(value, path, 0), MAX_LINES + 1)):
+        raise ConfigError(several(problems))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -186,3 +224,48 @@ def _fields_at(model: type[Section], path: Iterable[str | int]) -> Mapping[str, 
             return {}
         model = inner
     return model.model_fields
+
+
+def _strange(value: object, path: str, depth: int) -> Iterator[str]:
+    if isinstance(value, (dict, list, tuple)):
+        if depth == MAX_DEPTH:
+            yield f"{path}: lists and mappings are nested more than {MAX_DEPTH} deep."
+        elif isinstance(value, dict):
+            yield from _strange_mapping(value, path, depth)
+        else:
+            for index, member in enumerate(value):
+                yield from _strange(member, below(path, index), depth + 1)
+    elif reason := _strange_scalar(value):
+        yield f"{path}: {shown(value)} is refused: {reason}."
+
+
+def _strange_mapping(values: dict[object, object], path: str, depth: int) -> Iterator[str]:
+    for key, value in values.items():
+        if not isinstance(key, str):
+            yield f"{path}: the key {shown(key)} is refused: a key is a text."
+        elif reason := _strange_text(key):
+            yield f"{path}: the key {shown(key)} is refused: {reason}."
+        else:
+            yield from _strange(value, below(path, key), depth + 1)
+
+
+def _strange_scalar(value: object) -> str | None:
+    if isinstance(value, (str, PurePath)):
+        return _strange_text(str(value))
+    if isinstance(value, int):  # Also true and false.
+        return None if abs(value) <= MAX_INTEGER else "it is too large for a number"
+    if isinstance(value, float):
+        return None if math.isfinite(value) else "it is no finite number"
+    if value is None:
+        return None
+    return f"a {type(value).__name__} is neither text, number, true, false, null, list nor mapping"
+
+
+def _strange_text(text: str) -> str | None:
+    if len(text) > MAX_TEXT:
+        return f"it has {len(text)} characters, more than {MAX_TEXT}"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "it is no text in Unicode"
+    return None

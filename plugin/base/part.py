@@ -60,11 +60,15 @@ class Part(Protocol):
         """
         ...
 
-    def section(self, vllm_config: Any) -> Any:
+    def section(self, config: Any, vllm_config: Any) -> Any:
         """The part's section of a configuration; None where the part is not asked for.
 
+        Args:
+            config: a `vllm_graft.config.GraftConfig`, parsed once for all parts.
+            vllm_config: the configuration that it was found in.
+
         Raises:
-            ConfigError: for a wrong key or value.
+            ConfigError: for a wrong key or value that stands elsewhere.
         """
         ...
 

@@ -23,12 +23,16 @@ State = list[str]
 
 
 def part_states(
-    parts: Iterable[Part], vllm_config: Any, workers: Iterable[Mapping[str, Any]]
+    parts: Iterable[Part],
+    sections: Mapping[str, Any],
+    vllm_config: Any,
+    workers: Iterable[Mapping[str, Any]],
 ) -> list[State]:
     """The state of each part, and of what a worker declined within a part (``tree.head_dtype``).
 
     Args:
         parts: all parts.
+        sections: of those that are asked for, by name.
         vllm_config: the engine's configuration.
         workers: what `vllm_graft.base.info.states` says in each worker.
     """
@@ -41,15 +45,14 @@ def part_states(
     left_off = {} if decided is None else decided.off
     states = []
     for part in parts:
-        asked = part.section(vllm_config)
         reason = declined.pop(part.name, None)
-        if asked is None:
+        if part.name not in sections:
             states.append([part.name, OFF, left_off.get(part.name, "not asked for")])
         elif reason is not None:
             states.append([part.name, DECLINED, reason])
         else:
             state = ON if part.name in active else MISSING
-            states.append([part.name, state, _described(part, asked, vllm_config)])
+            states.append([part.name, state, _described(part, sections[part.name], vllm_config)])
     return [*states, *([name, DECLINED, reason] for name, reason in declined.items())]
 
 

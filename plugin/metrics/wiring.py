@@ -51,11 +51,9 @@ class Wiring:
         _unharmed(self._watch_worker, worker, vllm_config)
 
     def _watch_worker(self, worker: Any, vllm_config: Any) -> None:
-        if self._asks(vllm_config) and not _is_local(vllm_config):
+        asks = self._asked_for(vllm_config) or decision_of(vllm_config)
+        if asks and not _is_local(vllm_config):
             WorkerReport().attach(worker.model_runner)
-
-    def _asks(self, vllm_config: Any) -> bool:
-        return bool(self._asked_for(vllm_config)) or decision_of(vllm_config) is not None
 
     # The engine core
 
@@ -73,15 +71,18 @@ class Wiring:
 
     def _relay(self, core: Any) -> None:
         config = core.vllm_config
-        if not core.log_stats or not self._asks(config):
+        if not core.log_stats:
             return
+        asked = self._asked_for(config)
+        if not asked and decision_of(config) is None:
+            return
+        sections = {part.name: section for part, section in asked}
         workers: list[Any] = []
         if config.parallel_config.worker_extension_cls == self._extension:
             workers = core.collective_rpc("graft_states")
-        asked = self._asked_for(config)
         relay = Relay(
             {part.name: part.metrics for part, _ in asked},
-            lambda found: part_states(self._parts, config, found),
+            lambda found: part_states(self._parts, sections, config, found),
             workers,
             report_now if _is_local(config) else None,
         )
@@ -122,9 +123,9 @@ class Wiring:
         wrap(module.StatLoggerManager, "record", take_first)
 
     def _post(self, manager: Any, vllm_config: Any, prometheus: type[Any]) -> None:
-        if not self._asks(vllm_config):
-            return
         asked = self._asked_for(vllm_config)
+        if not asked and decision_of(vllm_config) is None:
+            return
         logger = next(each for each in manager.stat_loggers if isinstance(each, prometheus))
         rows = {part.name: counted_rows(part.metrics.rows, vllm_config) for part, _ in asked}
         setattr(manager, _BOARD, Board(rows, logger))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from vllm_graft.base.options import EntryName, Section, section_in
+from vllm_graft.base.options import EntryName, GraftSection
 
 NAME = "draft"
 
 
-class DraftConfig(Section):
+class DraftConfig(GraftSection):
     """Graphs of a standalone draft model (``method: draft_model``). Given (even as ``{}``), the
     loop over it runs as CUDA graphs."""
+
+    NAME = NAME
 
     extend: bool = True
     """Whether the first pass, over the tokens that were accepted, is captured as well, where the
@@ -22,12 +22,3 @@ class DraftConfig(Section):
     captured size; ``exact`` pads none and launches the others; ``verify`` compares the first replay
     of each size with launches, and gives a size that differs no graph (``graft_info()`` lists
     both); ``eager`` captures nothing."""
-
-    @classmethod
-    def from_vllm(cls, vllm_config: Any) -> DraftConfig | None:
-        """The section of a configuration; None where it is not given.
-
-        Raises:
-            ConfigError: for a wrong key or value.
-        """
-        return section_in(vllm_config, NAME, cls)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vllm_graft.base.options import Count, EntryName, Section, section_in
+from vllm_graft.base.options import Count, EntryName, GraftSection
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, ngram_section
 from vllm_graft.spec_decode.trees.shape import num_candidates
 
@@ -32,8 +32,10 @@ def _hot_tokens(value: object) -> object:
     raise ValueError(f"say how many tokens to learn, or a file whose name ends in {endings}")
 
 
-class TreeConfig(Section):
+class TreeConfig(GraftSection):
     """Trees of drafts. Given (even as ``{}``), they replace vLLM's chain of drafts."""
+
+    NAME = NAME
 
     topk: Count = Field(default=8, ge=1, le=32)
     """Children that a node may get, and nodes that are expanded at each level."""
@@ -129,12 +131,3 @@ class TreeConfig(Section):
     def max_nodes(self) -> int:
         """Non-root nodes a full tree holds: ``topk``, then ``topk`` children of ``topk`` nodes."""
         return num_candidates(self.topk, self.steps)
-
-    @classmethod
-    def from_vllm(cls, vllm_config: Any) -> TreeConfig | None:
-        """The section of a configuration; None where it is not given.
-
-        Raises:
-            ConfigError: for a wrong key or value.
-        """
-        return section_in(vllm_config, NAME, cls)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.hicache.planning.cost import PREFILL_LEVER
+
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,3 +72,9 @@ def _save(config: Any, folder: Path) -> Path:
     AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)
     write_tokenizer(folder, config.vocab_size)
     return folder
+
+
+@pytest.fixture
+def reads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let storage be read whatever was measured of it, which varies too much on a busy CPU."""
+    monkeypatch.setenv(PREFILL_LEVER, "10")

@@ -89,7 +89,7 @@ def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
 
 def _accepted(vllm_config: Any) -> list[HiCacheConfig]:
     """Return our connectors' configurations; the part must refuse none of them."""
-    asked = CACHE.section(vllm_config) or []
+    asked = CACHE.section(None, vllm_config) or []
     assert not list(CACHE.refuses(asked, vllm_config))
     return [config for _, config in asked]
 
@@ -202,8 +202,14 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
         ({"host_bytes": "1e9"}, 'as in "64GiB"'),
         ({"host_bytes": "9EiB"}, "too large for a size"),
         ({"host_bytes": None}, f"{FLAG}.host_bytes: None is refused"),
-        ({"host_bytes": GIB, "cost": {"host_gbps": "nan"}}, f"{FLAG}.cost.host_gbps: 'nan'"),
-        ({"host_bytes": GIB, "cost": {"disk_gbps": 1e300}}, f"{FLAG}.cost.disk_gbps: 1e+300"),
+        (
+            {"host_bytes": GIB, "prefetch": {"base_seconds": "nan"}},
+            f"{FLAG}.prefetch.base_seconds: 'nan'",
+        ),
+        (
+            {"host_bytes": GIB, "prefetch": {"base_seconds": 1e300}},
+            f"{FLAG}.prefetch.base_seconds: 1e+300",
+        ),
         (_stored(backend="segment", path="/x"), "Did you mean 'segments'?"),
         (_stored(backend="segments", pth="/x"), f"{FLAG}.storage.pth: unknown key"),
         (_stored(backend="segments"), f"{FLAG}.storage.path is missing"),

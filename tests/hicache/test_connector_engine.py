@@ -245,6 +245,7 @@ def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
         assert counted.get("early_loads", 0) == early
 
 
+@pytest.mark.usefixtures("reads_pay")
 @pytest.mark.parametrize("kind", ["sliding", "recurrent"])
 def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A new engine reads what the last one has stored, and the same tokens come out."""
@@ -253,7 +254,6 @@ def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureReques
         load="async",
         storage={"backend": "segments", "path": str(tmp_path), "max_bytes": "1GiB"},
         prefetch={"policy": "wait_complete"},
-        cost={"prefill_tokens_per_second": 10},
     )
     with cpu_engine(model, **HYBRID) as llm:
         tokens = generate(llm, HYBRID_PROMPTS)[0]

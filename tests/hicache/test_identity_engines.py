@@ -12,7 +12,11 @@ from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing import cpu_engine, write_llama
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("reads_pay"),
+]
 
 PROMPTS = prompts(3, 200, 100, 65, 33)
 CACHED = [192, 96, 64, 32]
@@ -24,7 +28,6 @@ def _storage(path: Path) -> dict[str, Any]:
         load="async",
         storage={"backend": "segments", "path": str(path), "max_bytes": "1GiB"},
         prefetch={"policy": "wait_complete"},
-        cost={"prefill_tokens_per_second": 10},
     )
 
 

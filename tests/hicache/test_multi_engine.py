@@ -11,7 +11,7 @@ import pytest
 from tests.support.engines.cache_engines import generate, prompts, transfer
 from vllm_graft.testing import cpu_engine, model_runner
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("reads_pay")]
 
 
 def _two(folder: Path) -> dict[str, Any]:
@@ -23,7 +23,6 @@ def _two(folder: Path) -> dict[str, Any]:
             host_bytes=size,
             load="async",
             storage=storage,
-            cost={"disk_gbps": 100, "prefill_tokens_per_second": 10},
         )
         children.append({key: given[key] for key in given if key != "kv_load_failure_policy"})
     return {

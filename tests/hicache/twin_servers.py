@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_GRAFT_INTERPRET": "1",
+    "VLLM_GRAFT_PREFILL_RATE": "10",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
@@ -67,7 +68,6 @@ def flags(model: Path, storage: Path | None = None, **transfer: Any) -> list[str
             "host_bytes": "2MiB",
             "load": "async",
             "storage": {"backend": "segments", "path": str(storage), "max_bytes": "16MiB"},
-            "cost": {"disk_gbps": 100, "prefill_tokens_per_second": 10},
         },
         **transfer,
     }

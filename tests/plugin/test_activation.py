@@ -14,7 +14,7 @@ import pytest
 
 import vllm_graft
 from vllm_graft import activation
-from vllm_graft.base import log
+from vllm_graft.base import log, options
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError, SeamError
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
@@ -149,6 +149,29 @@ def test_the_frontend_refuses(vllm: Stack, vllm_config: Any) -> None:
     vllm_config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(ConfigError, match="--pipeline-parallel-size"):
         vllm.platform.check_and_update_config(vllm_config)
+
+
+def test_each_hook_reads_the_configuration_once(
+    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_graft.register()
+    read: list[str] = []
+    monkeypatch.setattr(options, "require_plain", lambda value, path: read.append(path))
+    vllm.platform.apply_config_platform_defaults(vllm_config)
+    assert read == ["--additional-config.graft"]
+    vllm.platform.check_and_update_config(vllm_config)
+    assert read == ["--additional-config.graft"] * 2
+
+
+def test_all_that_is_wrong_is_said_before_vllm_reads_any(vllm: Stack, vllm_config: Any) -> None:
+    vllm_graft.register()
+    vllm_config.additional_config = {
+        "graft": {"tree": {"topkk": 8}, "vit": {"memory": 1}, "tre": {}}
+    }
+    with pytest.raises(ConfigError) as caught:
+        vllm.platform.apply_config_platform_defaults(vllm_config)
+    for words in ("tree.topkk: unknown key", "vit.memory: 1 is refused", "tre: unknown key"):
+        assert f"--additional-config.graft.{words}" in str(caught.value)
 
 
 def test_the_frontend_says_so_once_and_extends_the_worker(

@@ -20,6 +20,7 @@ from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
 from vllm_graft.base.decision import decision_of, told
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
 
 
@@ -97,7 +98,7 @@ def own_sentences(name: str, config: Any) -> str:
     part = next(part for part in PARTS if part.name == name)
     named = copy.copy(config)
     named.additional_config = {"graft": {name: {}}}
-    return " ".join(part.refuses(part.section(named), named))
+    return " ".join(part.refuses(part.section(GraftConfig.from_vllm(named), named), named))
 
 
 # --- what is on -------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
     config.kv_transfer_config = SimpleNamespace(kv_connector="HiCacheConnector")
     hicache = next(part for part in PARTS if part.name == "hicache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hicache, "section", lambda vllm_config: ())
+        patch.setattr(hicache, "section", lambda config, vllm_config: ())
         patch.setattr(hicache, "refuses", lambda asked, vllm_config: iter(["It can't."]))
         patch.setattr(hicache, "fill_in", lambda asked, vllm_config: None)
         activation.on_defaults(config)

@@ -93,6 +93,11 @@ def test_the_wheel_has_no_tests_and_no_benchmarks_of_the_checkout(wheel: Path) -
     }
     assert [name for name in names if re.search(r"(^|/)(test_|conftest|lab/)", name)] == []
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+    texts = {
+        f"vllm_graft/scaffold/{file.name}" for file in (ROOT / "plugin/scaffold").glob("*.txt")
+    }
+    assert len(texts) == 8
+    assert texts <= {*names}
 
 
 def test_the_sdist_has_every_module(built: Path) -> None:
@@ -105,6 +110,7 @@ def test_the_sdist_has_every_module(built: Path) -> None:
         for file in (ROOT / part).rglob("*.py")
     }
     assert modules <= names
+    assert "vllm_graft/scaffold/readme.txt" in names
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
 
 

@@ -17,6 +17,7 @@ from vllm_graft.seams import post_import
 from vllm_graft.seams.wrap import BuiltClasses
 from vllm_graft.spec_decode import chain_part
 from vllm_graft.spec_decode.chain_part import CHAINS
+from vllm_graft.spec_decode.config.draft_config import DraftConfig
 
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
@@ -59,7 +60,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 
 def verify(worker: Any, config: Any) -> None:
     """Check a worker as the front door does."""
-    section = CHAINS.section(config)
+    section = DraftConfig.from_vllm(config)
     if section is not None:
         CHAINS.verify(section, worker, config)
 

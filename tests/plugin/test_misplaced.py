@@ -10,7 +10,7 @@ import pytest
 
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.misplaced import refuse_misplaced
+from vllm_graft.config import refuse_misplaced
 
 
 @pytest.fixture(autouse=True)

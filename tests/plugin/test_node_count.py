@@ -9,6 +9,7 @@ import pytest
 from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.tree_part import TREES
 
 
@@ -17,8 +18,8 @@ def filled(config: Any, depth: int, **tree: Any) -> Any:
     config.additional_config = {"graft": {"tree": tree}}
     config.speculative_config.num_speculative_tokens = depth
     config.speculative_config.num_speculative_tokens_per_batch_size = None
-    TREES.fill_in(TREES.section(config), config)
-    return TREES.section(config)
+    TREES.fill_in(TreeConfig.from_vllm(config), config)
+    return TreeConfig.from_vllm(config)
 
 
 def test_the_depth_becomes_the_steps_and_vllm_gets_the_nodes(vllm_config: Any) -> None:
@@ -42,7 +43,7 @@ def test_a_second_time_changes_nothing(vllm_config: Any, depth: int, nodes: int)
     once = filled(vllm_config, depth, nodes=nodes)
     given = vllm_config.additional_config
     TREES.fill_in(once, vllm_config)
-    assert TREES.section(vllm_config) == once
+    assert TreeConfig.from_vllm(vllm_config) == once
     assert vllm_config.additional_config is given
     assert (once.steps, vllm_config.speculative_config.num_speculative_tokens) == (depth, nodes)
 
@@ -50,7 +51,7 @@ def test_a_second_time_changes_nothing(vllm_config: Any, depth: int, nodes: int)
 def test_what_the_user_gave_is_not_changed(vllm_config: Any) -> None:
     given = {"other": 1, "graft": {"vit": {}, "tree": {"nodes": 63}}}
     vllm_config.additional_config = given
-    TREES.fill_in(TREES.section(vllm_config), vllm_config)
+    TREES.fill_in(TreeConfig.from_vllm(vllm_config), vllm_config)
     assert given == {"other": 1, "graft": {"vit": {}, "tree": {"nodes": 63}}}
     assert vllm_config.additional_config["other"] == 1
     assert vllm_config.additional_config["graft"]["vit"] == {}

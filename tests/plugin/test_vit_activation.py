@@ -14,6 +14,7 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision import vision_part
+from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.graph_runners.vision.vision_part import VISION
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import VisionAdapter, VitGraphRunner
@@ -126,7 +127,7 @@ def config(vllm_config: Any) -> Any:
 
 def verify(worker: Any, config: Any) -> None:
     """Check a worker as the front door does."""
-    section = VISION.section(config)
+    section = VitConfig.from_vllm(config)
     if section is not None:
         VISION.verify(section, worker, config)
 
@@ -295,3 +296,21 @@ def test_a_drafts_configuration_is_judged_by_its_target(vllm: Stack, config: Any
 def test_wrong_keys(key: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GraftConfig.parse({"vit": {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("name", "speaks", "words"),
+    [
+        ("Unknown", False, "Unknown does not speak vLLM's encoder protocol, and no entry"),
+        ("Unknown", True, ""),
+        ("Adapted", False, ""),
+    ],
+)
+def test_a_model_without_an_adapter_is_foreseen(
+    vllm: Stack, config: Any, fake_module: Any, name: str, speaks: bool, words: str
+) -> None:
+    registry = SimpleNamespace(_run_in_subprocess=lambda look: (name, speaks))
+    fake_module("vllm.model_executor.models", registry=registry)
+    said = " ".join(VISION.foresees(VitConfig(), config))
+    assert words in said
+    assert bool(said) == bool(words)

@@ -142,7 +142,6 @@ class Inputs(Mutations):
             staging_bytes=[0, "48MiB", -1, "many"],
             storage=[self._storage],
             prefetch=[self._prefetch],
-            cost=[self._cost],
             weights=[None, "r1", "", "w" * 5000],
             kv_load_failure_policy=["fail", "recompute"],
         )
@@ -185,12 +184,6 @@ class Inputs(Mutations):
                 max_share=[0.5, 1, 0, 1e-300],
                 threads=[1, 4, 257, 1.5],
             )
-        )
-
-    def _cost(self) -> Any:
-        rates = [20, "2.5", 5e-324, 1e308, 0, float("inf"), "inf", "nan", -1]
-        return self._spoilt(
-            self._some(host_gbps=rates, disk_gbps=rates, prefill_tokens_per_second=rates)
         )
 
     def _children(self, extra: Any) -> Any:

@@ -12,10 +12,8 @@ from typing import Any
 
 from benchmarks.fuzz.config.inputs import Case
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.config import GraftConfig
+from vllm_graft.config import GraftConfig, can_only_be_ours
 from vllm_graft.hicache.cache_refusals import parse_connectors
-from vllm_graft.hicache.planning.cost import CostModel
-from vllm_graft.misplaced import can_only_be_ours
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 
 FLAGS = ("--additional-config.", "--kv-transfer-config.")
@@ -78,10 +76,6 @@ def build(case: Case, config: Any, root: Path) -> None:
     for _, one in connectors:
         setup.make_policy(one.eviction, 8)
         setup.make_injector()
-        model = CostModel(
-            one.cost.host_gbps, one.cost.disk_gbps, one.cost.prefill_tokens_per_second
-        )
-        assert model.seconds_to_load(1 << 30) > 0 < model.seconds_to_compute(1000)
         if one.storage is not None:
             setup.make_backend(one, bytes(16)).close()
             for store in root.glob("store*"):

@@ -62,11 +62,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> _Watch:
     return watch
 
 
+@pytest.mark.usefixtures("reads_pay")
 def test_a_hit_is_the_computed_kv_rounded(llama: Path, watch: _Watch, tmp_path: Path) -> None:
     storage = {"backend": "segments", "path": str(tmp_path), "max_bytes": "1GiB"}
     options: dict[str, Any] = {"load": "async", "storage": storage}
     options |= {"prefetch": {"policy": "wait_complete"}, "host_dtype": "fp8"}
-    options |= {"cost": {"prefill_tokens_per_second": 10}}
     with cpu_engine(llama, kv_transfer_config=transfer(**options), dtype="bfloat16") as llm:
         assert generate(llm, PROMPTS)[1] == [0, 0, 0, 0]
         assert llm.reset_prefix_cache()

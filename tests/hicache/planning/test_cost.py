@@ -6,12 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, Plan, Rate
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache.planning.cost import (
+    PREFILL_LEVER,
+    CostModel,
+    Hit,
+    LoadMode,
+    Plan,
+    Rate,
+)
 from vllm_graft.hicache.planning.step_clock import StepClock
 
 
 def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:
-    model = CostModel(host, 6.0, prefill)
+    model = CostModel()
+    model.load.value = model.store.value = host * 1e9
+    model.disk.value = 6e9
+    model.prefill.value = prefill
     model.steps.value = 1 / step
     return model
 
@@ -132,3 +143,13 @@ def test_requests_of_one_step_share_its_time() -> None:
     assert model.choose(queued).mode is LoadMode.ASYNC
     together = replace(queued, step_tokens=3 * 160)
     assert model.choose(together) == Plan(LoadMode.LAYERWISE, 2048)
+
+
+def test_the_environment_makes_all_hits_worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, num_bytes = 64, 64 << 20
+    assert not CostModel().worth_reading(tokens, num_bytes, 0)
+    monkeypatch.setenv(PREFILL_LEVER, "10")
+    assert CostModel().worth_reading(tokens, num_bytes, 0)
+    monkeypatch.setenv(PREFILL_LEVER, "fast")
+    with pytest.raises(ConfigError, match=f"{PREFILL_LEVER} is 'fast' in the environment"):
+        CostModel()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.values import MAX_TEXT, below, reason_of, require_plain, several, shown
+from vllm_graft.base.options import MAX_TEXT, require_plain
+from vllm_graft.base.values import below, reason_of, several, shown
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,6 @@ class Toy:
     def __init__(self, name: str, asked: bool) -> None:
         self.name, self.asked = name, asked
 
-    def section(self, vllm_config: Any) -> Any:
-        return {} if self.asked else None
-
     def describe(self, asked: Any, vllm_config: Any) -> str:
         if self.name == "rude":
             raise RuntimeError("no")
@@ -24,7 +21,8 @@ class Toy:
 
 def states(parts: list[Any], workers: list[Any], graft: Any = None) -> list[list[str]]:
     config = SimpleNamespace(additional_config={} if graft is None else {KEY: graft})
-    return part_states(parts, config, workers)
+    sections = {part.name: {} for part in parts if part.asked}
+    return part_states(parts, sections, config, workers)
 
 
 def test_states() -> None:

@@ -31,9 +31,6 @@ class Toy:
     name = "toy"
     metrics = METRICS["toy"]
 
-    def section(self, vllm_config: Any) -> Any:
-        return vllm_config.additional_config.get(GRAFT)
-
     def describe(self, asked: Any, vllm_config: Any) -> str:
         return "toys"
 
@@ -42,7 +39,7 @@ TOY: Any = Toy()
 
 
 def asked_for(vllm_config: Any) -> list[Any]:
-    section = TOY.section(vllm_config)
+    section = vllm_config.additional_config.get(GRAFT)
     return [] if section is None else [(TOY, section)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,14 @@ def test_a_new_plugin_is_found_and_its_tests_pass(
     code = "from vllm_graft.cli import main; raise SystemExit(main(['hooks', '--json']))"
     rows = json.loads(run_python(code, PYTHONPATH=str(site)).stdout)[KINDS[kind].hook]
     assert (rows[0]["name"], rows[0]["provider"]) == ("graft-brand-new", "graft-brand-new 0.1.0")
+
+
+def test_it_imports_from_the_public_modules_alone(kind: str, tmp_path: Path) -> None:
+    modules = [*write("graft-brand-new", kind, tmp_path).rglob("*.py")]
+    assert len(modules) == 3
+    for module in modules:
+        imported = re.findall(r"^(?:from|import) (vllm_graft[\w.]*)", module.read_text(), re.M)
+        assert {*imported} <= {"vllm_graft.api", "vllm_graft.testing"}, module
 
 
 def test_its_tests_notice_a_policy_that_breaks_the_contract(tmp_path: Path) -> None:

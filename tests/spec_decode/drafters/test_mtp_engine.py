@@ -22,6 +22,7 @@ from tests.support.engines.pairs import (
     scheduling,
 )
 from tests.support.watches.emitted import emitted
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -220,7 +221,7 @@ def test_a_module_with_experts_gets_narrow_levels(
         metrics = spec_metrics(llm)
         [info] = llm.collective_rpc("graft_info")
         config = llm.llm_engine.vllm_config
-        asked = TREES.section(config)
+        asked = TreeConfig.from_vllm(config)
         assert asked is not None
         assert "narrow shapes, as the draft has experts" in TREES.describe(asked, config)
     sizes = [(1, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 4), (2, 3, 6), (3, 4, 14), (3, 4, 15)]

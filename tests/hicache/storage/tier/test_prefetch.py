@@ -400,7 +400,8 @@ def test_requests_do_not_wait_for_ever_anew_for_storage_that_hangs() -> None:
     group = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, PAGE, ("layers.0",))
     geometry = SimpleNamespace(groups=(group,))
     # Prefill makes pages at 4 MB/s, storage is thought to be eight times as fast.
-    cost = CostModel(20.0, 1.0, 1e6)
+    cost = CostModel()
+    cost.prefill.value = 1e6
     cost.disk.value = 8 * PAGE * 1e6 / 16
     stats, tier = HiCacheStats(), HungTier()
     prefetches = StorageReads(tier, geometry, HostIndex(8, LruPolicy(8), {0: PAGE}), cost, stats)  # type: ignore[arg-type]

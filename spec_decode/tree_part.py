@@ -48,8 +48,8 @@ from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
-from vllm_graft.spec_decode.late_refusals import late_refusals
-from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.late_refusals import late_refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule

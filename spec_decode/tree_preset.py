@@ -14,7 +14,6 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
-from vllm_graft.spec_decode.block_refusals import num_candidates_of
 from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
 from vllm_graft.spec_decode.config.experts import step_has_experts
 from vllm_graft.spec_decode.config.hot_size import hot_size
@@ -22,14 +21,15 @@ from vllm_graft.spec_decode.config.ngram_room import ngram_room
 from vllm_graft.spec_decode.config.node_count import wrong_depth
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.draft_refusals import other_method
-from vllm_graft.spec_decode.engine_refusals import level_problems, shape_problems
-from vllm_graft.spec_decode.late_refusals import late_refusals
+from vllm_graft.spec_decode.refusals.block_refusals import num_candidates_of
+from vllm_graft.spec_decode.refusals.draft_refusals import other_method
+from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
+from vllm_graft.spec_decode.refusals.late_refusals import late_refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
 from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
-from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.verification_refusals import head_problems
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.target_config import target_of
-from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
+from vllm_graft.spec_decode.refusals.engine_refusals import more_than_one, ubatching
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "

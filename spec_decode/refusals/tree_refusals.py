@@ -12,15 +12,15 @@ from typing import Any
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks.feature import Feature
-from vllm_graft.spec_decode.block_refusals import BLOCKS
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.draft_refusals import DRAFTS
-from vllm_graft.spec_decode.engine_refusals import ENGINE
-from vllm_graft.spec_decode.ngram_refusals import NGRAMS
+from vllm_graft.spec_decode.refusals.block_refusals import BLOCKS
+from vllm_graft.spec_decode.refusals.draft_refusals import DRAFTS
+from vllm_graft.spec_decode.refusals.engine_refusals import ENGINE
+from vllm_graft.spec_decode.refusals.ngram_refusals import NGRAMS
+from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
 from vllm_graft.spec_decode.targets.families import family_refusals, served_features
 from vllm_graft.spec_decode.targets.features import FEATURES
-from vllm_graft.spec_decode.verification_refusals import VERIFICATION
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "

@@ -9,11 +9,11 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.block_refusals import own_head_problems
 from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
 from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.refusals.block_refusals import own_head_problems
 
 
 def _sampled_drafts(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:

@@ -6,12 +6,39 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import Refusal
+from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.spec_decode.config.chosen import has_model, is_block
-from vllm_graft.spec_decode.config.padded_rows import full_rows, tight_budgets, tight_threshold
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
-from vllm_graft.spec_decode.parallel_refusals import more_than_one, ubatching
+from vllm_graft.spec_decode.refusals.padded_rows import full_rows, tight_budgets, tight_threshold
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
+
+
+def more_than_one(name: str) -> Find:
+    """Refuse more than one rank of a kind.
+
+    Args:
+        name: attribute of vLLM's ``ParallelConfig`` with the number of these ranks; its flag has
+            the same name.
+    """
+
+    def find(section: Any, vllm_config: Any) -> Iterator[str]:
+        value = getattr(vllm_config.parallel_config, name)
+        if value > 1:
+            yield f"--{name.replace('_', '-')} is {value}: set it to 1."
+
+    return find
+
+
+def ubatching(whose: str) -> Find:
+    """Refuse dual batch overlap, which splits rows; `whose` is the genitive of their owner."""
+
+    def find(section: Any, vllm_config: Any) -> Iterator[str]:
+        if vllm_config.parallel_config.use_ubatching:
+            yield (
+                f"Dual batch overlap splits the {whose} rows: drop --enable-dbo and --ubatch-size."
+            )
+
+    return find
 
 
 def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:

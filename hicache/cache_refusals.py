@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError, GraftError, HookError
+from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.base.values import reason_of
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
@@ -20,7 +21,7 @@ from vllm_graft.hicache.config.connector_options import flags_below
 from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes, target_of
+from vllm_graft.hicache.pages.page_estimate import least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hooks import manager
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Refusal
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
 
 _DROP = f"drop {flag(NAME)}"
 
 
-def _target(vllm_config: Any) -> Any:
-    # In a configuration derived for a draft, model_config is the draft's.
-    speculative = vllm_config.speculative_config
-    return getattr(speculative, "target_model_config", None) or vllm_config.model_config
-
-
 def _platform(vit: VitConfig, vllm_config: Any) -> Iterator[str]:
     from vllm.platforms import current_platform
 
-    if _target(vllm_config) is not None and not current_platform.support_static_graph_mode():
+    if target_of(vllm_config) is not None and not current_platform.support_static_graph_mode():
         yield f"The platform {current_platform.device_type} has no CUDA graphs: {_DROP}."
 
 
 def _text_only(vit: VitConfig, vllm_config: Any) -> Iterator[str]:
-    model = _target(vllm_config)
+    model = target_of(vllm_config)
     if model is None:
         return
     if model.multimodal_config is None:
@@ -36,14 +30,14 @@ def _text_only(vit: VitConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _eager(vit: VitConfig, vllm_config: Any) -> Iterator[str]:
-    model = _target(vllm_config)
+    model = target_of(vllm_config)
     if model is not None and model.enforce_eager:
         yield f"--enforce-eager rules out all graphs: drop it, or {_DROP}."
 
 
 def _no_graphs(vit: VitConfig, vllm_config: Any) -> Iterator[str]:
     mode = getattr(vllm_config.compilation_config.cudagraph_mode, "name", None)
-    has_model = _target(vllm_config) is not None
+    has_model = target_of(vllm_config) is not None
     if has_model and not vllm_config.use_v2_model_runner and mode == "NONE":
         yield (
             "compilation_config.cudagraph_mode is NONE, with which Model Runner V1 captures no "

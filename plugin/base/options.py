@@ -186,3 +186,9 @@ def _fields_at(model: type[Section], path: Iterable[str | int]) -> Mapping[str, 
             return {}
         model = inner
     return model.model_fields
+
+
+def target_of(vllm_config: Any) -> Any:
+    """The target's model configuration, also in a configuration that vLLM derived for the draft."""
+    speculative = vllm_config.speculative_config
+    return getattr(speculative, "target_model_config", None) or vllm_config.model_config

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.spec_decode.config.block_depth import block_rows, trained_depth
-from vllm_graft.spec_decode.config.chosen import is_block
-from vllm_graft.spec_decode.config.refiner_sizes import is_refined, refiner_sizes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-
-_CANDIDATES = ("selector_top_k", "lilicorr_candidate_topk")
-"""Keys of a draft's ``dflash_config`` that say how many candidates a position has."""
+from vllm_graft.spec_decode.models.block_depth import block_rows, trained_depth
+from vllm_graft.spec_decode.models.chosen import is_block
+from vllm_graft.spec_decode.models.draft_facts import CANDIDATE_KEYS, num_candidates_of
+from vllm_graft.spec_decode.models.refiner_sizes import is_refined, refiner_sizes
 
 
 def _parallel(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -40,7 +38,7 @@ def _depth(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
-    count, keys = num_candidates_of(speculative), " or ".join(_CANDIDATES)
+    count, keys = num_candidates_of(speculative), " or ".join(CANDIDATE_KEYS)
     if is_refined(speculative):
         draft = getattr(speculative.draft_model_config, "hf_config", None)
         count, keys = refiner_sizes(draft).candidates, "xpress_topc"
@@ -95,16 +93,6 @@ def _rows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
             f"{width} positions), but --max-num-batched-tokens is {most}: set --max-num-seqs to "
             f"{most // width} or less, or --max-num-batched-tokens to {rows} or more."
         )
-
-
-def num_candidates_of(speculative: Any) -> int | None:
-    """Candidates per position of a DFlash 2 or LiLiCorr draft; None for other drafts."""
-    draft = getattr(speculative.draft_model_config, "hf_config", None)
-    draft_config = getattr(draft, "dflash_config", None)
-    if not isinstance(draft_config, Mapping):
-        return None
-    counts = (draft_config.get(key) for key in _CANDIDATES)
-    return next((int(count) for count in counts if isinstance(count, int)), None)
 
 
 def own_head_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.refusals.engine_refusals import more_than_one, ubatching
 
 NO_DRAFT = (

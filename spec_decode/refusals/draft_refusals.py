@@ -7,11 +7,11 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.spec_decode.config.assistant import is_assistant
-from vllm_graft.spec_decode.config.chosen import drafter_of, has_model, is_block, methods
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
+from vllm_graft.spec_decode.models.draft_facts import is_assistant
 from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
 from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Refusal
-from vllm_graft.spec_decode.config.chosen import has_model, is_block
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.refusals.padded_rows import full_rows, tight_budgets, tight_threshold
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
 

@@ -10,13 +10,13 @@ import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.config.chosen import has_model, is_block
-from vllm_graft.spec_decode.config.supported import BACKENDS, LATENT_BACKENDS
-from vllm_graft.spec_decode.config.target_config import target_of
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
+from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import unserved_in_model
+from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS
 
 _SOFT_CAP = "attn_logit_softcapping"
 _PROCESSORS = "vllm.logits_processors"

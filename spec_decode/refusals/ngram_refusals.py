@@ -7,9 +7,9 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusal
-from vllm_graft.spec_decode.config.chosen import has_model
 from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.chosen import has_model
 
 _LENGTH = "prompt_lookup_max"
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks.feature import Feature
-from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.refusals.block_refusals import BLOCKS
 from vllm_graft.spec_decode.refusals.draft_refusals import DRAFTS

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
-from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES, LATENT_BACKENDS
-from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary
 from vllm_graft.spec_decode.refusals.block_refusals import own_head_problems
+from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
+from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS
 
 
 def _sampled_drafts(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:

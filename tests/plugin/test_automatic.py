@@ -342,7 +342,7 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
 def test_levels_with_a_large_head_draft_from_hot_tokens(
     config: Any, method: str, draft_vocab: int | None, target_vocab: int, hot: int | None
 ) -> None:
-    from vllm_graft.spec_decode.config.hot_size import hot_size
+    from vllm_graft.spec_decode.presets.tree_preset import hot_size
 
     speculative = config.speculative_config
     speculative.method = method
@@ -378,7 +378,7 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     ("method", "asked"), [("eagle", True), ("mtp", True), ("dflash", False), ("draft_model", True)]
 )
 def test_n_grams_join_drafts_that_grow_by_levels(config: Any, method: str, asked: bool) -> None:
-    from vllm_graft.spec_decode.config.ngram_room import ngram_room
+    from vllm_graft.spec_decode.presets.ngram_room import ngram_room
 
     config.speculative_config.method = method
     config.speculative_config.draft_model_config.architectures = []

@@ -10,7 +10,7 @@ import pytest
 from tests.support.shipped_pair import SHIPPED
 from tests.support.window_models import with_windows
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode import chain_fallback
+from vllm_graft.spec_decode.presets import chain_fallback
 from vllm_graft.spec_decode.refusals import tree_refusals
 from vllm_graft.spec_decode.targets.dense.layer import TreeAttentionMixin
 from vllm_graft.testing import model_runner, spec_metrics

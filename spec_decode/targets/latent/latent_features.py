@@ -6,6 +6,9 @@ from typing import Any
 
 from vllm_graft.hooks.feature import Feature, if_model_has
 
+LATENT_BACKENDS = ("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "CPU_MLA")
+"""Backends of MLA whose cache is ``[num_blocks, block_size, rank + rope]``, a latent per token."""
+
 
 def sparse_in(model: Any) -> str:
     """What a model has of sparse attention, as the words after "The target"; empty for none."""

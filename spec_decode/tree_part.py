@@ -48,7 +48,7 @@ from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.spec_decode.presets.chain_fallback import fall_back
 from vllm_graft.spec_decode.presets.node_count import count_nodes, fill_in_depth
-from vllm_graft.spec_decode.refusals.late_refusals import late_refusals
+from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW
@@ -127,7 +127,7 @@ class TreePart:
 
     def foresees(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
         """Yield what a worker would find in the loaded target or draft."""
-        yield from late_refusals(vllm_config, chain=asked.topk == 1)
+        yield from sentences(LATE, asked, vllm_config)
 
     def describe(self, asked: TreeConfig, vllm_config: Any) -> str:
         """What will draft, and who provides it."""

@@ -27,7 +27,7 @@ from vllm_graft.spec_decode.presets.ngram_room import ngram_room
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
-from vllm_graft.spec_decode.refusals.late_refusals import late_refusals
+from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
@@ -87,8 +87,9 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return NO_DRAFT
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
-    if unknown := " ".join(other_method(speculative, measured_methods())):
-        return unknown + (_UNMEASURED if speculative.method in methods() else "")
+    if unknown := other_method(speculative, measured_methods()):
+        why = f"{unknown.text}: {unknown.instead}."
+        return why + (_UNMEASURED if speculative.method in methods() else "")
     drafter = drafter_of(TreeConfig(), speculative)
     if drafter is not None and drafter.unmeasured:
         return f"The drafter for this draft is {drafter.name}.{_UNMEASURED}"
@@ -106,7 +107,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return fitted
     if room is not None and (why := _slower_or_unmeasured(vllm_config, room)):
         return why
-    if late := " ".join(late_refusals(vllm_config)):
+    if late := " ".join(sentences(LATE, fitted.section, vllm_config)):
         return late
     return fitted
 

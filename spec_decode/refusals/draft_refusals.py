@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import Refusal
+from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -18,21 +18,47 @@ from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
 
-_CHAIN = "drop `graft.tree` for vLLM's own chain"
+_CHAIN = f"drop `{flag('tree')}` for vLLM's own chain"
+_METHOD = "speculative_config.method"
+
+DRAFTS = Refusals()
 
 
-def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    yield from other_method(vllm_config.speculative_config, methods())
+@DRAFTS.row(
+    "methods that no drafter grows trees for",
+    "Each kind of draft model needs a drafter.",
+    f"set `{_METHOD}` to 'eagle', 'eagle3', 'mtp', 'dflash', 'dspark', 'draft_model' or 'ngram'",
+)
+def _method(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    if found := other_method(vllm_config.speculative_config, methods()):
+        yield found
 
 
-def other_method(speculative: Any, known: Sequence[str]) -> Iterator[str]:
-    """A sentence if the method of vLLM's speculative config is none of some."""
-    if speculative.method not in known:
-        *others, last = map(repr, known)
-        allowed = f"{', '.join(others)} or {last}" if others else last
-        yield f"speculative_config.method is {speculative.method!r}: set it to {allowed}."
+def other_method(speculative: Any, known: Sequence[str]) -> Found | None:
+    """The method of vLLM's speculative config, if it is none of some."""
+    if speculative.method in known:
+        return None
+    *others, last = map(repr, known)
+    allowed = f"{', '.join(others)} or {last}" if others else last
+    return Found(f"{_METHOD} is {speculative.method!r}", f"set {_METHOD} to {allowed}")
 
 
+@DRAFTS.row(
+    "`drafter: mtp` with Gemma 4's assistants",
+    "It drafts with a module that has K/V, and these have none.",
+    f"drop `{flag('tree', 'drafter')}`",
+)
+def _drafter(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    if _needs_one_module(tree, speculative) and is_assistant(speculative.draft_model_config):
+        yield f"{flag('tree', 'drafter')} is {tree.drafter!r}, and the draft is an assistant"
+
+
+@DRAFTS.row(
+    "MTP with several modules",
+    "A module for one depth has not seen a tree's earlier depths.",
+    _CHAIN,
+)
 def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """Kinds of MTP for which vLLM builds another class than the one that our drafter extends.
 
@@ -40,44 +66,44 @@ def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """
     speculative = vllm_config.speculative_config
     draft = getattr(speculative.draft_model_config, "hf_config", None)
-    if speculative.method != "mtp" or draft is None or not _needs_one_module(tree, speculative):
-        return
-    if is_assistant(speculative.draft_model_config):
-        yield (
-            f"{flag('tree', 'drafter')} is {tree.drafter!r}, which drafts with a module that has "
-            "K/V. Gemma 4's assistant has none: drop the key."
-        )
+    if draft is None or not _needs_one_module(tree, speculative):
         return
     modules = getattr(draft, "num_nextn_predict_layers", None) or 1
     if min(modules, tree.nodes or speculative.num_speculative_tokens) > 1:
         yield (
-            f"The draft has {modules} MTP modules (num_nextn_predict_layers), one for each depth: "
-            f"drop {flag('tree')} for vLLM's own chain."
+            f"The draft has {modules} MTP modules (num_nextn_predict_layers), one for each depth"
         )
 
 
 def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     """Whether the drafter for MTP is one for a single module; third parties may bring others."""
+    if speculative.method != "mtp":
+        return False
     entry = drafter_of(tree, speculative)
     return entry is not None and entry.speculator.rpartition(":")[2] == _ONE_MODULE
 
 
-def _some_logits(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+@DRAFTS.row(
+    "`hot_tokens`, and `head_dtype: fp8`, with the assistants of small Gemmas 4",
+    "These assistants compute logits of the tokens near a state alone (use_ordered_embeddings).",
+    "drop the key",
+)
+def _some_logits(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     draft = vllm_config.speculative_config.draft_model_config
     if not getattr(getattr(draft, "hf_config", None), "use_ordered_embeddings", False):
         return
-    refused = []
-    if tree.hot_tokens is not None:
-        refused.append(("hot_tokens", repr(tree.hot_tokens), "drop the key"))
-    if tree.head_dtype == "fp8":
-        refused.append(("head_dtype", "'fp8'", "set it to 'auto'"))
-    for key, value, instead in refused:
-        yield (
-            f"{flag('tree', key)} is {value}, but this assistant computes logits of the tokens "
-            f"near a state alone (use_ordered_embeddings): {instead}."
-        )
+    asked = (("hot_tokens", tree.hot_tokens, None), ("head_dtype", tree.head_dtype, "auto"))
+    for key, value, default in asked:
+        if value != default:
+            name = flag("tree", key)
+            yield Found(f"{name} is {value!r}, and the draft is such an assistant", f"drop {name}")
 
 
+@DRAFTS.row(
+    "drafts with sparse attention (DeepSeek V3.2's module, and others with an indexer)",
+    "An indexer picks the keys of a row among those of the cache, where a tree's are not.",
+    _CHAIN,
+)
 def _sparse(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     # A chain (topk 1) is drafted by the same passes as a tree.
     speculative = vllm_config.speculative_config
@@ -85,86 +111,74 @@ def _sparse(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if getattr(draft, "hf_text_config", None) is None or not has_model(tree, speculative):
         return
     if says := sparse_in(draft):
-        yield (
-            f"The draft {says}, and those of a tree's levels are not in its cache: drop "
-            f"{flag('tree')} for vLLM's own chain."
-        )
+        yield f"The draft {says}"
 
 
-def _latent(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+@DRAFTS.row(
+    "block drafts (DFlash, DSpark) with MLA attention",
+    "Nobody has tried trees of such drafts.",
+    f"use another draft, or {_CHAIN}",
+)
+def _latent_block(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
-    if not getattr(speculative.draft_model_config, "use_mla", False):
-        return
-    if is_block(tree, speculative):
-        yield (
-            f"The draft uses MLA attention, which trees of method {speculative.method!r} were not "
-            f"made for: drop {flag('tree')} for vLLM's own chain."
-        )
-    elif speculative.method == "draft_model":
-        # `_prefill` plans a row more per request than it says that the request has tokens.
-        yield (
-            "The draft model uses MLA attention, in whose first pass vLLM's own speculator fails, "
-            "for chains too: use another draft."
-        )
+    latent = getattr(speculative.draft_model_config, "use_mla", False)
+    if latent and is_block(tree, speculative):
+        yield f"The draft uses MLA attention, and {_METHOD} is {speculative.method!r}"
 
 
+@DRAFTS.row(
+    "`method: draft_model` with MLA attention",
+    "vLLM's own speculator fails in the first pass of such draft models, for chains too.",
+    "use another draft",
+)
+def _latent_model(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # `_prefill` plans a row more per request than it says that the request has tokens.
+    speculative = vllm_config.speculative_config
+    latent = getattr(speculative.draft_model_config, "use_mla", False)
+    if latent and speculative.method == "draft_model" and not is_block(tree, speculative):
+        yield f"The draft uses MLA attention, and {_METHOD} is 'draft_model'"
+
+
+@DRAFTS.row(
+    "drafts with chunked attention",
+    "Rows of a level would have to know the chunks of the prefix and of the tree.",
+    f"use another draft, or {_CHAIN}",
+)
 def _chunks(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config
     if getattr(draft, "hf_text_config", None) is None or is_block(tree, speculative):
         return
-    if not has_model(tree, speculative):
-        return
-    if says := chunks_of(draft):
-        yield (
-            f"The draft {says}, and no level of a tree can be drafted on these: use another draft, "
-            f"or drop {flag('tree')} for vLLM's own chain."
-        )
-
-
-def _loops(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if DraftConfig.from_vllm(vllm_config) is not None:
-        yield (
-            f"{flag(CHAINS)} makes graphs of a draft model's chain, and {flag('tree')} drafts "
-            "trees: drop one of them."
-        )
-
-
-def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if vllm_config.speculative_config.method != "draft_model":
-        return
-    if (replicas := vllm_config.parallel_config.data_parallel_size) > 1:
-        yield (
-            f"data_parallel_size is {replicas}, which trees of method 'draft_model' were not made "
-            f"for: set it to 1, or drop {flag('tree')} for vLLM's own chain."
-        )
+    if has_model(tree, speculative) and (says := chunks_of(draft)):
+        yield f"The draft {says}"
 
 
 _WINDOWED = ("eagle", "eagle3", "mtp")
 """Methods whose drafts may see a window of the text."""
 
 
+@DRAFTS.row(
+    "`draft_window` with MLA drafts, assistants, drafts that have a sliding window, and methods "
+    "other than `eagle`, `eagle3` and `mtp`",
+    "It is a window over pages of K and V of whole texts, which these drafts don't have, or nobody "
+    "has tried.",
+    f"drop `{flag('tree', 'draft_window')}`",
+)
 def _windows(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     if tree.draft_window is None:
         return
     speculative = vllm_config.speculative_config
-    draft, key = speculative.draft_model_config, flag("tree", "draft_window")
+    draft, has = speculative.draft_model_config, ""
     if speculative.method not in _WINDOWED:
-        *others, last = map(repr, _WINDOWED)
-        yield (
-            f"{key} is {tree.draft_window}, but speculative_config.method is "
-            f"{speculative.method!r}, and only drafts of {', '.join(others)} and {last} may see a "
-            "window: drop the key."
-        )
+        has = f"{_METHOD} is {speculative.method!r}"
     elif getattr(draft, "use_mla", False):
-        yield f"{key} is {tree.draft_window}, but the draft uses MLA attention: drop the key."
+        has = "the draft uses MLA attention"
     elif is_assistant(draft):
-        yield f"{key} is {tree.draft_window}, but the draft reads the target's K/V: drop the key."
+        has = "the draft reads the target's K/V"
     elif window := _own_window(draft):
-        yield (
-            f"{key} is {tree.draft_window}, but layers of the draft have a sliding window of "
-            f"{window} already: drop the key."
-        )
+        has = f"layers of the draft have a sliding window of {window} already"
+    if has:
+        yield f"{flag('tree', 'draft_window')} is {tree.draft_window}, but {has}"
 
 
 def _own_window(draft: Any) -> int:
@@ -178,61 +192,23 @@ def _own_window(draft: Any) -> int:
     return getattr(text, "sliding_window", None) or 0
 
 
-DRAFTS: tuple[Refusal, ...] = (
-    Refusal(
-        "methods that no drafter grows trees for",
-        "Each kind of draft model needs a drafter.",
-        "set `method` to `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`, `draft_model` or `ngram`",
-        _method,
-    ),
-    Refusal(
-        "MTP with several modules",
-        "A module for one depth has not seen a tree's earlier depths.",
-        _CHAIN,
-        _modules,
-    ),
-    Refusal(
-        "`hot_tokens`, and `head_dtype: fp8`, with the assistants of small Gemmas 4",
-        "These assistants compute logits of the tokens near a state alone.",
-        "drop the key",
-        _some_logits,
-    ),
-    Refusal(
-        "drafts with sparse attention (DeepSeek V3.2's module, and others with an indexer)",
-        "An indexer picks the keys of a row among those of the cache, where a tree's are not.",
-        _CHAIN,
-        _sparse,
-    ),
-    Refusal(
-        "block drafts (DFlash, DSpark) and `method: draft_model` with MLA attention",
-        "Nobody has tried such block drafts; vLLM fails in the first pass of such draft models.",
-        "use another draft; for a block draft, drop `graft.tree` for vLLM's own chain",
-        _latent,
-    ),
-    Refusal(
-        "drafts with chunked attention",
-        "Rows of a level would have to know the chunks of the prefix and of the tree.",
-        "use another draft, or drop `graft.tree` for vLLM's own chain",
-        _chunks,
-    ),
-    Refusal(
-        "`draft_window` with MLA drafts, drafts that have a sliding window, and methods other than "
-        "`eagle`, `eagle3` and `mtp`",
-        "It is a window over pages of K and V of whole texts, which these drafts don't have, or "
-        "nobody has tried.",
-        "drop the key",
-        _windows,
-    ),
-    Refusal(
-        "`graft.draft` beside `graft.tree`",
-        "Its graphs are of a chain.",
-        "drop one of them",
-        _loops,
-    ),
-    Refusal(
-        "`method: draft_model` with data parallelism",
-        "Ranks don't agree on the rows of the draft's first pass.",
-        _CHAIN,
-        _replicas,
-    ),
+@DRAFTS.row(
+    "`graft.draft` beside `graft.tree`",
+    "Graphs of a draft model are of its chain, and trees are none.",
+    f"drop `{flag(CHAINS)}` or `{flag('tree')}`",
 )
+def _loops(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if DraftConfig.from_vllm(vllm_config) is not None:
+        yield f"{flag(CHAINS)} is given beside {flag('tree')}"
+
+
+@DRAFTS.row(
+    "`method: draft_model` with data parallelism",
+    "Ranks don't agree on the rows of the draft's first pass.",
+    f"set `--data-parallel-size` to 1, or {_CHAIN}",
+)
+def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if vllm_config.speculative_config.method != "draft_model":
+        return
+    if (replicas := vllm_config.parallel_config.data_parallel_size) > 1:
+        yield f"--data-parallel-size is {replicas}, and {_METHOD} is 'draft_model'"

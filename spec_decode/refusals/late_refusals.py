@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag, target_of
+from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
+from vllm_graft.spec_decode.refusals.verification_refusals import DENSE_BACKEND, LATENT_BACKEND
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import unserved_in_model
@@ -20,91 +22,104 @@ from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKEND
 
 _SOFT_CAP = "attn_logit_softcapping"
 _PROCESSORS = "vllm.logits_processors"
+_OF_DRAFT = "speculative_config.attention_backend"
+_DROP = f"drop `{flag('tree')}`"
+
+LATE = Refusals()
+"""Of chains (``topk`` 1), which the target's own layers verify, only the draft is looked at."""
 
 
-def late_refusals(vllm_config: Any, *, chain: bool = False) -> Iterator[str]:
-    """A sentence for each thing that would stop a worker which drafts trees.
-
-    Args:
-        vllm_config: a configuration with a draft.
-        chain: whether the trees are chains, which the target's own layers verify.
-    """
-    yield from _draft(vllm_config)
-    if not chain:
-        yield from _heads(vllm_config)
-        yield from _backend(vllm_config)
-    yield from _processors()
-
-
-def _sees_no_tree(vllm_config: Any) -> bool:
+def _sees_no_tree(tree: TreeConfig, vllm_config: Any) -> bool:
     """Whether the draft has no layers that see a tree, so that they may be of any kind."""
-    tree = TreeConfig.from_vllm(vllm_config) or TreeConfig()
     speculative = vllm_config.speculative_config
     return is_block(tree, speculative) or not has_model(tree, speculative)
 
 
-def _draft(vllm_config: Any) -> Iterator[str]:
+@LATE.row(
+    "drafts with layers that no family serves",
+    "The levels of a tree run over the draft's own layers.",
+    f"use another draft, or {_DROP}",
+)
+def _draft(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     model = vllm_config.speculative_config.draft_model_config
-    if model is None or _sees_no_tree(vllm_config):
-        return
-    for _, says in unserved_in_model(model, served_features()):
-        yield f"The draft {says}: use another draft, or drop {flag('tree')}."
+    if model is not None and not _sees_no_tree(tree, vllm_config):
+        for _, says in unserved_in_model(model, served_features()):
+            yield f"The draft {says}"
 
 
-def _heads(vllm_config: Any) -> Iterator[str]:
-    if target_of(vllm_config).use_mla:
+@LATE.row(
+    "targets with K and V heads of different sizes",
+    "The tree kernel reads K and V as halves of one row.",
+    f"serve another target, or {_DROP}",
+)
+def _heads(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    if tree.topk == 1 or target_of(vllm_config).use_mla:
         return  # In a cache of latents the sizes of heads don't count.
     text = target_of(vllm_config).hf_text_config
     # Where layers differ (Gemma 4), transformers raises if somebody reads `head_dim` of all.
     if (value := getattr(text, "v_head_dim", None)) is None:
         return
     if value != (key := getattr(text, "head_dim", None)):
-        yield (
-            f"The target has K and V heads of different sizes ({key} and {value}): serve another "
-            f"target, or drop {flag('tree')}."
+        yield f"The target has K and V heads of different sizes ({key} and {value})"
+
+
+_LAYOUT = "The tree kernels read the K/V of some backends alone."
+
+
+@LATE.row("another backend of the draft", _LAYOUT, f"drop `{_OF_DRAFT}`")
+def _backend_of_draft(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    speculative = vllm_config.speculative_config
+    name = getattr(speculative.attention_backend, "name", None)
+    latent = getattr(speculative.draft_model_config, "use_mla", False)
+    known, use = (LATENT_BACKENDS, "TRITON_MLA") if latent else (BACKENDS, "TRITON_ATTN")
+    if tree.topk > 1 and name not in (None, *known) and not _sees_no_tree(tree, vllm_config):
+        yield Found(
+            f"{_OF_DRAFT} is {name}, which is none of {', '.join(known)}",
+            f"drop {_OF_DRAFT}, or set it to {use}",
         )
 
 
-def _backend(vllm_config: Any) -> Iterator[str]:
+@LATE.row(
+    "K/V in fp8 and capped attention logits on a CPU",
+    "The tree attention of CPUs has neither K/V in fp8 nor capped logits.",
+    _DROP,
+)
+def _on_cpu(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    from vllm.platforms import current_platform
+
+    if tree.topk == 1 or current_platform.device_type != "cpu":
+        return
+    if _narrow(vllm_config):
+        yield "--kv-cache-dtype is fp8 on a CPU"
+    if cap := getattr(target_of(vllm_config).hf_text_config, _SOFT_CAP, None):
+        yield f"The target caps its attention logits at {cap}"
+
+
+@LATE.row(
+    "a choice of vLLM's among backends",
+    _LAYOUT,
+    DENSE_BACKEND,
+)
+def _backend(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     """VLLM chooses a backend when a layer is made; this is how its choice comes out."""
     from vllm.platforms import current_platform
 
-    speculative = vllm_config.speculative_config
-    of_draft = getattr(speculative.attention_backend, "name", None)
-    latent = getattr(speculative.draft_model_config, "use_mla", False)
-    known = LATENT_BACKENDS if latent else BACKENDS
-    if of_draft is not None and of_draft not in known and not _sees_no_tree(vllm_config):
-        where = "with speculative_config.attention_backend"
-        yield _latent_draft(where) if latent else _other(where)
-    cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
-    narrow = str(cache).startswith("fp8")
-    if current_platform.device_type == "cpu":
-        if narrow or getattr(target_of(vllm_config).hf_text_config, _SOFT_CAP, None):
-            yield "On a CPU trees have neither K/V in fp8 nor capped attention logits."
-    elif vllm_config.attention_config.backend is None and (
-        where := _elsewhere(target_of(vllm_config), narrow)
-    ):
-        yield _other(where, latent=target_of(vllm_config).use_mla)
-
-
-def _latent_draft(where: str) -> str:
-    return (
-        f"vLLM may choose an attention backend other than {', '.join(LATENT_BACKENDS)} {where}: "
-        "drop the key, or set it to TRITON_MLA."
-    )
-
-
-def _other(where: str, *, latent: bool = False) -> str:
-    if latent:
-        return (
-            f"vLLM may choose an attention backend other than {', '.join(LATENT_BACKENDS)} {where}:"
-            " pass --attention-backend TRITON_MLA, and for a draft of plain attention TRITON_ATTN "
-            "as speculative_config.attention_backend."
+    if tree.topk == 1 or current_platform.device_type == "cpu":
+        return
+    target = target_of(vllm_config)
+    where = _elsewhere(target, _narrow(vllm_config))
+    if vllm_config.attention_config.backend is None and where:
+        known = LATENT_BACKENDS if target.use_mla else BACKENDS
+        use = f"{LATENT_BACKEND}, and for a draft of plain attention `{_OF_DRAFT}` TRITON_ATTN"
+        yield Found(
+            f"vLLM may choose an attention backend other than {', '.join(known)} {where}",
+            (use if target.use_mla else DENSE_BACKEND).replace("`", ""),
         )
-    return (
-        f"vLLM may choose an attention backend other than {', '.join(BACKENDS)} {where}: pass "
-        "--attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN."
-    )
+
+
+def _narrow(vllm_config: Any) -> bool:
+    cache = getattr(getattr(vllm_config, "cache_config", None), "cache_dtype", "auto")
+    return str(cache).startswith("fp8")
 
 
 def _elsewhere(target: Any, narrow: bool) -> str:
@@ -123,9 +138,11 @@ def _elsewhere(target: Any, narrow: bool) -> str:
     return f"on compute capability {found}{' with K/V in fp8' if narrow else ''}"
 
 
-def _processors() -> Iterator[str]:
+@LATE.row(
+    "logits processors of plugins",
+    "They may read a chain's history.",
+    f"uninstall their plugins, or {_DROP}",
+)
+def _processors(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     for point in importlib.metadata.entry_points(group=_PROCESSORS):
-        yield (
-            f"The logits processor {point.value} may read a chain's history: uninstall its plugin, "
-            f"or drop {flag('tree')}."
-        )
+        yield f"A plugin brings the logits processor {point.value}"

@@ -15,14 +15,14 @@ def sparse_in(model: Any) -> str:
     text = model.hf_text_config
     # DeepSeek V3.2, GLM-5 and others have an indexer; DeepSeek V4 compresses keys besides.
     has = hasattr(text, "index_topk") or getattr(text, "compress_ratios", None)
-    return "uses sparse attention, whose indexer picks the keys of a row" if has else ""
+    return "uses sparse attention" if has else ""
 
 
 LATENT: tuple[Feature, ...] = (
     Feature(
         "MLA attention",
         "It caches latents instead of K and V.",
-        in_model=if_model_has("use_mla", "uses MLA attention, for which there is no tree kernel"),
+        in_model=if_model_has("use_mla", "uses MLA attention"),
     ),
     Feature(
         "sparse attention",

@@ -89,7 +89,8 @@ def setting(path: str, fine: Callable[[Any], Any] = operator.not_, says: str = "
             is_model = section == "model_config"
             holder = target_of(vllm_config) if is_model else getattr(vllm_config, section)
         if holder is not None and not fine(value := getattr(holder, name)):
-            yield says or f"{known} is {shown(value)}"
+            given = "given" if known.startswith("--") else "true"
+            yield says or f"{known} is {given if value is True else shown(value)}"
 
     return find
 

@@ -112,7 +112,7 @@ VERIFICATION.extend(
 
 @VERIFICATION.row(
     "`hot_tokens` that do not fit the draft",
-    "A level needs at least `topk` tokens of the draft's vocabulary.",
+    "The levels of a tree choose from these tokens of the draft's vocabulary.",
     f"give `{_HOT}` another number or file, or drop it",
 )
 def _hot_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[Found | str]:
@@ -219,7 +219,7 @@ def _no_flash(vllm_config: Any, *, latents: bool) -> str | None:
 
 @VERIFICATION.row(
     "KV connectors other than ours",
-    "They may save blocks before the accepted path has been moved into them.",
+    "Other connectors may save blocks before the accepted path has been moved into them.",
     "use HiCacheConnector, or drop `--kv-transfer-config`",
 )
 def _connector(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:

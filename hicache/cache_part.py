@@ -10,7 +10,7 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
-from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, parse_connectors
+from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, check_names, parse_connectors
 from vllm_graft.hicache.config.cache_config import CONNECTOR
 from vllm_graft.hicache.config.connector_options import FLAG
 from vllm_graft.hicache.config.stamp import stamp
@@ -65,6 +65,7 @@ class CachePart:
         Raises:
             ConfigError: names the flag of a wrong key.
         """
+        check_names(asked)
         yield from sentences(REFUSALS, asked, vllm_config)
 
     def foresees(self, asked: Asked, vllm_config: Any) -> Iterator[str]:

@@ -18,9 +18,9 @@ from vllm_graft.seams.compare import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator
 from vllm_graft.spec_decode import prompt_logprobs
-from vllm_graft.spec_decode.chain_refusals import NO_DRAFT, REFUSALS
 from vllm_graft.spec_decode.config.draft_config import NAME, DraftConfig
 from vllm_graft.spec_decode.counts.chain_metrics import METRICS
+from vllm_graft.spec_decode.refusals.chain_refusals import NO_DRAFT, REFUSALS
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _STOCK = "StandaloneARSpeculator"

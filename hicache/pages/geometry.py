@@ -85,10 +85,9 @@ class Geometry:
         """Derive the geometry from an engine's configuration.
 
         Raises:
-            ConfigError: if the host cache does not support the model or the parallelism.
+            ConfigError: if the host cache does not support the model.
         """
         parallel = vllm_config.parallel_config
-        refuse_parallelism(parallel)
         groups = cached_groups(kv_cache_config)
         convert_from = None
         if config.host_dtype is not None:
@@ -231,26 +230,3 @@ def _page_bytes(spec: Any) -> int:
     if isinstance(spec, AttentionSpec):
         return int(spec.unpadded_page_size_bytes)
     return int(spec.page_size_bytes)
-
-
-def refuse_parallelism(parallel: Any) -> None:
-    """Refuse kinds of parallelism whose ranks cannot share a host pool.
-
-    Raises:
-        ConfigError: names the flag that has to change.
-    """
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-        "nnodes",
-    ):
-        value = getattr(parallel, name, 1)
-        if value > 1:
-            raise ConfigError(f"{CONNECTOR}: --{name.replace('_', '-')} is {value}: set it to 1.")
-    backend = getattr(parallel, "distributed_executor_backend", None)
-    if backend == "external_launcher" and parallel.world_size > 1:
-        raise ConfigError(
-            f"{CONNECTOR}: --distributed-executor-backend is external_launcher, where each rank "
-            "has a scheduler of its own, which hears of no other rank: use mp or ray."
-        )

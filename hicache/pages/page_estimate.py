@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_graft.base.options import target_of
+
 _SMALLEST_BLOCK = 16
 """Tokens per block that are assumed before the attention backend has chosen the block size."""
 
@@ -37,12 +39,6 @@ def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
         block = min(block or _SMALLEST_BLOCK, _SMALLEST_BLOCK)
     numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     return int(model.get_total_num_hidden_layers() * block * numbers * itemsize)
-
-
-def target_of(vllm_config: Any) -> Any:
-    """The target's model configuration, even if vLLM derived ``vllm_config`` for the draft."""
-    speculative = vllm_config.speculative_config
-    return getattr(speculative, "target_model_config", None) or vllm_config.model_config
 
 
 def _is_even(model: Any) -> bool:

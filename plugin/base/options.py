@@ -269,3 +269,9 @@ def _strange_text(text: str) -> str | None:
     except UnicodeEncodeError:
         return "it is no text in Unicode"
     return None
+
+
+def target_of(vllm_config: Any) -> Any:
+    """The target's model configuration, also in a configuration that vLLM derived for the draft."""
+    speculative = vllm_config.speculative_config
+    return getattr(speculative, "target_model_config", None) or vllm_config.model_config

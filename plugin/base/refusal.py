@@ -1,15 +1,33 @@
-"""What a part cannot be combined with, as data: checked in the frontend, and printed as a table."""
+"""What a part cannot be combined with, as rows. Messages and tables are made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_graft.base import markdown
+from vllm_graft.base.options import target_of
+from vllm_graft.base.values import shown
 
-Find = Callable[[Any, Any], Iterable[str]]
-"""From a part's section and vLLM's configuration, a sentence for each thing to change."""
+
+@dataclass(frozen=True)
+class Found:
+    """What a configuration has of a refused thing.
+
+    Attributes:
+        text: what it has, with full flags and values: a sentence without its stop.
+        instead: what to do, where the values tell it more exactly than the row.
+    """
+
+    text: str
+    instead: str = ""
+
+
+Find = Callable[[Any, Any], Iterable[Found | str]]
+"""Takes a part's section and vLLM's configuration, and looks for a thing. Text alone is a `Found`
+that has no remedy of its own."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +36,8 @@ class Refusal:
 
     Attributes:
         what: the thing, as a user knows it.
-        why: why the part can't be combined with it.
-        instead: what to do.
+        why: a sentence that says why the part can't be combined with it.
+        instead: what to do, with full flags: an order without its stop.
         find: looks for it in a configuration.
     """
 
@@ -32,14 +50,63 @@ class Refusal:
         """The words of it, for programs."""
         return {"what": self.what, "why": self.why, "instead": self.instead}
 
+    def sentences(self, asked: Any, vllm_config: Any) -> Iterator[str]:
+        """Say of each thing found what it is, why it is refused, and what to do."""
+        why = _plain(self.why).removesuffix(".")
+        for each in self.find(asked, vllm_config):
+            found = Found(each) if isinstance(each, str) else each
+            yield f"{found.text}. {why}: {found.instead or _plain(self.instead)}."
 
-def sentences(refusals: Sequence[Refusal], asked: Any, vllm_config: Any) -> Iterator[str]:
-    """A sentence for each refusal that applies."""
+
+class Refusals(list[Refusal]):
+    """Rows of one kind, in the order in which they are checked."""
+
+    def row(self, what: str, why: str, instead: str) -> Callable[[Find], Refusal]:
+        """Make the function below it look for a thing, whose row is added."""
+
+        def make(find: Find) -> Refusal:
+            self.append(made := Refusal(what, why, instead, find))
+            return made
+
+        return make
+
+
+def setting(path: str, fine: Callable[[Any], Any] = operator.not_, says: str = "") -> Find:
+    """Look at one value of vLLM's configuration.
+
+    Args:
+        path: the section and the attribute, as ``"parallel_config.pipeline_parallel_size"``. The
+            target's ``model_config`` counts, also where vLLM derived a configuration for the draft.
+        fine: whether a value is none to refuse.
+        says: what to say of it; else the name that users know, and the value.
+    """
+    section, _, name = path.rpartition(".")
+    known = path if section == "speculative_config" else f"--{name.replace('_', '-')}"
+
+    def find(asked: Any, vllm_config: Any) -> Iterator[str]:
+        holder = vllm_config
+        if section:
+            is_model = section == "model_config"
+            holder = target_of(vllm_config) if is_model else getattr(vllm_config, section)
+        if holder is not None and not fine(value := getattr(holder, name)):
+            given = "given" if known.startswith("--") else "true"
+            yield says or f"{known} is {given if value is True else shown(value)}"
+
+    return find
+
+
+def sentences(refusals: Iterable[Refusal], asked: Any, vllm_config: Any) -> Iterator[str]:
+    """A sentence or two for each thing that some rows refuse."""
     for refusal in refusals:
-        yield from refusal.find(asked, vllm_config)
+        yield from refusal.sentences(asked, vllm_config)
 
 
 def as_table(refusals: Iterable[Refusal]) -> str:
     """The refusals as a table in Markdown."""
     rows = [(each.what, each.why, each.instead) for each in refusals]
     return markdown.table(("what", "why", "instead"), rows)
+
+
+def _plain(words: str) -> str:
+    """Words without the marks of code that Markdown has."""
+    return words.replace("`", "")

@@ -13,12 +13,11 @@ from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.layer_counts import LayerCounts
 from vllm_graft.plan.weight_bytes import weight_bytes
-from vllm_graft.spec_decode.config.assistant import is_assistant
-from vllm_graft.spec_decode.config.chosen import has_model, is_block
-from vllm_graft.spec_decode.config.hot_size import draft_vocabulary
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
-from vllm_graft.spec_decode.config.ngram_room import text_bytes
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
+from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, is_assistant
+from vllm_graft.spec_decode.presets.ngram_room import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"

@@ -14,9 +14,9 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 
 from vllm_graft.base.log import info_once
 from vllm_graft.seams.wrap import wrap
-from vllm_graft.spec_decode.config.chosen import has_model
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.lookup.references import References, styles_of
+from vllm_graft.spec_decode.models.chosen import has_model
 from vllm_graft.spec_decode.trees.reference import KEY, NONE, UNREAD, Reference
 
 if TYPE_CHECKING:

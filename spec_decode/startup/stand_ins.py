@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_graft.spec_decode.config.refiner_sizes import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.models.refiner_sizes import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.targets.dense.draft_window import DraftWindow
 from vllm_graft.spec_decode.targets.dense.layer import TRITON, TreeAttentionMixin
 

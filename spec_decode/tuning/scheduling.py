@@ -13,9 +13,9 @@ from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.chunking.mixed_rows import ROWS
 from vllm_graft.spec_decode.chunking.prompt_chunks import can_chunk, chunk_prompts
-from vllm_graft.spec_decode.config.chosen import has_model, is_block
-from vllm_graft.spec_decode.config.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
+from vllm_graft.spec_decode.models.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts

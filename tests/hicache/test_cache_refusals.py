@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.host_cache import storage_writer
+from vllm_graft.activation import refuse
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import cache_refusals
@@ -90,14 +91,14 @@ def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
 def _accepted(vllm_config: Any) -> list[HiCacheConfig]:
     """Return our connectors' configurations; the part must refuse none of them."""
     asked = CACHE.section(None, vllm_config) or []
-    assert not list(CACHE.refuses(asked, vllm_config))
+    refuse(CACHE, asked, vllm_config)
     return [config for _, config in asked]
 
 
 def _refusal(extra: Any, connector: str = OURS, **parallel: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         _accepted(_engine(extra, connector, **parallel))
-    return str(caught.value)
+    return str(caught.value).rpartition("rules out:\n  ")[2]
 
 
 def _stored(**storage: Any) -> dict[str, Any]:
@@ -371,7 +372,7 @@ def test_a_store_that_another_server_has_open_is_refused(
     process = open_elsewhere(True)
     message = _refusal(extra)
     assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
-    assert message.endswith("Give each engine its own path.")
+    assert message.endswith("One engine at a time opens a store: give each engine its own path.")
     # A replica does not know its number yet.
     _accepted(_engine(extra, data_parallel_size=2))
     # Weights that are not on a disk yet have no namespace.
@@ -597,7 +598,9 @@ def test_more_than_the_machine_has_is_refused(
         {"host_bytes": "33GiB"}, data_parallel_size=2, data_parallel_size_local=2
     )
     # With several ranks, or with storage, memory is shared through a file.
-    words = f"/dev/shm has {16 * GIB} bytes: raise its size (docker --shm-size)"
+    words = (
+        f"/dev/shm has {16 * GIB} bytes. The memory is taken when the engine starts: raise its size"
+    )
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
     stored = _stored(backend="segments", path=str(tmp_path)) | {"host_bytes": "17GiB"}
     assert words in _refusal(stored)
@@ -657,8 +660,9 @@ def test_the_size_of_a_file_system(tmp_path: Path) -> None:
 )
 def test_parallelism_that_can_t_be_served_is_refused_early(name: str) -> None:
     parallel: dict[str, Any] = {name: 2}
-    message = _refusal({"host_bytes": GIB}, **parallel)
-    assert f"--{name.replace('_', '-')} is 2: set it to 1" in message
+    message, key = _refusal({"host_bytes": GIB}, **parallel), f"--{name.replace('_', '-')}"
+    assert message.startswith(f"{key} is 2. Ranks share one region of host memory")
+    assert message.endswith(f": set {key} to 1.")
 
 
 def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
@@ -671,7 +675,9 @@ def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
     ):
         config = _engine(extra)
         setattr(getattr(config, part), name, value)
-        with pytest.raises(ConfigError, match=rf"host_dtype=fp8: {words}"):
+        with pytest.raises(
+            ConfigError, match=rf"host_dtype is fp8, but {words}.*: drop .*host_dtype\."
+        ):
             _accepted(config)
 
 

@@ -189,7 +189,10 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     config.speculative_config.method = "draft_model"
     decided = start(config)
     assert set(decided.on) == {"draft"}
-    assert "'draft_model': set it to 'dflash', 'dspark', 'eagle'" in decided.off["tree"]
+    assert (
+        "'draft_model': set speculative_config.method to 'dflash', 'dspark', 'eagle'"
+        in decided.off["tree"]
+    )
     assert (
         "measured yet how fast its trees are: ask for --additional-config.graft.tree"
         in decided.off["tree"]
@@ -210,7 +213,10 @@ def test_trees_whose_speed_is_unknown_are_left_to_who_names_them(config: Any, me
     decided = start(config)
     assert decided.on == {}
     says = decided.off["tree"]
-    assert says.startswith(f"speculative_config.method is '{method}': set it to 'dflash', ")
+    beginning = (
+        f"speculative_config.method is '{method}': set speculative_config.method to 'dflash', "
+    )
+    assert says.startswith(beginning)
     assert "'ngram'" not in says.partition("set it to")[2]
     assert (
         "measured yet how fast its trees are: ask for --additional-config.graft.tree by name"
@@ -299,7 +305,7 @@ def test_no_tree_where_the_threshold_leaves_no_row_for_a_node(config: Any) -> No
     config.additional_config = {"graft": "latency"}
     config.scheduler_config.long_prefill_token_threshold = 1
     off = start(config).off["tree"]
-    assert off.startswith("--long-prefill-token-threshold is 1, but vLLM gives")
+    assert off.startswith("--long-prefill-token-threshold is 1, but a full tree has 2 rows. ")
     assert config.speculative_config.num_speculative_tokens == 7
 
 
@@ -307,14 +313,14 @@ def test_replicas_get_a_small_fixed_tree(config: Any) -> None:
     config.parallel_config.data_parallel_size = 2
     decided = start(config)
     assert {"shape": "fixed", "nodes": 15}.items() <= tree_of(config).items()
-    assert "data_parallel_size is 2" in decided.on["tree"]
+    assert "shape is 'auto' and --data-parallel-size is 2. vLLM" in decided.on["tree"]
 
 
 @pytest.mark.parametrize(
     ("current", "draft_dtype", "words"),
     [
         (platform("cpu"), "torch.bfloat16", "The platform cpu has no products of FP8 numbers."),
-        (platform("cuda", (8, 6)), "torch.bfloat16", "but this one has 8.6: set it to 'auto'"),
+        (platform("cuda", (8, 6)), "torch.bfloat16", "this device has capability 8.6. FP8"),
         (platform(), "torch.float32", "The draft computes in float32."),
     ],
 )
@@ -343,7 +349,7 @@ def test_the_head_is_in_fp8_only_where_that_is_faster(
 def test_levels_with_a_large_head_draft_from_hot_tokens(
     config: Any, method: str, draft_vocab: int | None, target_vocab: int, hot: int | None
 ) -> None:
-    from vllm_graft.spec_decode.config.hot_size import hot_size
+    from vllm_graft.spec_decode.presets.tree_preset import hot_size
 
     speculative = config.speculative_config
     speculative.method = method
@@ -379,7 +385,7 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     ("method", "asked"), [("eagle", True), ("mtp", True), ("dflash", False), ("draft_model", True)]
 )
 def test_n_grams_join_drafts_that_grow_by_levels(config: Any, method: str, asked: bool) -> None:
-    from vllm_graft.spec_decode.config.ngram_room import ngram_room
+    from vllm_graft.spec_decode.presets.ngram_room import ngram_room
 
     config.speculative_config.method = method
     config.speculative_config.draft_model_config.architectures = []
@@ -588,15 +594,15 @@ def _nothing(config: Any) -> None:
 
 
 LATE = [
-    (platform("cuda", (10, 0)), _nothing, "TRITON_ATTN, CPU_ATTN on compute capability 10.0: pass"),
-    (platform("cuda", (8, 9)), _fp8_cache, "on compute capability 8.9 with K/V in fp8: pass"),
-    (platform(), _prefix, "for a model whose images are read in both directions: pass"),
-    (platform("xpu"), _nothing, "on the platform xpu: pass"),
-    (platform(), _draft_backend, "with speculative_config.attention_backend: pass"),
-    (platform("cpu"), _fp8_cache, "On a CPU trees have neither"),
-    (platform("cpu"), _soft_cap, "On a CPU trees have neither"),
+    (platform("cuda", (10, 0)), _nothing, "TRITON_ATTN, CPU_ATTN on compute capability 10.0. "),
+    (platform("cuda", (8, 9)), _fp8_cache, "on compute capability 8.9 with K/V in fp8. "),
+    (platform(), _prefix, "for a model whose images are read in both directions. "),
+    (platform("xpu"), _nothing, "on the platform xpu. The tree kernels"),
+    (platform(), _draft_backend, ": drop speculative_config.attention_backend, or"),
+    (platform("cpu"), _fp8_cache, "--kv-cache-dtype is fp8 on a CPU. "),
+    (platform("cpu"), _soft_cap, "The target caps its attention logits at 50.0. "),
     (platform(), _uneven_heads, "heads of different sizes (192 and 128)"),
-    (platform(), _mla_draft_backend, "FLASHMLA, CPU_MLA with speculative_config.attention_backend"),
+    (platform(), _mla_draft_backend, "none of TRITON_MLA, FLASH_ATTN_MLA, FLASHMLA, CPU_MLA. "),
 ]
 
 
@@ -637,7 +643,7 @@ def test_an_installed_logits_processor(config: Any, monkeypatch: pytest.MonkeyPa
         "entry_points",
         lambda **asked: [point] if asked == {"group": point.group} else real(**asked),
     )
-    assert "The logits processor mine:Processor may read" in start(config).off["tree"]
+    assert "A plugin brings the logits processor mine:Processor. " in start(config).off["tree"]
 
 
 # --- what only the complete configuration tells -----------------------------------------------

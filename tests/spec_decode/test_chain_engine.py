@@ -11,7 +11,8 @@ from tests.support.engines.pairs import Answer, Pair, Request, answer_all, diffe
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.window_models import with_windows
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode import chain_fallback, tree_refusals
+from vllm_graft.spec_decode.presets import chain_fallback
+from vllm_graft.spec_decode.refusals import tree_refusals
 from vllm_graft.spec_decode.targets.dense.layer import TreeAttentionMixin
 from vllm_graft.testing import model_runner, spec_metrics
 

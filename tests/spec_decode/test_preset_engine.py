@@ -45,11 +45,11 @@ def speculator(pair: Pair, folder: Path, depth: int) -> Path:
 @pytest.fixture
 def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the draft's 1,024 tokens count as many, and hot tokens be chosen at once."""
-    from vllm_graft.spec_decode.config import hot_size
     from vllm_graft.spec_decode.heads import hot_vocabulary
+    from vllm_graft.spec_decode.presets import tree_preset
 
-    monkeypatch.setattr(hot_size, "SIZE", 1000)
-    monkeypatch.setattr(hot_size, "_LARGE", 1000)
+    monkeypatch.setattr(tree_preset, "HOT_SIZE", 1000)
+    monkeypatch.setattr(tree_preset, "_LARGE_VOCABULARY", 1000)
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
     monkeypatch.setattr(hot_vocabulary, "LATE", 1)
 

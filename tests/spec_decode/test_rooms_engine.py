@@ -84,7 +84,7 @@ def test_a_family_brings_a_refusal(tmp_path: Path, plugin: Any) -> None:
     target, draft = windowed(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     plugin(toy_family)
     with (
-        pytest.raises(Exception, match=r"graft\.tree\.topk is 5: toys have 4 children at most"),
+        pytest.raises(Exception, match=r"graft\.tree\.topk is 5\. A toy has 4 children at most"),
         cpu_engine(target, **options_of(draft, 5)),
     ):
         pass

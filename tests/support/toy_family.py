@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vllm_graft import hookimpl
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import Refusal
+from vllm_graft.base.refusal import Refusals
 from vllm_graft.hooks.entries import TargetFamily
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.spec_decode.targets.dense import cpu_attention
@@ -162,15 +162,19 @@ class ToyFamily(DenseFamily):
         self.attached.append(name)
 
 
+REFUSALS = Refusals()
+
+
+@REFUSALS.row(
+    "toys with many children",
+    f"A toy has {WIDEST} children at most.",
+    f"set `{flag('tree', 'topk')}` to {WIDEST}",
+)
 def _too_wide(tree: Any, vllm_config: Any) -> Iterator[str]:
     window = getattr(vllm_config.model_config.hf_text_config, "sliding_window", None)
     if window and window >= LONGEST and tree.topk > WIDEST:
-        yield f"{flag('tree', 'topk')} is {tree.topk}: toys have {WIDEST} children at most."
+        yield f"{flag('tree', 'topk')} is {tree.topk}"
 
-
-REFUSALS = (
-    Refusal("toys with many children", "They are small.", f"set `topk` to {WIDEST}", _too_wide),
-)
 
 SEAMS = (
     Seam(

@@ -15,12 +15,12 @@ from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.config.block_depth import block_positions
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
 from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.models.block_depth import block_positions
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 

@@ -6,6 +6,12 @@ from typing import Any
 
 from vllm_graft.hooks.feature import Feature, if_model_has
 
+KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+"""Formats of K/V. The others pack scales or smaller numbers between the values, or are no e4m3."""
+
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Backends whose K/V cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
+
 
 def _windows(model: Any) -> str:
     text = model.hf_text_config

@@ -15,12 +15,12 @@ import torch
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.config.supported import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.targets.dense import plain_attention as reference
 from vllm_graft.spec_decode.targets.dense.chunked_metadata import keep_whole_batches, whole_batch
+from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.targets.dense.draft_window import DraftWindow, refuse_window
 from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
 from vllm_graft.spec_decode.targets.dense.two_pass import why_not

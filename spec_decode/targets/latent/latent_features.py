@@ -6,20 +6,23 @@ from typing import Any
 
 from vllm_graft.hooks.feature import Feature, if_model_has
 
+LATENT_BACKENDS = ("TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "CPU_MLA")
+"""Backends of MLA whose cache is ``[num_blocks, block_size, rank + rope]``, a latent per token."""
+
 
 def sparse_in(model: Any) -> str:
     """What a model has of sparse attention, as the words after "The target"; empty for none."""
     text = model.hf_text_config
     # DeepSeek V3.2, GLM-5 and others have an indexer; DeepSeek V4 compresses keys besides.
     has = hasattr(text, "index_topk") or getattr(text, "compress_ratios", None)
-    return "uses sparse attention, whose indexer picks the keys of a row" if has else ""
+    return "uses sparse attention" if has else ""
 
 
 LATENT: tuple[Feature, ...] = (
     Feature(
         "MLA attention",
         "It caches latents instead of K and V.",
-        in_model=if_model_has("use_mla", "uses MLA attention, for which there is no tree kernel"),
+        in_model=if_model_has("use_mla", "uses MLA attention"),
     ),
     Feature(
         "sparse attention",

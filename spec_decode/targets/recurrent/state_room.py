@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from vllm_graft.spec_decode.config.target_config import target_of
+from vllm_graft.base.options import target_of
 
 MOST, FEW = 15, 7
 SHARE = 4

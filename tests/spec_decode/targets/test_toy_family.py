@@ -12,6 +12,7 @@ from vllm_graft import doctor
 from vllm_graft.base.errors import EntryError, HookError
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import TargetFamily
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.targets.dense.samples import (
     TOLERANCE,
@@ -19,7 +20,6 @@ from vllm_graft.spec_decode.targets.dense.samples import (
     tree_problem,
     untouched,
 )
-from vllm_graft.spec_decode.tree_refusals import refusals
 
 
 def test_the_kernel_equals_the_reference() -> None:

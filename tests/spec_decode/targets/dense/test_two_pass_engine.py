@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
-from vllm_graft.spec_decode import verification_refusals
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
+from vllm_graft.spec_decode.refusals import verification_refusals
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.options import flag, with_section
+from vllm_graft.base.options import flag, target_of, with_section
 from vllm_graft.hooks.feature import not_asked_for
-from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.targets.families import served_features
 from vllm_graft.spec_decode.targets.features import FEATURES, unserved_in_model

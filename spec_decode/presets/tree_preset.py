@@ -11,25 +11,28 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm_graft.base.decision import Preset
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
-from vllm_graft.spec_decode.block_refusals import num_candidates_of
-from vllm_graft.spec_decode.config.chosen import drafter_of, measured_methods, methods
-from vllm_graft.spec_decode.config.experts import step_has_experts
-from vllm_graft.spec_decode.config.hot_size import hot_size
-from vllm_graft.spec_decode.config.ngram_room import ngram_room
-from vllm_graft.spec_decode.config.node_count import wrong_depth
-from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.draft_refusals import other_method
-from vllm_graft.spec_decode.engine_refusals import level_problems, shape_problems
-from vllm_graft.spec_decode.late_refusals import late_refusals
+from vllm_graft.spec_decode.models.chosen import (
+    drafter_of,
+    grows_by_levels,
+    measured_methods,
+    methods,
+)
+from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
+from vllm_graft.spec_decode.models.experts import step_has_experts
+from vllm_graft.spec_decode.presets.ngram_room import ngram_room
+from vllm_graft.spec_decode.presets.node_count import wrong_depth
+from vllm_graft.spec_decode.refusals.draft_refusals import other_method
+from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
+from vllm_graft.spec_decode.refusals.late_refusals import LATE
+from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
 from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
-from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.verification_refusals import head_problems
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,13 @@ _RECURRENT_TOPK = 4
 """Children on the gated delta rule. With 4 and up to 15 nodes, trees of an MTP module were 1.03 to
 1.41 times as fast as the best chain on Qwen3.5's shapes, and 0.85 to 1.06 on Qwen3-Next's."""
 
+HOT_SIZE = 49_152
+"""Hot tokens. Learned lists of so many held 98 to 99 % of what Qwen's tokenizer makes of the
+answers of ShareGPT, where 32,768 held 97 to 99 %."""
+
+_LARGE_VOCABULARY = 2 * HOT_SIZE
+"""A draft vocabulary from which on a level reads clearly less without the rest."""
+
 _STATES = "The target has recurrent layers with the gated delta rule, on which trees were"
 
 _UNMEASURED = f" Nobody measured yet how fast its trees are: ask for {flag(NAME)} by name."
@@ -77,8 +87,9 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return NO_DRAFT
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
-    if unknown := " ".join(other_method(speculative, measured_methods())):
-        return unknown + (_UNMEASURED if speculative.method in methods() else "")
+    if unknown := other_method(speculative, measured_methods()):
+        why = f"{unknown.text}: {unknown.instead}."
+        return why + (_UNMEASURED if speculative.method in methods() else "")
     drafter = drafter_of(TreeConfig(), speculative)
     if drafter is not None and drafter.unmeasured:
         return f"The drafter for this draft is {drafter.name}.{_UNMEASURED}"
@@ -96,7 +107,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return fitted
     if room is not None and (why := _slower_or_unmeasured(vllm_config, room)):
         return why
-    if late := " ".join(late_refusals(vllm_config)):
+    if late := " ".join(sentences(LATE, fitted.section, vllm_config)):
         return late
     return fitted
 
@@ -157,6 +168,14 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     elif ngrams.says:
         notes = [*notes, ngrams.says]
     return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
+
+
+def hot_size(vllm_config: Any) -> int | None:
+    """The number of hot tokens for a draft whose levels read a large output head, else None."""
+    speculative = vllm_config.speculative_config
+    if not grows_by_levels(TreeConfig(), speculative):
+        return None
+    return HOT_SIZE if draft_vocabulary(vllm_config) >= _LARGE_VOCABULARY else None
 
 
 def _told(tree: TreeConfig, notes: list[str]) -> str:

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks.feature import Feature
-from vllm_graft.spec_decode.block_refusals import BLOCKS
-from vllm_graft.spec_decode.config.target_config import target_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.draft_refusals import DRAFTS
-from vllm_graft.spec_decode.engine_refusals import ENGINE
-from vllm_graft.spec_decode.ngram_refusals import NGRAMS
+from vllm_graft.spec_decode.refusals.block_refusals import BLOCKS
+from vllm_graft.spec_decode.refusals.draft_refusals import DRAFTS
+from vllm_graft.spec_decode.refusals.engine_refusals import ENGINE
+from vllm_graft.spec_decode.refusals.ngram_refusals import NGRAMS
+from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
 from vllm_graft.spec_decode.targets.families import family_refusals, served_features
 from vllm_graft.spec_decode.targets.features import FEATURES
-from vllm_graft.spec_decode.verification_refusals import VERIFICATION
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "
@@ -28,10 +27,12 @@ NO_DRAFT = (
 )
 
 
-def _instead(feature: Feature, topk: str) -> str:
-    """What to do about a feature that no family serves; `topk` is how to name the key."""
-    remedies = [f"set {topk} to 1 for a chain"] if feature.chain else ["serve another target"]
-    return ", or ".join([*remedies, *filter(None, [feature.or_else])])
+def _instead(feature: Feature) -> str:
+    """What to do about a feature that no family serves."""
+    remedy = "serve another target"
+    if feature.chain:
+        remedy = f"set `{flag('tree', 'topk')}` to 1 for a chain"
+    return ", or ".join([remedy, *filter(None, [feature.or_else]), f"drop `{flag('tree')}`"])
 
 
 def _of_target(feature: Feature) -> Find:
@@ -40,8 +41,7 @@ def _of_target(feature: Feature) -> Find:
         if model is None or (feature.chain and tree.topk == 1):
             return
         if says := feature.in_model(model):
-            remedy = _instead(feature, flag("tree", "topk"))
-            yield f"The target {says}: {remedy}, or drop {flag('tree')}."
+            yield f"The target {says}"
 
     return find
 
@@ -50,12 +50,7 @@ def refusals() -> tuple[Refusal, ...]:
     """Every refusal, without the features of targets that some family serves."""
     served = served_features()
     targets = (
-        Refusal(
-            f"targets with {feature.name}",
-            feature.why,
-            _instead(feature, "`topk`"),
-            _of_target(feature),
-        )
+        Refusal(f"targets with {feature.name}", feature.why, _instead(feature), _of_target(feature))
         for feature in FEATURES
         if feature.name not in served
     )

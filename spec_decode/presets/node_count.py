@@ -15,6 +15,7 @@ from typing import Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag, with_section
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
+from vllm_graft.spec_decode.models.block_depth import trained_depth
 
 
 def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
@@ -47,6 +48,26 @@ def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
         )
     speculative.num_speculative_tokens = tree.nodes
     return tree
+
+
+def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
+    """Make trees as deep as the draft's blocks, unless the user said how deep.
+
+    A deeper tree costs a block drafter no further pass. With ``nodes`` the user has said it.
+
+    Args:
+        tree: the section.
+        vllm_config: has the draft; its section is changed.
+
+    Returns:
+        The section with its ``steps``.
+    """
+    depth = trained_depth(vllm_config.speculative_config)
+    if depth is None or tree.nodes is not None or "steps" in tree.model_fields_set:
+        return tree
+    depth = max(1, min(depth, MAX_STEPS))
+    with_section(vllm_config, NAME, steps=depth)
+    return tree.model_copy(update={"steps": depth})
 
 
 def wrong_depth(depth: int) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_graft.base.options import with_section
-from vllm_graft.spec_decode.config.refiner_sizes import is_refined, refiner_sizes
-from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.refiner_sizes import is_refined, refiner_sizes
 
 
 def trained_depth(speculative: Any) -> int | None:
@@ -54,23 +53,3 @@ def block_positions(tree: TreeConfig, speculative: Any) -> int:
 def block_rows(tree: TreeConfig, speculative: Any) -> int:
     """Rows per request of the one pass."""
     return block_positions(tree, speculative) + (not from_anchor(speculative))
-
-
-def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
-    """Make trees as deep as the draft's blocks, unless the user said how deep.
-
-    A deeper tree costs a block drafter no further pass. With ``nodes`` the user has said it.
-
-    Args:
-        tree: the section.
-        vllm_config: has the draft; its section is changed.
-
-    Returns:
-        The section with its ``steps``.
-    """
-    depth = trained_depth(vllm_config.speculative_config)
-    if depth is None or tree.nodes is not None or "steps" in tree.model_fields_set:
-        return tree
-    depth = max(1, min(depth, MAX_STEPS))
-    with_section(vllm_config, NAME, steps=depth)
-    return tree.model_copy(update={"steps": depth})

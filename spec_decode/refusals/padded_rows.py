@@ -1,4 +1,4 @@
-"""Which settings of the scheduler leave no room for the rows that vLLM gives a new request.
+"""Which settings of the scheduler leave no room for the rows of drafts, or of a new request.
 
 A request with one token left to compute (a prompt of one token beside other requests, or a prompt
 of which all other tokens are cached) would be the only one in its batch without drafts. vLLM gives
@@ -8,10 +8,36 @@ number of drafts is the same in every step, with a tree as with a chain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_graft.base.refusal import Found
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+
+BUFFERS = "vLLM sizes its buffers for that many rows."
+
+
+def too_many_rows(
+    whose: str, width: int, times: str, scheduler: Any, or_else: str = ""
+) -> Iterator[Found]:
+    """Find a pass of more rows than a batch may have.
+
+    Args:
+        whose: the pass.
+        width: its rows per request.
+        times: the same in words.
+        scheduler: vLLM's ``SchedulerConfig``.
+        or_else: another remedy.
+    """
+    rows, most = scheduler.max_num_seqs * width, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield Found(
+            f"{whose} has {rows} rows (--max-num-seqs {scheduler.max_num_seqs} times {times}), but "
+            f"--max-num-batched-tokens is {most}",
+            f"set --max-num-seqs to {most // width} or less, or --max-num-batched-tokens to "
+            f"{rows} or more{or_else}",
+        )
 
 
 @dataclass(frozen=True)

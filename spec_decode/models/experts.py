@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft.spec_decode.config.chosen import has_model, is_block
-from vllm_graft.spec_decode.config.target_config import target_of
+from vllm_graft.base.options import target_of
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.tree_config import TreeConfig

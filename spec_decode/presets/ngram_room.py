@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from vllm_graft.spec_decode.config.chosen import grows_by_levels
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.chosen import grows_by_levels
 
 SHARE = 100
 """The copies of the texts may take one part in so many of a device's memory. K/V of the same

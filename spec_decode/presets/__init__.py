@@ -1,0 +1,1 @@
+"""What is filled in where a user leaves it open: trees, their depth, a chain in their place."""

@@ -1,0 +1,226 @@
+"""How an engine may not run beside trees: runners, ranks, graphs, and rows per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_graft.base.options import flag
+from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, sentences, setting
+from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
+from vllm_graft.spec_decode.refusals.padded_rows import (
+    BUFFERS,
+    full_rows,
+    tight_budgets,
+    tight_threshold,
+    too_many_rows,
+)
+from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
+
+_NODES = "speculative_config.num_speculative_tokens"
+_TOPK, _SHAPE = flag("tree", "topk"), flag("tree", "shape")
+
+V1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
+V2 = (
+    "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a working "
+    "Triton"
+)
+UBATCHING = setting("parallel_config.use_ubatching", says="Dual batch overlap is on")
+
+ENGINE = Refusals()
+
+
+def more_than_one(name: str) -> Find:
+    """Find more than one rank of a kind: ``name`` is an attribute of vLLM's ``ParallelConfig``."""
+    return setting(f"parallel_config.{name}", lambda ranks: ranks <= 1)
+
+
+@ENGINE.row(
+    f"fewer than 1 node, or more than {MAX_NODES}",
+    "An ancestor mask has 64 bits, one of them the root's.",
+    f"set `{_NODES}` to 1..{MAX_NODES}",
+)
+def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    nodes = tree.nodes or vllm_config.speculative_config.num_speculative_tokens
+    if not 1 <= nodes <= MAX_NODES:
+        yield f"{_NODES}, the number of tree nodes, is {nodes}"
+
+
+@ENGINE.row(
+    "more nodes than `topk` and `steps` hold",
+    "A level has `topk` children of `topk` nodes at most.",
+    f"lower the number of nodes, or raise `{_TOPK}` or the depth",
+)
+def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    nodes = tree.nodes or vllm_config.speculative_config.num_speculative_tokens
+    if not tree.max_nodes < nodes <= MAX_NODES:
+        return
+    # Beside `nodes`, the number of tokens is the depth.
+    key, depth = flag("tree", "nodes"), _NODES
+    if tree.nodes is None:
+        key, depth = _NODES, flag("tree", "steps")
+    yield Found(
+        f"{key} is {nodes}, but a tree of {_TOPK} {tree.topk} and a depth of {tree.steps} ({depth})"
+        f" holds {tree.max_nodes} nodes",
+        f"lower it, or raise {_TOPK} or {depth}",
+    )
+
+
+@ENGINE.row(
+    "`ngram` with chains: `topk: 1`, or a target that verifies no trees",
+    "N-grams are branches beside the draft's.",
+    f"drop `{flag('tree', 'ngram')}`, or set `{_TOPK}` to 2 or more, on a target that can verify "
+    "trees",
+)
+def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    # N-grams alone may be chains; `ngram_refusals` tells what else goes with them.
+    alone = not has_model(tree, vllm_config.speculative_config)
+    if tree.ngram is not None and tree.topk == 1 and not alone:
+        yield f"{flag('tree', 'ngram')} is given, but drafts are chains ({_TOPK} 1)"
+
+
+_ONE_RANK = "A request's rows are split over ranks, and a tree needs all of them."
+
+ENGINE.extend(
+    (
+        Refusal("Model Runner V1", "It has no place for verification and compaction.", V2, V1),
+        Refusal(
+            "pipeline parallelism",
+            "The draft runs on the last rank, and the accepted path is not sent to the others.",
+            "set `--pipeline-parallel-size` to 1",
+            more_than_one("pipeline_parallel_size"),
+        ),
+        Refusal(
+            "decode context parallelism",
+            _ONE_RANK,
+            "set `--decode-context-parallel-size` to 1",
+            more_than_one("decode_context_parallel_size"),
+        ),
+        Refusal(
+            "prefill context parallelism",
+            _ONE_RANK,
+            "set `--prefill-context-parallel-size` to 1",
+            more_than_one("prefill_context_parallel_size"),
+        ),
+        Refusal(
+            "dual batch overlap",
+            "It splits the tree's rows.",
+            "drop `--enable-dbo` and `--ubatch-size`",
+            UBATCHING,
+        ),
+        Refusal(
+            "batch-sharded sampling",
+            "It splits the tree's rows.",
+            "drop `--enable-batch-sharded-sampling`",
+            setting("parallel_config.enable_batch_sharded_sampling"),
+        ),
+        Refusal(
+            "`cudagraph_mode: FULL`",
+            "Its graphs of mixed batches would put prompts through tree attention.",
+            "set `compilation_config.cudagraph_mode` to FULL_AND_PIECEWISE (where mixed batches "
+            "have graphs of ours), FULL_DECODE_ONLY, PIECEWISE or NONE",
+            setting(
+                "compilation_config.cudagraph_mode",
+                lambda mode: getattr(mode, "name", None) != "FULL",
+                "compilation_config.cudagraph_mode is FULL",
+            ),
+        ),
+    )
+)
+
+
+@ENGINE.row(
+    "more rows per level (`max_num_seqs` times `topk`) than `max_num_batched_tokens`",
+    BUFFERS,
+    "raise `--max-num-batched-tokens`, or lower one of the others",
+)
+def _levels(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    speculative = vllm_config.speculative_config
+    if has_model(tree, speculative) and not is_block(tree, speculative):
+        scheduler, times = vllm_config.scheduler_config, f"{_TOPK} {tree.topk}"
+        yield from too_many_rows("A level of the draft", tree.topk, times, scheduler)
+
+
+@ENGINE.row(
+    "LoRA with more rows (`max_num_seqs` times `nodes` + 1) than `max_num_batched_tokens`",
+    "vLLM sizes its buffers of adapters for that many rows.",
+    f"raise `--max-num-batched-tokens`, or lower `{flag('tree', 'nodes')}`",
+)
+def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    # vLLM checks this while num_speculative_tokens is still the depth.
+    if tree.nodes is not None and getattr(vllm_config, "lora_config", None) is not None:
+        scheduler, key, rows = vllm_config.scheduler_config, flag("tree", "nodes"), tree.nodes + 1
+        times, or_else = f"{rows}, of {key} {tree.nodes}", f", or lower {key}"
+        yield from too_many_rows("With LoRA a batch of trees", rows, times, scheduler, or_else)
+
+
+@ENGINE.row(
+    "a fixed tree of more rows (its nodes + 1) than `--long-prefill-token-threshold`",
+    "vLLM gives a request with one token left to compute the rows of a full tree, and the engine "
+    "stops where the threshold cuts them. So it does with a chain.",
+    "raise the threshold to the rows of a tree, or drop it",
+)
+def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    if limit := tight_threshold(tree, vllm_config):
+        yield Found(
+            f"{limit.flag} is {limit.value}, but a full tree has {limit.least} rows",
+            f"set {limit.flag} to {limit.least} or more, drop it, or {_fewer(tree, limit.value)}",
+        )
+
+
+@ENGINE.row(
+    "a fixed tree of more rows (its nodes + 1) than `max_num_batched_tokens`, less vLLM's slots "
+    "for the draft, or `max_num_scheduled_tokens`",
+    "vLLM gives a request with one token left to compute all rows of a tree or no turn, so that it "
+    "may wait forever.",
+    "raise them, or lower the number of nodes",
+)
+def _budgets(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    for limit in tight_budgets(tree, vllm_config):
+        spare = limit.value - (limit.least - full_rows(tree, vllm_config))
+        yield Found(
+            f"{limit.flag} is {limit.value}, but a full tree needs {limit.least} rows",
+            f"set {limit.flag} to {limit.least} or more, or {_fewer(tree, spare)}",
+        )
+
+
+def _fewer(tree: TreeConfig, rows: int) -> str:
+    """What to do for trees of at most so many rows; their number changes with ``shape: auto``."""
+    if rows < 2:
+        return f"set {_SHAPE} to 'auto'"
+    nodes = flag("tree", "nodes") if tree.nodes is not None else _NODES
+    return f"set {nodes} to {rows - 1} or less"
+
+
+@ENGINE.row(
+    "`shape: auto` with data parallelism",
+    "vLLM drops its number of drafts by batch size there, so ranks would choose differently.",
+    f"set `{_SHAPE}` to 'fixed'",
+)
+def _auto_replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    replicas = vllm_config.parallel_config.data_parallel_size if tree.shape == "auto" else 1
+    if replicas > 1:
+        yield f"{_SHAPE} is 'auto' and --data-parallel-size is {replicas}"
+
+
+@ENGINE.row(
+    "`shape: auto` with a `--scheduler-cls`",
+    "The choice is made in vLLM's own scheduler.",
+    f"drop `--scheduler-cls`, or set `{_SHAPE}` to 'fixed'",
+)
+def _auto_scheduler(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    scheduler = vllm_config.scheduler_config.scheduler_cls if tree.shape == "auto" else None
+    if scheduler is not None:
+        yield f"{_SHAPE} is 'auto' and --scheduler-cls is {scheduler!r}"
+
+
+def shape_problems(vllm_config: Any) -> list[str]:
+    """Why the shape can't be ``auto``."""
+    rows = (_auto_replicas, _auto_scheduler, auto_widths)
+    return list(sentences(rows, TreeConfig(shape="auto"), vllm_config))
+
+
+def level_problems(tree: TreeConfig, vllm_config: Any) -> list[str]:
+    """Why the levels of a tree do not fit into ``max_num_batched_tokens``."""
+    return list(_levels.sentences(tree, vllm_config))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -245,3 +247,8 @@ def test_k_v_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "compact_kv", lambda *args, **kwargs: None)
     tokens, alone, _ = emitted(0.0, error=8.0)
     assert tokens != alone
+
+
+def test_a_step_needs_no_vllm() -> None:
+    code = "import sys; sys.modules['vllm'] = None; import vllm_graft.spec_decode.step"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

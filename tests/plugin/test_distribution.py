@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
 
-HARNESS = ("TRITON_", "VLLM_")
+HARNESS = ("PYTHONPATH", "TRITON_", "VLLM_")
 
 # A proxy of the environment must not see the loopback interface.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -29,7 +29,7 @@ from vllm_graft.scaffold.new_plugin import write
 from vllm_graft.testing import cpu_engine, greedy
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-PLUGINS = sorted((EXAMPLES / "plugins").iterdir())
+PLUGINS = sorted(each.parent for each in EXAMPLES.glob("plugins/*/pyproject.toml"))
 KUBERNETES = "1.31"
 
 

@@ -59,7 +59,7 @@ class TableGrowth(PasslessGrowth):
     def grow(
         self, drafter: Any, num_reqs: int, *args: Any, num_nodes: int, narrow: bool = False
     ) -> int:
-        topk = self.trees.shape.topk
+        topk = self.shape.topk
         frontier = self.tokens[: num_reqs * topk]
         first = drafter.first_level(num_reqs)
         return self.fill(first, lambda _: following(frontier, topk), num_reqs, num_nodes)
@@ -79,9 +79,10 @@ class TableTrees(TargetDependentTrees, EagleSpeculator):
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         num_reqs = hidden_states.shape[0]
         roots = self.input_buffers.input_ids[self.last_token_indices[:num_reqs]]
-        for kept, found in zip(self.first_level(num_reqs), following(roots, self.trees.shape.topk)):
+        first = self.first_level(num_reqs)
+        for kept, found in zip(first, following(roots, self.trees.shape.topk)):
             kept.copy_(found)
-        return self.first_tokens[:num_reqs, 0]
+        return first[1][:, 0]
 
 
 class LastTokenGrowth(TableGrowth):
@@ -90,7 +91,7 @@ class LastTokenGrowth(TableGrowth):
     def grow(
         self, drafter: Any, num_reqs: int, *args: Any, num_nodes: int, narrow: bool = False
     ) -> int:
-        topk = self.trees.shape.topk
+        topk = self.shape.topk
         frontier = self.tokens[: num_reqs * topk]
         first = following(drafter.last_tokens[:num_reqs], topk)
         return self.fill(first, lambda _: following(frontier, topk), num_reqs, num_nodes)

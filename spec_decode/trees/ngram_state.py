@@ -111,13 +111,14 @@ class NgramState:
             tokens: the pieces with a `BORDER` between two; what is more than ``reference`` tokens
                 is left out.
         """
-        row = torch.full((self.reference,), BORDER, dtype=torch.int32)
-        kept = np.asarray(tokens[: self.reference], dtype=np.int32)
-        row[: len(kept)] = torch.from_numpy(kept)
+        row = torch.from_numpy(np.asarray(tokens[: self.reference], dtype=np.int32))
         if self.history.device.type == "cuda":
             # The host does not wait for the copy, which keeps the row until it has been made.
             row = row.pin_memory()
-        self.history[slot, self.width :].copy_(row, non_blocking=True)
+        end = self.width + len(row)
+        self.history[slot, self.width : end].copy_(row, non_blocking=True)
+        # The device fills the rest: the host's work is that of the tokens alone.
+        self.history[slot, end:].fill_(BORDER)
 
     @property
     def width(self) -> int:

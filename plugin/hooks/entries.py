@@ -110,7 +110,7 @@ class TargetFamily(Entry):
     Attributes:
         serves: names of the features of target models (`Feature`) that it serves
             beside plain attention.
-        refusals: where its rows of what trees on it cannot be combined with are, a tuple of
+        refusals: where its rows of what trees on it cannot be combined with are, some of
             `vllm_graft.base.refusal.Refusal`, as ``"package.module:attribute"``; empty for none.
         seams: where its rows of the ledger are, a tuple of `vllm_graft.seams.ledger.entry.Seam`,
             likewise. They are compared with the installed vLLM before it serves a layer. Families

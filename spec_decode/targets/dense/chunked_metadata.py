@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _KEPT = "graft_whole_batch"
 
 
-@dataclass(frozen=True)
+@dataclass
 class WholeBatch:
-    """What tree attention reads of a batch, under the names that the platform's metadata has.
+    """What tree attention reads of a batch, under the names that every paged backend has.
 
     Attributes:
         query_start_loc: i32 ``[num_reqs + 1]``.
@@ -38,6 +38,17 @@ class WholeBatch:
     block_table: torch.Tensor
     max_query_len: int
     max_seq_len: int
+
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata) -> WholeBatch:
+        """The batch that vLLM describes to all backends; its tensors are the persistent buffers."""
+        return cls(
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.max_query_len,
+            common.max_seq_len,
+        )
 
 
 def whole_batch(metadata: Any) -> Any:
@@ -68,15 +79,7 @@ def _keeping(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             fast_build: bool = False,
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            common = common_attn_metadata
-            kept = WholeBatch(
-                common.query_start_loc,
-                common.seq_lens,
-                common.block_table_tensor,
-                common.max_query_len,
-                common.max_seq_len,
-            )
-            setattr(metadata, _KEPT, kept)
+            setattr(metadata, _KEPT, WholeBatch.of(common_attn_metadata))
             return metadata
 
     whole: type[AttentionBackend] = subclass_attention_backend("Whole", backend, WholeBatchBuilder)

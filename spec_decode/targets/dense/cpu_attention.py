@@ -7,7 +7,6 @@ same process that did not ask for trees keep vLLM's own attention.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,32 +23,14 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.targets.dense.chunked_metadata import WholeBatch
 from vllm_graft.spec_decode.targets.dense.window import chunk_of, first_key, window_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
 
-@dataclass
-class TorchMetadata:
-    """A batch in the terms of every paged backend.
-
-    Attributes:
-        query_start_loc: int32 ``[num_reqs + 1]``.
-        seq_lens: int32 ``[num_reqs]``, keys per request, including those of its new tokens.
-        block_table: int32 ``[num_reqs, max_blocks]``.
-        max_query_len: upper bound of a request's query.
-        max_seq_len: upper bound of `seq_lens`.
-    """
-
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
-
-
-class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
+class TorchMetadataBuilder(AttentionMetadataBuilder[WholeBatch]):
     """Passes the common metadata on."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
@@ -63,17 +44,10 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TorchMetadata:
-        common = common_attn_metadata
-        return TorchMetadata(
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.max_query_len,
-            common.max_seq_len,
-        )
+    ) -> WholeBatch:
+        return WholeBatch.of(common_attn_metadata)
 
-    def update_draft_decode_metadata(self, metadata: TorchMetadata) -> None:
+    def update_draft_decode_metadata(self, metadata: WholeBatch) -> None:
         """Do nothing: the metadata holds the persistent buffers, so it never goes stale."""
 
 
@@ -107,7 +81,7 @@ class TorchAttentionBackend(AttentionBackend):
         return TorchMetadataBuilder
 
 
-class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
+class TorchAttentionImpl(AttentionImpl[WholeBatch]):
     """Causal decoder attention, computed one request after another."""
 
     def __init__(
@@ -158,7 +132,7 @@ class TorchAttentionImpl(AttentionImpl[TorchMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: TorchMetadata,
+        attn_metadata: WholeBatch,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,

@@ -12,12 +12,13 @@ import torch
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
-from vllm_graft.spec_decode.targets.dense.cpu_attention import TorchAttentionImpl, TorchMetadata
+from vllm_graft.spec_decode.targets.dense.chunked_metadata import WholeBatch
+from vllm_graft.spec_decode.targets.dense.cpu_attention import TorchAttentionImpl
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 16
 
 
-def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, TorchMetadata]:
+def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, WholeBatch]:
     """Make requests of 1 new key after 20, 5 after 0, none, 3 after 30."""
     generator = torch.Generator().manual_seed(0)
     lengths, new = [21, 5, 9, 33], [1, 5, 0, 3]
@@ -25,12 +26,12 @@ def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, TorchMeta
     tables = torch.randperm(12, generator=generator).view(4, 3).int()
     cache = torch.randn(12, KV_HEADS, BLOCK, 2 * SIZE, generator=generator)
     query = torch.randn(sum(new) + 2, HEADS, SIZE, generator=generator)
-    metadata = TorchMetadata(starts, torch.tensor(lengths), tables, max(new), max(lengths))
+    metadata = WholeBatch(starts, torch.tensor(lengths), tables, max(new), max(lengths))
     return TorchAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS), query, cache, metadata
 
 
 def run(
-    impl: TorchAttentionImpl, query: torch.Tensor, cache: torch.Tensor, metadata: TorchMetadata
+    impl: TorchAttentionImpl, query: torch.Tensor, cache: torch.Tensor, metadata: WholeBatch
 ) -> torch.Tensor:
     output = torch.full_like(query, 7.0)
     return impl.forward(None, query, query, query, cache, metadata, output)
@@ -39,7 +40,7 @@ def run(
 def plain(
     query: torch.Tensor,
     cache: torch.Tensor,
-    metadata: TorchMetadata,
+    metadata: WholeBatch,
     lag: int = 0,
     window: int = 1000,
     sinks: torch.Tensor | None = None,

@@ -51,8 +51,7 @@ from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.late_refusals import late_refusals
 from vllm_graft.spec_decode.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
-from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"

@@ -51,8 +51,7 @@ from vllm_graft.spec_decode.presets.node_count import count_nodes, fill_in_depth
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
-from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"

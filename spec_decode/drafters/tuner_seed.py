@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.spec_decode.heads.hot_gains import HotGains
-from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
+from vllm_graft.spec_decode.tuning.step_times import MEASURED, Costs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
     from vllm_graft.spec_decode.drafters.step_costs import StepCosts
-    from vllm_graft.spec_decode.tuning.step_times import Costs
 
 REPLAYS = 3
 """Replays per graph of the first pass. The fastest counts: the first one also uploads the graph."""

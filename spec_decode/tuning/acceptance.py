@@ -7,8 +7,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_graft.spec_decode.tuning.deep_paths import DeepPaths
-
 WIDTH_GAIN = 0.27
 """With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does.
 
@@ -103,6 +101,45 @@ class _Record:
         return 1 / math.sqrt(self.missed + _PRIOR_MISSES)
 
 
+class _DeepPaths:
+    """Accepted paths that were deeper than the draft's levels, older trees counting less.
+
+    A tree's levels are as many as the draft has passes; only a copy of the request's own text goes
+    deeper. A copy costs no pass and is one branch, so what trees of one shape copied tells what
+    those of another would have: as much of it as they have nodes for.
+    """
+
+    def __init__(self) -> None:
+        self._trees = 0.0
+        self._paths: dict[int, float] = {}
+
+    def fade(self, factor: float) -> None:
+        """Let what was seen count for less."""
+        self._trees *= factor
+        # What is left of a path that nobody has followed for long is dropped.
+        faded = {length: factor * weight for length, weight in self._paths.items()}
+        self._paths = {length: weight for length, weight in faded.items() if weight > 1e-3}
+
+    def observe(self, accepted: Sequence[int], levels: int) -> None:
+        """Add trees of one step.
+
+        Args:
+            accepted: accepted drafts of each tree.
+            levels: levels of their shape.
+        """
+        self._trees += len(accepted)
+        for length in accepted:
+            if length > levels:
+                self._paths[length] = self._paths.get(length, 0.0) + 1.0
+
+    def beyond(self, nodes: int, levels: int) -> float:
+        """Mean accepted drafts per tree below the levels of a shape with so many nodes."""
+        if not self._paths:
+            return 0.0
+        deeper = (max(0, min(each, nodes) - levels) * w for each, w in self._paths.items())
+        return sum(deeper) / self._trees
+
+
 class Acceptance:
     """Accepted drafts per tree, by number of nodes.
 
@@ -128,7 +165,7 @@ class Acceptance:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
         self._seen = {nodes: _Record() for nodes in self._levels}
         self._class = 0
-        self._deep = {self._class: DeepPaths()}
+        self._deep = {self._class: _DeepPaths()}
         self._texts = {self._class: _MissRate(FIRST_MISS * _PRIOR_LEVELS, _PRIOR_LEVELS)}
         self._recent = _MissRate()
         self._before = _MissRate()
@@ -186,7 +223,7 @@ class Acceptance:
         """Go on with the text of a class of temperatures."""
         if temperature_class == self._class:
             return
-        self._deep.setdefault(temperature_class, DeepPaths())
+        self._deep.setdefault(temperature_class, _DeepPaths())
         self._texts.setdefault(
             temperature_class, _MissRate(self.miss * _PRIOR_LEVELS, _PRIOR_LEVELS)
         )

@@ -17,8 +17,8 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tuning import graph_fit
-from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts
+from vllm_graft.spec_decode.tuning.step_times import MEASURED
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 if TYPE_CHECKING:

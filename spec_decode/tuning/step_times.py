@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from vllm_graft.spec_decode.chunking.handover import Handover
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, Rates, usual
 from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
 from vllm_graft.spec_decode.tuning.host_floor import Floor, Timed
@@ -40,6 +41,9 @@ _LEAST = 0.2
 
 Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
+
+MEASURED: Handover[Costs] = Handover()
+"""What each engine's workers have measured, from then until the scheduler is built."""
 
 
 @dataclass

@@ -68,7 +68,7 @@ BOUNDED = {
         spec_decode/counts/tree_metrics.py:TreeWatch._nodes
         spec_decode/tuning/context_cost.py:ContextCost._kinds
         spec_decode/tuning/context_cost.py:ContextCost._measured
-        spec_decode/tuning/deep_paths.py:DeepPaths._paths
+        spec_decode/tuning/acceptance.py:_DeepPaths._paths
         spec_decode/tuning/step_times.py:StepTimes._kept
         spec_decode/tuning/step_times.py:StepTimes._seen
         spec_decode/tuning/step_times.py:StepTimes.costs

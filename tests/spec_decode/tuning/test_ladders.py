@@ -6,8 +6,15 @@ import pytest
 
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW, Ladder
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic, for_experts, whole
+from vllm_graft.spec_decode.tuning.shapes import (
+    DENSE,
+    NARROW,
+    Ladder,
+    auto_schedule,
+    dynamic,
+    for_experts,
+    whole,
+)
 
 
 def shapes(ladder: Ladder, config: TreeConfig, nodes: int) -> list[TreeShape]:

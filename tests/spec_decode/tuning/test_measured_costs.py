@@ -14,7 +14,7 @@ from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.spec_decode import tree_part
 from vllm_graft.spec_decode.chunking.mixed_rows import ROWS, captured_rows
 from vllm_graft.spec_decode.drafters import tuner_seed
-from vllm_graft.spec_decode.tuning.measured_costs import MEASURED
+from vllm_graft.spec_decode.tuning.step_times import MEASURED
 
 
 def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any:

@@ -7,8 +7,7 @@ import pytest
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees import candidates
 from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.ladders import NARROW
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic, for_blocks, whole
+from vllm_graft.spec_decode.tuning.shapes import NARROW, auto_schedule, dynamic, for_blocks, whole
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (1, 5), (3, 1), (4, 4), (8, 6)])

@@ -12,7 +12,7 @@ from tests.support.worlds import tuner_world
 from tests.support.worlds.closed_loop import Loop
 from tests.support.worlds.moe_world import Service, make
 from vllm_graft.spec_decode.tuning import excess
-from vllm_graft.spec_decode.tuning.ladders import DENSE, NARROW, Ladder
+from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, Ladder
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner

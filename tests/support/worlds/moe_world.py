@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.ladders import NARROW, Ladder
-from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.spec_decode.tuning.shapes import NARROW, Ladder, auto_schedule
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 MAX_REQS, MAX_ROWS = 16, 512

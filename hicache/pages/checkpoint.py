@@ -30,13 +30,14 @@ def weights_of(model: Any, engine: Any) -> str:
     """
     if engine.weights:
         return str(engine.weights)
-    if engine.vllm_config.load_config.load_format == "dummy":
+    load_format = engine.loader_of(model).load_format
+    if load_format == "dummy":
         return f"dummy {model.seed}"
     try:
         # The files of a commit never change.
         if (commit := _asked_commit(model)) is not None:
             return f"{model.model} {commit}"
-        return checkpoint_fingerprint(_place(model)).hex()
+        return checkpoint_fingerprint(_place(model), load_format).hex()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{option_flag('weights')}: the weights of {model.model!r} can't be told "
@@ -78,6 +79,13 @@ def _hashes(model: Any, names: tuple[str, ...]) -> dict[str, str]:
         return {}
     found = sorted({file for name in names for file in folder.glob(name) if file.is_file()})
     return {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in found}
+
+
+def file_hash(place: str | None) -> str | None:
+    """The hash of a file's content; None if there is no such file."""
+    if place is None or not (file := Path(place)).is_file():
+        return None
+    return xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def _asked_commit(model: Any) -> str | None:

@@ -74,6 +74,11 @@ _latest: weakref.ref[Any] | None = None
 _listeners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
+_unreset: weakref.WeakKeyDictionary[Any, set[Change]] = weakref.WeakKeyDictionary()
+"""What has changed since vLLM's own cache on the device was reset. Until then K/V of before is
+found there, and is stored as if it were new."""
+
+
 def core_of(model: str) -> Any:
     """The engine core of this process that serves a model; None if there is none.
 
@@ -157,11 +162,16 @@ def _then_tell_of_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(
         core: Any, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> Any:
+        done = False
         try:
-            return original(core, reset_running_requests, reset_connector)
+            done = original(core, reset_running_requests, reset_connector)
+            return done
         finally:
-            if reset_connector:
-                _tell(core, Change.RESET, original.__name__)
+            changes = {Change.RESET} if reset_connector else _unreset.get(core, set())
+            for change in sorted(changes, key=lambda each: each.value):
+                _tell(core, change, original.__name__)
+            if done:
+                _unreset.pop(core, None)
 
     return reset_prefix_cache
 
@@ -175,6 +185,8 @@ def _keeps_weights(method: Any) -> bool:
 
 def _tell(core: Any, change: Change, order: Any) -> None:
     listeners = list(_listeners.get(core, ()))
+    if change is not Change.RESET:
+        _unreset[core] = _unreset.get(core, set()) | {change}
     if listeners and change is not Change.RESET:
         logger.info(
             "host KV cache: %s (%s); no K/V of before is used any more, and new K/V is stored "

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_graft.hicache.pages.checkpoint import code_files, commit_of, processor_files, weights_of
+from vllm_graft.hicache.pages.checkpoint import (
+    code_files,
+    commit_of,
+    file_hash,
+    processor_files,
+    weights_of,
+)
 from vllm_graft.hicache.pages.page_key import FORMAT, NAMESPACE_BYTES
 
 
@@ -44,6 +50,13 @@ class Engine:
         found = {"target": self.vllm_config.model_config}
         draft = getattr(self.vllm_config.speculative_config, "draft_model_config", None)
         return found if draft is None else {**found, "draft": draft}
+
+    def loader_of(self, model: Any) -> Any:
+        """The ``LoadConfig`` of a model: a draft may have one of its own."""
+        speculative = self.vllm_config.speculative_config
+        own = getattr(speculative, "draft_load_config", None)
+        is_draft = model is getattr(speculative, "draft_model_config", None)
+        return own if is_draft and own is not None else self.vllm_config.load_config
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,11 @@ def _longest(model: Any, engine: Engine) -> int:
     return int(model.max_model_len) if long else 0
 
 
+def _loader(model: Any, engine: Engine) -> list[Any]:
+    loader = engine.loader_of(model)
+    return [loader.load_format, loader.model_loader_extra_config]
+
+
 def _code(model: Any, engine: Engine) -> list[Any]:
     return [code_files(model), getattr(model, "model_impl", None)]
 
@@ -125,6 +143,7 @@ def _modalities(model: Any, engine: Engine) -> Any:
         processor_files(model),
         transformers.__version__,
         [getattr(settings, name, None) for name in names],
+        file_hash(getattr(settings, "mm_encoder_fp8_scale_path", None)),
     ]
 
 
@@ -216,7 +235,7 @@ INPUTS: tuple[Input, ...] = (
     Input(
         "loader",
         "how weights are loaded: `--load-format`, `--model-loader-extra-config`",
-        _field("load_config", "load_format", "model_loader_extra_config"),
+        _each(_loader),
     ),
     Input("config", "the models' configurations, with `--hf-overrides` and rope", _each(_config)),
     Input("longest request", "`--max-model-len`, if LongRoPE chooses by it", _each(_longest)),

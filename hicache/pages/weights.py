@@ -46,6 +46,9 @@ THREADS = 16
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
 """Suffixes of files that hold weights."""
 
+FORMATS = {"pt": ".pt", "npcache": ".bin"}
+"""Suffixes of the files that some ``--load-format`` read although there are safetensors files."""
+
 CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json")
 """Files that say how to interpret the weights. They are read completely."""
 
@@ -56,14 +59,18 @@ Range = tuple[Path, int, int]
 """A file, an offset in it, and a number of bytes."""
 
 
-def checkpoint_fingerprint(path: Path) -> bytes:
+def checkpoint_fingerprint(path: Path, load_format: str = "auto") -> bytes:
     """The fingerprint, 16 bytes, of the checkpoint at ``path``, a file or a directory.
+
+    Args:
+        path: the checkpoint.
+        load_format: vLLM's, which says which files are read.
 
     Raises:
         FileNotFoundError: if there are no weights.
         OSError: if a file cannot be read.
     """
-    files = weight_files(path)
+    files = weight_files(path, load_format)
     if not files:
         raise FileNotFoundError(f"no weights ({', '.join(SUFFIXES)}) at {str(path)!r}")
     digest = xxhash.xxh3_128()
@@ -92,13 +99,18 @@ def _times(status: os.stat_result) -> str:
     return f"{status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The files with weights at ``path``, sorted by name: safetensors files if there are any."""
+def weight_files(path: Path, load_format: str = "auto") -> list[Path]:
+    """The files with weights at ``path``, sorted by name: safetensors files if there are any.
+
+    A load format that reads other files gets those.
+    """
     if path.is_file():
         return [path]
     found = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES and file.is_file())
-    preferred = [file for file in found if file.suffix == ".safetensors"]
-    return preferred or found
+    for suffix in (FORMATS.get(load_format), ".safetensors"):
+        if preferred := [file for file in found if file.suffix == suffix]:
+            return preferred
+    return found
 
 
 def _content(file: Path, size: int) -> tuple[list[Range], list[Range]]:

@@ -70,10 +70,10 @@ class Loader:
                 return list(keys[:index])
         return list(keys)
 
-    def submit(self, load: Load) -> None:
-        """Queue a load."""
+    def submit(self, *loads: Load) -> None:
+        """Queue loads."""
         with self._changed:
-            self._queue.append(load)
+            self._queue.extend(loads)
             self._changed.notify_all()
 
     def cancel(self, load: Load) -> None:

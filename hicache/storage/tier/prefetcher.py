@@ -27,11 +27,16 @@ from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 __all__ = ["PrefetchOperation", "PrefetchPolicy", "Prefetcher", "Slot", "SlotAllocator"]
 
 
+MOST_LOADS = 256
+"""Most loads in flight. More would not be read sooner, as threads are few. But each costs the
+owner's thread some time, when it begins and at every poll."""
+
+
 class SlotAllocator(Protocol):
     """The host pool, as the prefetcher sees it. Only the owner's thread calls it."""
 
     def has(self, key: PageKey) -> bool:
-        """Whether ``key`` was loaded, while other shards of its page were not.
+        """Whether ``key`` was loaded meanwhile, for another request or before other shards.
 
         Then it is not loaded again.
         """
@@ -177,6 +182,7 @@ class Prefetcher:
 
     def _admit(self) -> None:
         """Begin to load waiting keys in order of arrival, within the budget."""
+        begun: list[Load] = []
         while self._waiting:
             operation, index = self._waiting[0]
             if operation.ended or index >= operation.limit:
@@ -190,17 +196,20 @@ class Prefetcher:
                     self._waiting.popleft()
                     operation.resolve(index, ReadStatus.HIT)
                     continue
-                if self._bytes >= self._budget:
-                    return
+                if self._bytes >= self._budget or len(self._loads) >= MOST_LOADS:
+                    break
                 load = self._begin(key)
                 if load is None:
                     self.counters.add("no_slot")
                     operation.resolve(index, ReadStatus.MISS)
                     continue
+                begun.append(load)
             else:
                 self.counters.add("shared")
             self._waiting.popleft()
             load.waiters.append((operation, index))
+        if begun:
+            self._loader.submit(*begun)
 
     def _begin(self, key: PageKey) -> Load | None:
         slot = self._allocator.allocate(key)
@@ -209,7 +218,6 @@ class Prefetcher:
         load = Load(key, slot)
         self._loads[key] = load
         self._bytes += slot.buffer.nbytes
-        self._loader.submit(load)
         return load
 
     def _abandon(self) -> None:

@@ -225,10 +225,10 @@ class StorageTier:
     # The host pool, as the prefetcher sees it
 
     def has(self, key: PageKey) -> bool:
-        """Whether a shard was read, while others of its page were not."""
+        """Whether a shard was read: others of its page may not be, or the page was offered."""
         whole, shard = self._whole(key)
         incoming = self._incoming.get(whole)
-        return incoming is not None and shard in incoming.came
+        return self._index.has(whole) if incoming is None else shard in incoming.came
 
     def allocate(self, key: PageKey) -> Slot | None:
         """Reserve one shard's part of a slot. All shards of a page use the same slot number."""

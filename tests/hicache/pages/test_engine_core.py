@@ -135,11 +135,30 @@ def test_other_orders(cores: type[_Core]) -> None:
     assert core.wake_up(tags=["weights"])
     assert core.add_lora(object())
     assert core.remove_lora(1)
-    assert not core.reset_prefix_cache()
     assert core.reset_prefix_cache(True, True)
+    assert not core.reset_prefix_cache()
     assert not core.reset_prefix_cache(reset_connector=True)
     expected = [Change.WEIGHTS, Change.ADAPTER, Change.ADAPTER, Change.RESET, Change.RESET]
     assert pages.changes == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "change"), [("wake_up", Change.WEIGHTS), ("add_lora", Change.ADAPTER)]
+)
+def test_a_reset_of_the_device_alone_ends_a_change(
+    cores: type[_Core], order: str, change: Change
+) -> None:
+    """Until then vLLM finds K/V of before on the device, which is stored as if it were new."""
+    core, pages = cores(), _Pages()
+    engine_core.listen(core, pages)
+    getattr(core, order)(object())
+    assert not core.reset_prefix_cache(reset_connector=False)
+    assert pages.changes == [change, change]
+    # The device still has blocks of before: this reset has failed.
+    assert core.reset_prefix_cache(True)
+    assert pages.changes == [change, change, change]
+    core.reset_prefix_cache()
+    assert pages.changes == [change, change, change]
 
 
 def test_another_engine_and_pages_that_are_gone_are_not_told(cores: type[_Core]) -> None:

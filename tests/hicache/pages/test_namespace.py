@@ -207,6 +207,34 @@ CASES = [(name, number) for name, changes in CHANGES.items() for number in range
 ALSO = {"draft": None, "longest request": {"config"}}
 
 
+def test_a_draft_may_be_loaded_otherwise(checkpoint: Path) -> None:
+    """Real weights beside a target with dummy ones: its files count."""
+    found = engine(checkpoint)
+    with_a_draft(found, checkpoint, pytest.MonkeyPatch())
+    found.vllm_config.load_config.load_format = "dummy"
+    inputs = {row.name: row for row in INPUTS}
+    loaders = inputs["loader"].read(found)
+    own = SimpleNamespace(load_format="auto", model_loader_extra_config={})
+    found.vllm_config.speculative_config.draft_load_config = own
+    weights = inputs["weights"].read(found)
+    assert inputs["loader"].read(found) != loaders
+    change_a_tensor(checkpoint)
+    now = inputs["weights"].read(found)
+    assert now["target"] == weights["target"]
+    assert now["draft"] != weights["draft"]
+
+
+def test_the_scales_of_an_encoder_count(checkpoint: Path) -> None:
+    """A file beside the model, whose name alone says nothing."""
+    found, scales = engine(checkpoint), checkpoint / "scales.txt"
+    scales.write_text("1")
+    found.vllm_config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(scales)
+    [row] = [row for row in INPUTS if row.name == "modalities"]
+    before = str(row.read(found))
+    scales.write_text("2")
+    assert str(row.read(found)) != before
+
+
 def test_every_input_has_a_change() -> None:
     assert list(CHANGES) == [row.name for row in INPUTS]
 

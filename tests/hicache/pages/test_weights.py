@@ -187,3 +187,16 @@ def test_many_tensors_are_thinned_and_headers_kept(
 def test_no_weights_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no weights"):
         checkpoint_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(("load_format", "name"), [("pt", "a.pt"), ("npcache", "a.bin")])
+def test_the_files_that_the_load_format_reads(
+    checkpoint: Path, load_format: str, name: str
+) -> None:
+    """Beside safetensors files, which are not read then."""
+    (checkpoint / name).write_bytes(bytes(10))
+    others = checkpoint_fingerprint(checkpoint)
+    first = checkpoint_fingerprint(checkpoint, load_format)
+    (checkpoint / name).write_bytes(bytes(11))
+    assert checkpoint_fingerprint(checkpoint) == others
+    assert checkpoint_fingerprint(checkpoint, load_format) != first

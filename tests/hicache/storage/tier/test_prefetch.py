@@ -18,6 +18,7 @@ from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.tier import prefetcher
 from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
     PrefetchOperation,
@@ -244,6 +245,23 @@ def test_the_budget_bounds_what_is_in_flight(make: Make) -> None:
         bench.prefetcher.poll()
         assert bench.prefetcher.bytes_in_flight <= 3 * PAGE
     assert operation.loaded == 20
+
+
+def test_a_long_prompt_has_no_more_loads_in_flight_than_the_threads_need(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load costs the scheduler's thread time, and a prompt may have many thousands."""
+    monkeypatch.setattr(prefetcher, "MOST_LOADS", 4)
+    bench = make(threads=2)
+    monkeypatch.setattr(bench.pool, "has", lambda key: key in bench.pool.published)
+    bench.store.gate.clear()
+    operation, other = bench.start(0, 20), bench.start(2, 22)
+    assert len(bench.pool.lent) == 4
+    bench.store.gate.set()
+    while not (operation.ended and other.ended):
+        bench.prefetcher.poll()
+        assert len(bench.pool.lent) <= 4
+    assert operation.loaded == other.loaded == 20
 
 
 def test_a_full_pool_cuts_the_prefix(make: Make) -> None:

@@ -151,6 +151,16 @@ def test_a_shard_that_has_come_is_not_read_again_for_another_request(
     rig.tier.poll()
 
 
+def test_a_page_that_has_come_for_another_request_does_not_end_the_prefix(rig: _Rig) -> None:
+    """It came while this request's pages waited for others to be read."""
+    rig.tier.store([rig.keep(number) for number in range(2)])
+    rig.settle()
+    rig.index.clear()
+    rig.keep(0)
+    assert rig.fetch(0, 1).loaded == 2 * SHARDS
+    assert rig.index.has(_key(1))
+
+
 def test_volatile_pages_stay_in_memory(rig: _Rig) -> None:
     page = rig.keep(0)
     page.volatile = True

@@ -13,7 +13,7 @@ from benchmarks.fuzz.config.frontend import Frontend, vllm_reads
 from benchmarks.fuzz.config.inputs import Case, Inputs
 from benchmarks.fuzz.config.verdict import problem_of, wrong_message
 from vllm_graft import config
-from vllm_graft.base import options, values
+from vllm_graft.base import options
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hooks.manager import Manager
@@ -43,19 +43,15 @@ def test_every_key_of_a_section_is_tried() -> None:
         assert set(section.model_fields) - (tried - {min(tried)}) == {min(tried)}
 
 
-def _allow_anything(value: object, path: str) -> None:
-    """Accept everything, as the frontend did before it looked at keys one by one."""
-
-
 def _unknown_to_hooks(self: Manager, hook: str, name: str, path: str) -> Any:
     raise HookError(f"{path}: no {hook} entry is called {name!r}.")
 
 
 FAULTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "keys that are no text": (options, "require_plain", _allow_anything),
+    "errors without their flag": (options, "_explain", lambda *_: "it is wrong"),
     "misplaced keys": (config, "can_only_be_ours", lambda key, value: False),
     "another error": (Manager, "choose", _unknown_to_hooks),
-    "values as they are": (values, "shown", repr),
+    "values as they are": (options, "shown", repr),
 }
 
 

@@ -101,7 +101,7 @@ BOUNDED = {
     "An entry per class of sizes, of which an image's limit leaves few.": """
         graph_runners/vision/cut_gain.py:CutGain._seen""",
     "An entry per engine and scheduler of the process, which goes with it.": """
-        hicache/pages/engine_core.py:._listeners""",
+        hicache/pages/engine_core.py:._listeners hicache/pages/engine_core.py:._unreset""",
     "An entry per request, job or step under way, which goes with it.": """
         hicache/copies/copy_engine.py:MemoryCopyEngine._step_seconds
         hicache/host/controller.py:HybridCacheController._source_jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -30,6 +30,32 @@ class Chosen:
     layerwise: bool
 
 
+class Keys(Sequence[PageKey]):
+    """The keys of a request's full blocks in one group, each made when it is asked for.
+
+    So a long prompt takes no longer than the pages that are looked at.
+    """
+
+    def __init__(self, request: Request, group: Group, salt: bytes) -> None:
+        self._request, self._salt = request, salt
+        self._pool, self._step = group.index, group.hashes_per_block
+
+    def __len__(self) -> int:
+        return len(self._request.block_hashes) // self._step
+
+    @overload
+    def __getitem__(self, block: int) -> PageKey: ...
+
+    @overload
+    def __getitem__(self, block: slice) -> list[PageKey]: ...
+
+    def __getitem__(self, block: int | slice) -> PageKey | list[PageKey]:
+        if isinstance(block, slice):
+            return [self[each] for each in range(len(self))[block]]
+        last = (range(len(self))[block] + 1) * self._step - 1
+        return PageKey(salted(bytes(self._request.block_hashes[last]), self._salt), self._pool)
+
+
 @dataclass
 class RequestState:
     """The state of one request.
@@ -51,7 +77,7 @@ class RequestState:
     request: Request
     groups: Sequence[Group]
     salt: bytes = b""
-    keys: dict[int, list[PageKey]] = field(default_factory=dict)
+    keys: dict[int, Keys] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     chosen: Chosen | None = None
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
@@ -65,9 +91,8 @@ class RequestState:
         """Make the keys, of a request that computes all of its K/V now."""
         self.salt, self.outdated = salt, False
         for group in self.groups:
-            self.keys[group.index] = []
+            self.keys[group.index] = Keys(self.request, group, salt)
             self.stored[group.index] = 0
-        self.update_keys()
 
     @property
     def volatile(self) -> bool:
@@ -76,14 +101,6 @@ class RequestState:
         With LoRA it must not, because vLLM's block hash covers an adapter's name, not its weights.
         """
         return self.request.lora_request is not None
-
-    def update_keys(self) -> None:
-        """Add keys for the block hashes that vLLM has computed since the last call."""
-        hashes = self.request.block_hashes
-        for group in self.groups:
-            keys, step = self.keys[group.index], group.hashes_per_block
-            for last in range((len(keys) + 1) * step - 1, len(hashes), step):
-                keys.append(PageKey(salted(bytes(hashes[last]), self.salt), group.index))
 
     def due(self, tokens: int) -> bool:
         """Whether there is a full block below ``tokens`` that was not considered for a store."""

@@ -84,8 +84,6 @@ class HiCacheScheduler:
             state = RequestState(request, self.geometry.groups, self._salt_of(request))
             self._states[request.request_id] = state
             self._stores.arrived(state)
-        else:
-            state.update_keys()
         return state
 
     def arrived(self, request: Request) -> None:
@@ -164,7 +162,6 @@ class HiCacheScheduler:
         if request.status is RequestStatus.FINISHED_ERROR:
             # A load of this or another connector has failed, so the blocks may be invalid.
             return
-        state.update_keys()
         # The last sampled token has no KV.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         operation = self._stores.blocks(state, block_ids, tokens, flush=True)

@@ -25,6 +25,10 @@ IDLE_SECONDS = 0.001
 PROBE_EVERY = 32
 """One of so many hits is read although it does not pay, to notice if storage became faster."""
 
+ASKED = 256
+"""Pages of a group that storage is asked about at once. Raised, a new request whose pages it does
+not have takes longer."""
+
 
 class StorageReads:
     """The prefetches of waiting requests.
@@ -145,21 +149,24 @@ class StorageReads:
             local: number of tokens whose KV is on the device.
             limit: most tokens that the prefix may have.
         """
-        keys = [key for known in state.keys.values() for key in known]
-        # Pages that are being read for another request are wanted too. The load is shared, but
-        # this request has its own deadline.
-        unknown = [
-            key for key in keys if self._index.get(key) is None or self.tier.is_incoming(key)
-        ]
-        if not unknown:
-            return [], 0
-        stored = self.tier.contains(unknown)
+        stored: dict[PageKey, bool] = {}
 
         def there(group: int, block: int) -> bool:
             known = state.keys[group]
             if block >= len(known):
                 return False
-            return stored.get(known[block], True)
+            key = known[block]
+            if self._on_host(key):
+                return True
+            if key not in stored:
+                # Stores look up lists. They are not asked about all of a long prompt, whose first
+                # page they may not have.
+                first = block // ASKED * ASKED
+                some = known[first : first + ASKED]
+                stored.update(
+                    self.tier.contains([each for each in some if not self._on_host(each)])
+                )
+            return stored[key]
 
         end = longest_hit(self._groups, local, limit, there)
         pages = [
@@ -174,6 +181,14 @@ class StorageReads:
             group.block_tokens for group in self._groups
         )
         return wanted, tokens
+
+    def _on_host(self, key: PageKey) -> bool:
+        """Whether host memory has a page.
+
+        It has none that is being read for another request, which this request wants too. The load
+        is shared, but each has its own deadline.
+        """
+        return self._index.get(key) is not None and not self.tier.is_incoming(key)
 
     def _on_device(self, state: RequestState) -> int:
         """Number of leading tokens whose KV is on the device; 0 if a group needs not all pages."""

@@ -65,7 +65,6 @@ class StorePlanner:
             state = states.get(request_id)
             if state is None or state.outdated or write_back:
                 continue
-            state.update_keys()
             request = state.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
             tokens -= self._unstable_tokens
@@ -117,7 +116,6 @@ class StorePlanner:
         """Store recurrent states. vLLM hands each over with its block and its number of tokens."""
         if state is None or state.outdated:
             return None
-        state.update_keys()
         source: list[tuple[PageKey, int]] = []
         for group_index, block, boundary in entries:
             group = self._controller.groups.get(group_index)

@@ -137,7 +137,11 @@ def python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     # A path, and not the files of links in it: vllm-graft's editable install stays out of sight.
     (own / "beside.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(made), "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=120)
+    # A checkout on the path has metadata, by which pip would take it for installed.
+    own_path = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        [*pip, "--no-deps", "--no-index", str(wheel)], env=own_path, check=True, timeout=120
+    )
     run(made, "-m", "vllm_graft.testing.environment")
     return made
 

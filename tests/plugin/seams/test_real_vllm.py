@@ -185,9 +185,13 @@ def test_misplaced_keys_stop_the_frontend(answers: dict[str, Any]) -> None:
 def test_the_host_cache_s_keys_stop_the_frontend(answers: dict[str, Any]) -> None:
     flag = "--kv-transfer-config.kv_connector_extra_config"
     assert answers["backend"].startswith(f"EntryError: {flag}.storage.backend: no graft_storage_")
-    assert answers["exabyte"].startswith(f"ConfigError: {flag}.host_bytes is 1000000000000000000")
-    child = f"ConfigError: {flag}.connectors[1].kv_connector_extra_config.host_bytes is 1, but"
-    assert answers["child"].startswith(child)
+    child = f"{flag}.connectors[1].kv_connector_extra_config"
+    for name, found in (
+        ("exabyte", f"{flag}.host_bytes is 1000000000000000000"),
+        ("child", f"{child}.host_bytes is 1"),
+    ):
+        assert answers[name].startswith("ConfigError: ")
+        assert found in answers[name]
     for name in ("cache", "children"):
         assert answers[name] == "built 'vllm_graft.WorkerExtension'"
     assert answers["cuda_after"] is False

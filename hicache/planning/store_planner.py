@@ -105,8 +105,8 @@ class StorePlanner:
             keys, blocks = state.keys[group.index], block_ids[group.index]
             end = min(tokens // group.block_tokens, len(keys), len(blocks))
             for number in range(state.stored[group.index], end):
-                if blocks[number] != NULL_BLOCK and self._admits(keys[number]):
-                    source.append((keys[number], blocks[number]))
+                if blocks[number] != NULL_BLOCK and self._admits(key := keys[number]):
+                    source.append((key, blocks[number]))
             state.stored[group.index] = max(state.stored[group.index], end)
         return self._controller.store(source, 1 if flush else 0, state.volatile)
 

@@ -42,7 +42,7 @@ KINDS |= {ByteSize: "a size", Path: "a folder", dict: "a mapping", tuple: "a lis
 
 
 def pages() -> dict[Path, str]:
-    """All pages with something of the code's in them, as they should be."""
+    """Return each page that holds something of the code's, as it should be."""
     found: dict[Path, str] = {}
     for name, (page, text) in _parts().items():
         path = DOCS / page

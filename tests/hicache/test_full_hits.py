@@ -30,7 +30,7 @@ DELAY = 4_000_000
 
 
 def poison(llm: Any) -> None:
-    """Not by an RPC: after one that may have replaced weights, nothing is loaded."""
+    """Overwrite the device's K/V, in process: an RPC may replace weights, so it ends all hits."""
     for cache in model_runner(llm).kv_caches:
         cache.fill_(POISON)
     if torch.cuda.is_available():

@@ -93,7 +93,7 @@ def test_a_family_brings_a_refusal(tmp_path: Path, plugin: Any) -> None:
 def test_a_family_brings_rows_of_the_ledger(
     tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a vLLM that has another symbol there, its engine does not start."""
+    """An engine does not start where vLLM has another symbol there."""
     target, draft = windowed(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     plugin(toy_family)
     moved = [replace(seam, expected="self, layer") for seam in toy_family.SEAMS]

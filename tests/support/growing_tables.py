@@ -17,7 +17,7 @@ def growing(source: str) -> set[str]:
 
 
 def growing_in(root: Path, folders: tuple[str, ...], left_out: tuple[str, ...]) -> set[str]:
-    """Those of all modules below some folders, each behind its path and a colon."""
+    """Return those of all modules below some folders, each behind its path and a colon."""
     paths = [each for folder in folders for each in (root / folder).rglob("*.py")]
     names = {path.relative_to(root).as_posix(): path for path in paths}
     return {

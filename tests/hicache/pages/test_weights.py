@@ -193,7 +193,7 @@ def test_no_weights_are_an_error(tmp_path: Path) -> None:
 def test_the_files_that_the_load_format_reads(
     checkpoint: Path, load_format: str, name: str
 ) -> None:
-    """Beside safetensors files, which are not read then."""
+    """The safetensors files beside them are not read then."""
     (checkpoint / name).write_bytes(bytes(10))
     others = checkpoint_fingerprint(checkpoint)
     first = checkpoint_fingerprint(checkpoint, load_format)

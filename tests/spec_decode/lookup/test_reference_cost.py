@@ -136,7 +136,7 @@ def test_a_request_as_it_comes_would_take_long() -> None:
 
 @pytest.mark.parametrize("kind", ["booleans", "references", "paths", "alternatives", "kinds"])
 def test_a_schema_is_read_within_its_work(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layouts together, and what is over stops at once."""
+    """One budget holds for all layouts together, and work beyond it stops at once."""
     spent: list[int] = []
     spend = Work.spend
 

@@ -219,7 +219,7 @@ def test_what_a_tokenizer_refuses_harms_no_request(params: SamplingParams) -> No
 
 
 class Panic(BaseException):
-    """As pyo3's, which is no Exception."""
+    """This one is no Exception, as pyo3's is none."""
 
 
 @pytest.mark.parametrize("raised", [Panic("bad split"), SystemExit(3), MemoryError()])

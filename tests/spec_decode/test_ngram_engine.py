@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers.finished_trees import finish_and_compare
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -18,6 +17,7 @@ from tests.support.engines.pairs import (
     scheduling,
 )
 from tests.support.references.ngram_reference import Candidates, continuation, last_match
+from tests.support.references.tree_reference import finish_and_compare
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -18,8 +18,8 @@ import torch
 from tests.support.answers.near_ties import answers, check_near_ties
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.models import table_drafter
-from tests.support.models.true_shapes import TRUE_SHAPES, TrueShape
-from tests.support.watches.synchronisations import synchronisations
+from tests.support.models.window_models import TRUE_SHAPES, TrueShape
+from tests.support.watches import synchronisations
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.targets.dense.window import window_of
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents

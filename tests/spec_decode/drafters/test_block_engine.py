@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.answers.text_requests import shortened
 from tests.support.engines import block_engines
-from tests.support.engines.block_engines import GREEDY, SEEDED, block_engine
+from tests.support.engines.block_engines import FROM_LAST, GREEDY, SEEDED, TEXTS, block_engine
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -21,9 +21,8 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
-from tests.support.models.block_pairs import FROM_LAST, TEXTS
 from tests.support.references.block_reference import compared
-from tests.support.watches.emitted import emitted
+from tests.support.watches import emitted
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees

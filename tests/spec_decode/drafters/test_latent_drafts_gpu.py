@@ -16,7 +16,7 @@ import torch
 
 from tests.support.answers.near_ties import Answer, answers, compared, departures
 from tests.support.models.latent_models import VOCABULARY, write_latent_eagle3, write_target
-from tests.support.watches.drafted import Drafted, drafted
+from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents

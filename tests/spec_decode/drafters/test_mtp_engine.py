@@ -21,7 +21,7 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
-from tests.support.watches.emitted import emitted
+from tests.support.watches import emitted
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.tree_part import TREES

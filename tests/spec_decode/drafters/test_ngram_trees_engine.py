@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.answers.finished_trees import finish_and_compare
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -19,7 +18,8 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
-from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
+from tests.support.references.ngram_reference import check_nodes, nodes_in, trie_of
+from tests.support.references.tree_reference import finish_and_compare
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.testing import cpu_engine, spec_metrics
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers.structured_requests import COMPACT
+from tests.support.answers.text_requests import COMPACT
 from tests.support.engines.pairs import (
     Answer,
     Pair,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -43,3 +46,23 @@ def check_rows(out: torch.Tensor, wanted: torch.Tensor, relative: float) -> None
 def nans(query: torch.Tensor) -> torch.Tensor:
     """An output for a query, in which rows that nothing has written are NaN."""
     return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)
+
+
+SmallBatch = TypeVar("Batch", TreeBatch, DraftBatch)
+
+QUERY_SCALE = 0.3
+"""No power of 2, so that a product with it is rounded in 16 bits."""
+
+
+def with_small_query(problem: SmallBatch) -> SmallBatch:
+    """The problem with its query in e4m3, and a scale."""
+    scale = torch.tensor(QUERY_SCALE, device=problem.query.device)
+    query = (problem.query.float() / scale).to(torch.float8_e4m3fn)
+    return replace(problem, query=query, q_scale=scale)
+
+
+def converted(problem: SmallBatch) -> SmallBatch:
+    """The same, converted to bfloat16 as a layer does where kernels take no e4m3 query."""
+    assert problem.q_scale is not None
+    query = problem.query.to(torch.bfloat16) * problem.q_scale.to(torch.bfloat16)
+    return replace(problem, query=query, q_scale=None)

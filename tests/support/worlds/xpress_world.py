@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.references.refined_reference import RefinerHead
+from tests.support.references.block_reference import RefinerHead
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.xpress"
 _NAMES = {

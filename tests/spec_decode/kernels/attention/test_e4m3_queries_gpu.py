@@ -12,8 +12,12 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
-from tests.support.samples.attention_spaces import check_rows, nan_space
-from tests.support.samples.e4m3_queries import converted, with_small_query
+from tests.support.samples.attention_spaces import (
+    check_rows,
+    converted,
+    nan_space,
+    with_small_query,
+)
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (

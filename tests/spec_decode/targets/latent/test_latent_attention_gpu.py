@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from tests.support.samples.attention_spaces import nan_space, nans
-from tests.support.samples.latent_samples import LatentShape, latent_problem
-from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
-from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
-from vllm_graft.spec_decode.trees.batch import LatentBatch
+from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
+from vllm_graft.spec_decode.targets.latent.latent_attention import (
+    latent_attention,
+    latent_draft_attention,
+)
+from vllm_graft.spec_decode.targets.latent.plain_latent import (
+    latent_attention_reference,
+    latent_draft_attention_reference,
+)
+from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +97,85 @@ def test_replays_of_a_graph_follow_the_device(heads: int) -> None:
         check(out, batch)
     # Negative control: the rows of before are not the rows of now.
     batch.prefix_lens.fill_(0)
+    stale = out.clone()
+    graph.replay()
+    assert not torch.equal(stale, out)
+
+
+Case = tuple[LatentShape, int, int, int]
+
+
+def sample_cases(count: int, seed: int) -> list[Case]:
+    """Sample the matrix: batch 1-16, prefix 0-8k, topk 1-10, levels 1-7, heads, blocks, formats."""
+    rng = random.Random(seed)
+    cases = []
+    for _ in range(count):
+        batch = rng.choice([1, 2, 5, 16])
+        prefix = rng.choice([1, 100, 1000, 8000 if batch <= 2 else 2000])
+        shape = LatentShape(
+            rows=(),
+            prefixes=tuple(rng.randint(0, prefix) for _ in range(batch)),
+            heads=rng.choice([1, 8, 16, 16, 128 if batch <= 5 else 32]),
+            rank=512,
+            rope=64,
+            block_size=rng.choice([16, 64]),
+            dtype=rng.choice([torch.bfloat16, torch.float16]),
+            fp8=rng.random() < 0.3,
+        )
+        steps = rng.randint(1, 7)
+        cases.append((shape, rng.choice([1, 4, 8, 10]), steps, rng.randrange(steps)))
+    return cases
+
+
+def draft_label(value: LatentShape | int) -> str:
+    if isinstance(value, int):
+        return str(value)
+    kind = "fp8" if value.fp8 else str(value.dtype).removeprefix("torch.")
+    longest = max(value.prefixes)
+    return f"b{len(value.prefixes)}-n{longest}-h{value.heads}-p{value.block_size}-{kind}"
+
+
+def draft_check(ours: torch.Tensor, batch: LatentDraftBatch) -> None:
+    expected = nans(batch.query)
+    latent_draft_attention_reference(batch, expected)
+    assert ours.isfinite().all()
+    error, scale = (ours.float() - expected.float()).abs().max(), expected.float().abs().max()
+    assert error <= RELATIVE * scale, f"error {error:.4f} of values up to {scale:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "topk", "steps", "level"), sample_cases(16, seed=1), ids=draft_label
+)
+def test_draft_equals_reference(shape: LatentShape, topk: int, steps: int, level: int) -> None:
+    batch = latent_draft_problem(shape, topk, steps, level, "cuda")
+    for workspace in (None, nan_space(batch, 64)):
+        ours = nans(batch.query)
+        latent_draft_attention(batch, ours, workspace=workspace)
+        draft_check(ours, batch)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_replays_of_a_draft_s_graph_follow_the_device(heads: int) -> None:
+    """Prefixes and ancestors change between replays; the captured grid stays right."""
+    shape = LatentShape(
+        rows=(), prefixes=(3000, 40, 9, 700), heads=heads, rank=512, rope=64, block_size=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    batch = latent_draft_problem(shape, 8, 4, 2, "cuda")
+    out, workspace = nans(batch.query), nan_space(batch, 64)
+    latent_draft_attention(batch, out, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        latent_draft_attention(batch, out, workspace=workspace)
+    for prefixes in ((3000, 40, 9, 700), (0, 39, 8, 3)):
+        batch.prefix_lens.copy_(torch.tensor(prefixes))
+        batch.ancestors[:, :, 0] = batch.ancestors[:, :, 0].roll(1, 1)
+        out.fill_(float("nan"))
+        graph.replay()
+        draft_check(out, batch)
+    # Negative control: the rows of before are not the rows of now.
+    batch.ancestors[:, :, 0] = batch.ancestors[:, :, 0].roll(1, 1)
     stale = out.clone()
     graph.replay()
     assert not torch.equal(stale, out)

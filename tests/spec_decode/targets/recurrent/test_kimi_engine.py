@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.answers.both_kinds import both_kinds
+from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.kimi_layers import interpreted
 from tests.support.models import table_drafter
 from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
-from tests.support.watches.launch_counts import count_launches
+from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily

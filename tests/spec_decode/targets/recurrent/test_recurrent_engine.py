@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.answers.both_kinds import both_kinds
+from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.cache_engines import metrics as cache_metrics
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pairs import counter
@@ -23,7 +23,7 @@ from tests.support.models.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
-from tests.support.watches.launch_counts import count_launches
+from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.recurrent import (
     delta_layer,

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.answers.both_kinds import both_kinds
 from tests.support.answers.near_ties import Answer as Logged
 from tests.support.answers.near_ties import answers as with_logprobs
 from tests.support.answers.near_ties import check_near_ties, departures
+from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import exact_prompts
 from tests.support.engines.served_qwen import (

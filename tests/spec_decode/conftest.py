@@ -26,10 +26,7 @@ def flash_attention_3() -> None:
 
 @pytest.fixture(scope="module")
 def untuned() -> Iterator[None]:
-    """Leave vLLM's autotuned kernels of recurrent layers one configuration each.
-
-    A module's engines without trees and with trees take the same one.
-    """
+    """Leave vLLM's autotuned kernels of recurrent layers one configuration each."""
     with one_configuration():
         yield
 

@@ -59,14 +59,7 @@ def crowded(pair: Pair) -> list[Request]:
 
 
 class Counted(NamedTuple):
-    """What an engine counted while it answered.
-
-    Attributes:
-        replays: steps with prompts beside trees that ran as one graph.
-        cuts: steps whose trees were cut.
-        launches: steps with prompts beside trees that no graph fitted.
-        chunks: steps whose prompts were computed in part.
-    """
+    """What an engine counted while it answered."""
 
     replays: int
     cuts: int
@@ -75,21 +68,7 @@ class Counted(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What one engine with graphs of mixed batches answered, and what it counted.
-
-    Attributes:
-        answers: answers to `arriving`.
-        graphs: replays of each graph of mixed batches, by its rows, by then.
-        counters: its counters, by then.
-        page: its page of metrics, by then.
-        chunked: answers to `crowded` of a scheduler that chunks prompts, too.
-        chunked_counts: what was counted meanwhile.
-        cut: answers to `crowded`.
-        counts: what was counted meanwhile.
-        whole: answers to `crowded` of a scheduler that cuts nothing.
-        whole_counts: what was counted meanwhile.
-        spoilt: answers to the first two of `arriving` without the rows that trees are attended by.
-    """
+    """What one engine with graphs of mixed batches answered, and what it counted."""
 
     answers: list[Answer]
     graphs: dict[int, int]

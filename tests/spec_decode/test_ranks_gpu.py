@@ -1,4 +1,4 @@
-"""Ranks on two GPUs: tensor-parallel ones draft the same trees, data-parallel ones wait for none."""
+"""Ranks on two GPUs: tensor-parallel ones draft the same trees, data-parallel ones never wait."""
 
 from __future__ import annotations
 

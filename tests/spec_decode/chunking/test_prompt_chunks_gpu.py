@@ -27,10 +27,7 @@ COMPILATION = {
 
 
 def arriving() -> list[Request]:
-    """Make a long answer, and beside it prompts of 50 to 330 tokens, one after another.
-
-    The first two come together, in no more rows than are chunked.
-    """
+    """Make a long answer, and beside it prompts of 50 to 330 tokens, one after another."""
     texts = json.loads((SHIPPED / "prompts.json").read_text())
     tokenizer = Tokenizer.from_file(str(SHIPPED / "target" / "tokenizer.json"))
     whole = tokenizer.encode("".join(texts)).ids

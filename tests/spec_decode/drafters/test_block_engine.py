@@ -160,10 +160,7 @@ def test_larger_batches_run_shorter_blocks(
 def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
-    """The noise is that of the request's own draws, whoever is beside it in the batch.
-
-    Answers are right with any noise, so what is accepted has to tell.
-    """
+    """The noise is that of the request's own draws, whoever is beside it in the batch."""
     expected = alone[len(GREEDY) :]
 
     def steps(requests: list[Request], answers: list[Answer]) -> list[list[int]]:
@@ -295,10 +292,7 @@ def test_spoiled_rows_and_cache_are_seen(
 def test_steps_change_the_block_between_graphs(
     folder: Path, alone: list[Answer], tmp_path: Path
 ) -> None:
-    """Steps that verify more than they draft store K/V of the rows that their graph leaves out.
-
-    A perfect draft shows it: each chain is accepted to its end, whatever came before.
-    """
+    """Steps that verify more than they draft store K/V of the rows that their graph leaves out."""
     write_dspark(tmp_path / "causal", from_last=FROM_LAST, causal=True)
     lengths = [12, 19, 19]
     requests = list(map(shortened, GREEDY, lengths))

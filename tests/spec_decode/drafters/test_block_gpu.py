@@ -237,11 +237,7 @@ def test_xpress_graphs_draft_what_launches_draft(
 def test_an_xpress_block_that_sees_all_of_itself(
     target: Path, alone: list[Answer], tmp_path: Path
 ) -> None:
-    """XPress is trained so, which takes FLASH_ATTN, and that bfloat16; the head is in FP8.
-
-    A product that rounds otherwise may decide a near tie: so most of the answers' tokens are
-    compared, and what is accepted.
-    """
+    """XPress is trained so, which takes FLASH_ATTN, and that bfloat16; the head is in FP8."""
     draft = write_xpress(tmp_path / "draft", from_last=FROM_LAST, topc=200)
     with exact_engine(
         target,

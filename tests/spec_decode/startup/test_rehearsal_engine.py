@@ -42,12 +42,7 @@ kernel that puts them together: as many powers of two as a context may have spli
 
 
 class Watched:
-    """What was foretold in an engine's start, and what it has launched.
-
-    Attributes:
-        foretold: by one rehearsal, in the order in which it came.
-        launched: every specialisation that was launched.
-    """
+    """What was foretold in an engine's start, and what it has launched."""
 
     def __init__(self) -> None:
         self.rehearsals: dict[str, Rehearsed] = {}

@@ -18,13 +18,7 @@ from vllm_graft.spec_decode.tuning.step_times import MEASURED
 
 
 def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any:
-    """Make an engine core whose workers give these answers, the last ones over and over.
-
-    Args:
-        passes: what each rank takes for each size.
-        hot: likewise of hot tokens, in all passes; none are learned without it.
-        tree: the section of its configuration.
-    """
+    """Make an engine core whose workers give these answers, the last ones over and over."""
     additional = {"graft": {"tree": tree}} if tree else {}
     config = SimpleNamespace(additional_config=additional, speculative_config=None)
     asked: list[int] = []

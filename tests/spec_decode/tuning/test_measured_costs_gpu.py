@@ -61,10 +61,7 @@ def test_measuring_is_short_and_touches_no_kv(llm: Any) -> None:
 def test_rows_that_are_timed_have_states_of_their_own(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, where a target has them, would else be the same ones for all rows.
-
-    Drawn tokens may be equal, so that here each row has another one.
-    """
+    """Experts, where a target has them, would else be the same ones for all rows."""
 
     def all_different(tokens: torch.Tensor, vocab: int) -> None:
         assert len(tokens) <= vocab

@@ -65,10 +65,7 @@ def serve(
     prompts: float = 0.0,
     seed: int = 0,
 ) -> float:
-    """Return throughput over that of the best number for each batch, exploration included.
-
-    `prompts` is the fraction of steps that a prompt runs in, where 7 nodes are verified.
-    """
+    """Return throughput over that of the best number for each batch, exploration included."""
     requests, rng, previous = Requests(text, seed), random.Random(seed + 1), -1
     tokens = spent = best_tokens = best_spent = 0.0
     for batch in batches:
@@ -141,10 +138,7 @@ KV_MS = 4e-5
 
 
 def mixed_contexts(tuner: NodeTuner, text: str, *, told: bool) -> float:
-    """Return how long the same tokens take with the best numbers, over how long they took.
-
-    Every 60 steps all 16 requests have other contexts, of 500 or of 30,000 tokens.
-    """
+    """Return how long the same tokens take with the best numbers, over how long they took."""
     batch, rng, requests, previous = 16, random.Random(3), Requests(text, 2), -1
     spent = least = 0.0
     for number in range(2000):

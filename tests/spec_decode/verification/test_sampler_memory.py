@@ -1,7 +1,4 @@
-"""Memory that verification allocates beside the model's logits, and greedy draws from ties.
-
-vLLM's own sampler is at work here, over tree rows of several requests.
-"""
+"""Memory that verification allocates beside the model's logits, and greedy draws from ties."""
 
 from __future__ import annotations
 

@@ -36,13 +36,7 @@ def shortened(request: Request, tokens: int) -> Request:
 
 
 def both_kinds(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-    """Tokens of two requests per prompt, all greedy ones first, then those with a seed.
-
-    Args:
-        llm: the engine.
-        prompts: token ids.
-        tokens: length of an answer.
-    """
+    """Tokens of two requests per prompt, all greedy ones first, then those with a seed."""
     from vllm import SamplingParams
 
     kinds: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"seed": 7})

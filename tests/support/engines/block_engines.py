@@ -35,9 +35,6 @@ def block_engine(
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[Answer]:
-    """What the target answers without drafts, to greedy and to seeded requests.
-
-    The module's fixture `folder` has the target.
-    """
+    """What the target answers without drafts, to greedy and to seeded requests."""
     with Pair(str(folder / "target"), "", TEXTS).engine() as llm:
         return answer_all(llm, GREEDY + SEEDED)

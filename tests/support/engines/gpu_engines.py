@@ -67,15 +67,6 @@ def exact_engine(
 
     Decodes of up to 8 requests run in FULL graphs, without torch.compile, which would take most of
     the test's time.
-
-    Args:
-        target: the checkpoint.
-        draft: the draft's checkpoint; the target's own if it is empty.
-        nodes: nodes of a tree; 0 runs without drafts.
-        tree: keys of `graft.tree`.
-        method: vLLM's name for the kind of draft.
-        speculative: more keys of vLLM's speculative config.
-        **options: passed to `vllm.LLM`.
     """
     if nodes:
         options["speculative_config"] = {

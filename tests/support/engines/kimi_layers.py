@@ -38,11 +38,7 @@ def key_decays_by_token(
     lower_bound: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kimi Delta Attention over prompts, a token at a time: in float32, which vLLM's chunks lack.
-
-    Arguments and results are those of ``chunk_kda_with_fused_gate``, whose place it takes where
-    engines are compared exactly.
-    """
+    """Kimi Delta Attention over prompts, a token at a time: in float32, which vLLM's chunks lack."""
     import torch
     from torch.nn import functional
 
@@ -152,11 +148,7 @@ def _first_states(
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Let engines on a CPU serve Kimi Linear as a GPU does, and count as one that can.
-
-    vLLM has no operators for it there: those of MLA are done in torch, the kernels of KDA are
-    interpreted, and prompts are computed a token at a time.
-    """
+    """Let engines on a CPU serve Kimi Linear as a GPU does, and count as one that can."""
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layers
     from vllm.models.kimi_k3.nvidia import mla
 

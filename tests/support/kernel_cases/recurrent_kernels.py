@@ -38,15 +38,7 @@ _SIZES = {
 def _rows_case(
     decay: Decay, dtype: str, state: str, *, chunk: int = 0, bounded: bool = False
 ) -> KernelCase:
-    """A kernel over the rows of trees.
-
-    Args:
-        decay: the kind of decay.
-        dtype: of rows.
-        state: dtype of states.
-        chunk: rows of a chunk; 0 for the kernel that takes one row after another.
-        bounded: whether logarithms of decays have a lower bound.
-    """
+    """A kernel over the rows of trees."""
     selective, sizes = decay is Decay.SELECTIVE, _SIZES[decay]
     values, warps = tile_of(decay, sizes["VALUE"])
     given = {

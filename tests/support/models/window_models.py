@@ -41,11 +41,9 @@ def write_gpt_oss(folder: Path, *, experts: float = 1.0, device: str = "cpu", **
     """Write a random gpt-oss of four layers; `write_eagle3`'s head has its sizes.
 
     Args:
-        folder: written, and returned.
         experts: factor of what experts add. In 16 bits random routers now and then take another
             expert than in float32, which changes a token as much as the expert weighs.
         device: draws the weights, each kind of device its own; a GPU draws large ones sooner.
-        **sizes: other sizes of ``GptOssConfig``.
     """
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -78,11 +76,6 @@ def write_gemma3(folder: Path, *, device: str = "cpu", **sizes: Any) -> Path:
     """Write a random Gemma 3 with windows in five of six layers.
 
     Its output head is not the embedding, or each token would be followed by itself.
-
-    Args:
-        folder: written, and returned.
-        device: draws the weights, as in `write_gpt_oss`.
-        **sizes: other sizes of ``Gemma3TextConfig``.
     """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -145,14 +138,7 @@ def write_gemma4(folder: Path) -> Path:
 
 
 def write_gemma4_assistant(folder: Path, *, ordered: bool = False) -> Path:
-    """Write a random assistant for `write_gemma4`: a layer that reads a window, and one that reads
-    all.
-
-    Args:
-        folder: written.
-        ordered: whether it computes logits of the tokens near a state alone, as the assistants of
-            small Gemmas do.
-    """
+    """Write a random assistant for `write_gemma4`: a layer with a window, and one without."""
     import torch
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
@@ -185,10 +171,7 @@ class TrueShape:
     """A target.
 
     Attributes:
-        name: the model's.
-        write: writes its checkpoint into a folder, with other sizes if they are given.
         backend: the attention backend that vLLM takes on Hopper.
-        block_size: slots of a block.
         near: largest gap of log-probabilities that rounding to bfloat16 explains. Between such
             models of 512 channels in float32 and in bfloat16 gaps of the best two tokens differ by
             up to 0.21 (gpt-oss), 0.09 (Gemma 3) and 0.10 (DeepSeek) on a CPU.

@@ -44,15 +44,7 @@ class Seen:
 
 
 def grow(score: Score, root: int, *, topk: int, steps: int, nodes: int) -> list[Node]:
-    """Grow the best tree, a list of nodes best first.
-
-    Args:
-        score: scores the tokens of a level.
-        root: the last token.
-        topk: children of a node, and nodes of a level that get children.
-        steps: levels.
-        nodes: how many are kept.
-    """
+    """Grow the best tree, a list of nodes best first."""
     found: list[Node] = []
     frontier = [Node(-1, 0.0, root, -1, 0)]
     for level in range(steps):

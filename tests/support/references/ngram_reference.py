@@ -27,12 +27,7 @@ class Match(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A second text in which matches are found.
-
-    Attributes:
-        first: place of its first token; those of a text are smaller.
-        tokens: its pieces with a `BORDER` between two.
-    """
+    """A second text in which matches are found."""
 
     first: int
     tokens: Sequence[int]
@@ -75,10 +70,7 @@ def last_match(text: Sequence[int], min_n: int, max_n: int) -> Match | None:
 def continuation(
     text: Sequence[int], start: int, count: int, reference: Reference = NO_REFERENCE
 ) -> list[int]:
-    """``count`` tokens from a place on, where the text goes on with what is returned.
-
-    A piece of a reference may have fewer.
-    """
+    """``count`` tokens from a place on, where the text goes on with what is returned."""
     if start >= reference.first:
         return reference.behind(start, count)
     text = list(text)
@@ -175,12 +167,7 @@ def several_matches(
 
 
 class Trie:
-    """The nodes of some paths by their tokens from the root.
-
-    Attributes:
-        scores: log-probability of each node.
-        owners: number of the best match through each node.
-    """
+    """The nodes of some paths by their tokens from the root."""
 
     def __init__(self, paths: Sequence[tuple[Sequence[int], float]]) -> None:
         """Make the nodes of paths, each with the rate of its match, best first."""
@@ -210,10 +197,7 @@ def trie_of(
     vocab: int,
     tokens: Sequence[int] = (),
 ) -> Trie:
-    """The trie of the matches in a text and in the tokens of a reference.
-
-    `state` has the lengths and the number of matches.
-    """
+    """The trie of the matches in a text and in the tokens of a reference."""
     paths, reference = [], Reference(state.width, tokens)
     for match in several_matches(
         text, state.min_n, state.max_n, state.matches, reference=reference
@@ -226,10 +210,7 @@ def trie_of(
 
 
 def nodes_in(table: Any, row: int, first: int, matches: int, depth: int) -> dict[Node, float]:
-    """The nodes of a table's row, by their tokens from the root, with their scores.
-
-    What stands behind a place without a token of the vocabulary is left out.
-    """
+    """The nodes of a table's row, by their tokens from the root, with their scores."""
     scores, tokens, parents = (
         each[row].tolist() for each in (table.scores, table.tokens, table.parents)
     )

@@ -52,9 +52,6 @@ def eagle2_tree(level_logps: list[torch.Tensor], num_nodes: int) -> list[Node]:
         level_logps: f32 ``[topk]`` for the root's children, then for each further level
             ``[topk, topk]``: log-probabilities of the children of each frontier node.
         num_nodes: Nodes to keep.
-
-    Returns:
-        The nodes, best first; ``parent`` is a node number, 0 for the root, 1 for the first node.
     """
     topk = level_logps[0].shape[0]
     candidates: list[tuple[torch.Tensor, int, int]] = []  # score, parent candidate, depth
@@ -318,11 +315,7 @@ def follow_path_reference(
 def finish_and_compare(
     finish: Callable[..., None], table: Any, num_reqs: int, *args: Any, **extra: Any
 ) -> None:
-    """Finish trees by `finish`, whose arguments are those of `finish_tree`, and by the reference.
-
-    Raises:
-        AssertionError: if trees, drafts, or the marks of nodes of other sources differ.
-    """
+    """Finish trees by `finish`, whose arguments are those of `finish_tree`, and by the reference."""
     *sizes, slots, tree, drafts = args
     finish(table, num_reqs, *args, **extra)
     nodes = extra.get("extra_nodes")

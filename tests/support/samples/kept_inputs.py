@@ -144,13 +144,7 @@ def stock_chain(given: Kept, lines: list[int], states: torch.Tensor, chain: Recu
 
 
 def check_folded_bits(layers: Sequence[Kept], *, by_prefix: bool) -> None:
-    """Fold paths that are scattered or short; their states have the bits of vLLM's chains.
-
-    Args:
-        layers: of one pass, whose requests have 12, 9, 3 and 9 rows of random trees. The last
-            request left no inputs.
-        by_prefix: whether the states at ends of blocks of four tokens are wanted, too.
-    """
+    """Fold paths that are scattered or short; their states have the bits of vLLM's chains."""
     rows = layers[0].rows
     deep = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
     assert all(path != list(range(len(path))) for path in deep)

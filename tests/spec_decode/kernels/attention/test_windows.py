@@ -58,15 +58,7 @@ def test_head_sizes_of_models_with_windows(head_size: int, block_size: int) -> N
 def chain_outputs(
     shape: AttentionShape, run: object, sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of tree attention and of torch for a chain, whose mask no code of ours makes.
-
-    Slots and depths agree in a chain.
-
-    Args:
-        shape: one request, two heads that share K/V.
-        run: tree attention.
-        sees: whether a row sees a key that is not behind it, by their positions.
-    """
+    """Outputs of tree attention and of torch for a chain, whose mask no code of ours makes."""
     rows, keys = shape.rows[0], shape.lens[0]
     problem = tree_problem(shape, DEVICE)
     line = torch.arange(rows, device=DEVICE)

@@ -145,10 +145,7 @@ def test_other_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class PlainFlash:
-    """The first pass in torch operations that a recorded graph can replay.
-
-    It takes its lengths from the plan, so the plan of another batch gives other tokens.
-    """
+    """The first pass in torch operations that a recorded graph can replay."""
 
     def __init__(self) -> None:
         self.plans = 0

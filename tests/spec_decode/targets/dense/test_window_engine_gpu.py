@@ -1,7 +1,4 @@
-"""Engines on a device whose targets have windows, chunks, sinks or shared K/V.
-
-All but chunks run in FULL graphs.
-"""
+"""Engines on a device whose targets have windows, chunks, sinks or shared K/V."""
 
 from __future__ import annotations
 

@@ -34,11 +34,7 @@ MEASURED = {
 
 
 class PlainFlash:
-    """The first pass over latents in torch operations that a recorded graph can replay.
-
-    It takes its lengths from the plan, so the plan of another batch gives other tokens. Where a
-    request has no prefix, as in padding, its results are NaN.
-    """
+    """The first pass over latents in torch operations that a recorded graph can replay."""
 
     def __init__(self) -> None:
         self.plans = self.passes = self.captured = 0

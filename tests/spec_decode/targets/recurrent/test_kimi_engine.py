@@ -1,7 +1,4 @@
-"""Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does.
-
-Layers of one model belong to two families: states move by one, latents by the other.
-"""
+"""Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does."""
 
 from __future__ import annotations
 
@@ -180,11 +177,7 @@ def test_answers_differ_without(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative controls: what is accepted stays where it is, or each row follows the one before.
-
-    Each of the two families has to move what its layers keep. The rows' parents are spoilt in the
-    recurrence alone.
-    """
+    """Negative controls: what is accepted stays where it is, or each row follows the one before."""
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     elif spoilt == "latents":

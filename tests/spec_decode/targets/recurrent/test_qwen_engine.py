@@ -51,11 +51,7 @@ TREE = {"tree": {"topk": 2, "steps": 4}}
 
 
 def options(graft: Any = None) -> dict[str, Any]:
-    """Options of an engine in which prompts come while other requests are verified.
-
-    Args:
-        graft: the key; None for an engine without drafts.
-    """
+    """Options of an engine in which prompts come while other requests are verified."""
     usual: dict[str, Any] = {
         "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 48,
         "enable_prefix_caching": True, "block_size": 32,

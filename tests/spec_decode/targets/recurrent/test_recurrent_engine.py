@@ -220,10 +220,7 @@ def test_answers_differ_without(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative controls: accepted states stay where they are, or each row follows the one before.
-
-    The rows' parents are spoilt in the recurrence alone.
-    """
+    """Negative controls: accepted states stay where they are, or each row follows the one before."""
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:

@@ -113,12 +113,7 @@ def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
 
 
 def check_folds(given: Kept, sizes: list[int]) -> None:
-    """Fold the deepest path of each request; its state is vLLM's of a chain of the path.
-
-    Args:
-        given: the rows, behind which two requests are padding.
-        sizes: rows of the others.
-    """
+    """Fold the deepest path of each request; its state is vLLM's of a chain of the path."""
     rows, before = given.rows, given.states.clone()
     starts = rows.query_start_loc.tolist()
     paths = [deepest(rows, starts[req], size) for req, size in enumerate(sizes)]

@@ -111,10 +111,7 @@ def test_null_blocks_are_left_alone() -> None:
 
 @pytest.mark.parametrize("commit", [True, False])
 def test_the_next_step_goes_on_as_after_a_chain(commit: bool) -> None:
-    """Commit a path, then verify again; the oracle is vLLM's kernels on the path's rows alone.
-
-    Without the commit it differs: the negative control.
-    """
+    """Commit a path, then verify again; the oracle is vLLM's kernels on the path's rows alone."""
     heads = Heads()
     rows = rows_of([9], "random", seed=8)
     parents, path = rows.parents.tolist(), [8]

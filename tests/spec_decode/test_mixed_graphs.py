@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics.exposition import total
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
 from vllm_graft.spec_decode.verification.context import Counters
+from vllm_graft.testing import cpu_engine
+from vllm_graft.testing.engine import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -92,9 +95,6 @@ def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
 
 @pytest.fixture(scope="module")
 def served(pair: Pair) -> Served:
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
     with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
         runner = model_runner(llm)
         context = runner.speculator.context
@@ -170,9 +170,6 @@ def test_prompts_are_chunked_to_the_largest_graph(
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:
-    from vllm_graft.base.errors import ConfigError
-    from vllm_graft.testing import cpu_engine
-
     wrong = {**options(pair, mixed_graphs=True), "max_num_seqs": 1}
     with (
         pytest.raises(ConfigError, match="mixed_graphs is true, but --max-num-seqs is 1"),

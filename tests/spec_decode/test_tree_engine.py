@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm import SamplingParams, TokensPrompt
 
 from tests.support.engines.pairs import (
     Answer,
@@ -17,6 +18,10 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
+from vllm_graft.spec_decode.drafters import tree_drafting
+from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.verification import context
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -27,8 +32,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 def test_tokens_are_those_of_the_target_alone(
     pair: Pair, samples: list[Request], expected: list[Answer], nodes: int, topk: int, steps: int
 ) -> None:
-    from vllm_graft.testing import spec_metrics
-
     options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 512}
     with pair.engine(nodes=nodes, topk=topk, steps=steps, **options) as llm:
         assert not differing(answer_all(llm, samples[:6]), expected[:6])
@@ -59,28 +62,18 @@ def test_tokens_hold_when_crowded(
 
 
 def test_without_compaction_tokens_differ(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
     with pair.engine(nodes=15) as llm:
         assert differing(answer_all(llm, samples[:4]), expected[:4])
 
 
 def test_without_mask_tokens_differ(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: every node sees every other one."""
-    from vllm_graft.spec_decode.verification import context
-
     prepare_rows = context.prepare_rows
 
     def unmasked(*args: Any, **kwargs: Any) -> None:
@@ -138,8 +131,6 @@ SPECULATIVE = {"method": "ngram", "num_speculative_tokens": ROWS - 1, "prompt_lo
 
 
 def _ask(llm: Any, name: str, prompt: list[int], tokens: int = 2) -> None:
-    from vllm import SamplingParams, TokensPrompt
-
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
 
@@ -199,9 +190,6 @@ def test_all_of_it_is_allocated_in_memory_that_is_kept(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU has no sleep mode: a pool stands in that says when it is in use."""
-    from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.testing import model_runner
-
     seen: list[str] = []
 
     @contextlib.contextmanager

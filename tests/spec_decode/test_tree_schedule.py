@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.engines.pairs import Pair, Request, answer_all
+from vllm_graft.testing import cpu_engine, spec_metrics
+from vllm_graft.testing.engine import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -34,8 +36,6 @@ def staggered(pair: Pair, tokens: list[int]) -> list[Request]:
 
 
 def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
-    from vllm_graft.testing import cpu_engine, spec_metrics
-
     requests = staggered(pair, [6, 12, 24])
     with pair.engine() as llm:
         expected = answer_all(llm, requests)
@@ -50,9 +50,6 @@ def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
 
 def test_numbers_chosen_while_serving(pair: Pair) -> None:
     """``shape: auto`` tries several shapes, and every token is still the target's."""
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
     requests = staggered(pair, [60])
     with pair.engine() as llm:
         expected = answer_all(llm, requests)
@@ -72,9 +69,6 @@ def test_numbers_chosen_while_serving(pair: Pair) -> None:
 
 def test_graphs_of_every_number(pair: Pair) -> None:
     """Each width has its own recorded graph, and batches without drafts have one of one row."""
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
     requests = staggered(pair, [3, 5, 9])
     with pair.engine() as llm:
         expected = answer_all(llm, requests)

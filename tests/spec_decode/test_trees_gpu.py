@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from tests.support.answers.near_ties import answers, compared, departures
 from tests.support.answers.text_requests import COMPACT, structured_requests
@@ -26,8 +28,6 @@ def test_trees_after_sleep() -> None:
 
     Both levels are of one engine: vLLM's allocator serves one engine per process.
     """
-    from vllm import SamplingParams
-
     prompts = Pair.load(SHIPPED).prompts[:4]
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     options: dict[str, Any] = {
@@ -71,8 +71,6 @@ def test_rows_have_the_adapters_of_their_requests(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two adapters, one of the output head as well, and the target itself in one batch."""
-    from vllm.lora.request import LoRARequest
-
     folders = [
         write_adapter(tmp_path / "head", pair.target, 0, head=True),
         write_adapter(tmp_path / "attention", pair.target, 1, head=False),

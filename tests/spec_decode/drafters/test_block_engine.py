@@ -27,6 +27,7 @@ from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
+from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.testing import (
     model_runner,
     spec_metrics,
@@ -271,8 +272,6 @@ def test_spoiled_rows_and_cache_are_seen(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: each thing that follows the accepted path is left out in turn."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     requests, expected = GREEDY[:2], alone[:2]
     with engine(folder, "perfect", nodes=12, topk=2, steps=8) as llm:
         with emitted(llm) as right:

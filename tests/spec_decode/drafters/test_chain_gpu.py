@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
@@ -86,8 +87,6 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def ask(llm: Any, batch: int) -> list[list[int]]:
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(5 + i, 40 + 9 * i))} for i in range(batch)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -95,8 +94,6 @@ def ask(llm: Any, batch: int) -> list[list[int]]:
 
 
 def speculator(llm: Any) -> Any:
-    from vllm_graft.testing import model_runner
-
     return model_runner(llm).speculator
 
 
@@ -205,8 +202,6 @@ def test_trees_answer_as_the_target_alone(
 
 
 def test_a_chain_drafts_what_stock_vllm_drafts(folder: Path, tmp_path: Path) -> None:
-    from vllm import SamplingParams
-
     draft = str(write_gemma4_assistant(tmp_path / "assistant"))
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": each} for each in PROMPTS]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
 from tests.support.answers.text_requests import TEXTS, both_kinds, greedy, seeded
 from tests.support.engines.pairs import (
@@ -23,7 +24,10 @@ from tests.support.models.window_models import BLOCK, write_gemma4, write_gemma4
 from tests.support.references.tree_reference import finish_and_compare
 from tests.support.watches import emitted, proposed
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
+from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
+from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
 from vllm_graft.testing.models.llama import write_likeness
 
@@ -77,8 +81,6 @@ def test_answers_are_the_target_s(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunked prompts beside trees, prefix caching and steps without drafts, all at once."""
-    from vllm_graft.spec_decode.drafters import tree_drafting
-
     watch = Watch(tree_drafting.finish_tree)
     monkeypatch.setattr(tree_drafting, "finish_tree", watch)
     crowded: dict[str, Any] = {
@@ -129,8 +131,6 @@ def test_the_first_pass_runs_as_a_graph(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts what launches draft; negative control: a graph that never sees a step's batch."""
-    from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
-
     expected = alone[:1] + alone[:3] + alone[len(GREEDY) :][:2]
     with draft_graphs(erring, graph_runner="verify") as llm:
         answers, accepted, info = drafted_in(llm)
@@ -156,8 +156,6 @@ def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
     with erring.engine(nodes=9, topk=3, steps=3, **OWN) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
@@ -236,8 +234,6 @@ def test_a_chain_drafts_what_stock_vllm_drafts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy drafts of stock's chain are the best path of ours, token by token."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0.0, max_tokens=GEMMA4_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": each} for each in PROMPTS]
 

@@ -94,11 +94,7 @@ def test_an_engine_in_full_graphs() -> None:
     # There is no checkpoint of a draft.
     speculative = {"model": None, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
     with exact_engine(
-        target,
-        method="ngram_gpu",
-        nodes=15,
-        tree={"topk": 4, "steps": 6},
-        speculative=speculative,
+        target, method="ngram_gpu", nodes=15, tree={"topk": 4, "steps": 6}, speculative=speculative
     ) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         (info,) = llm.collective_rpc("graft_info")

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.base.errors import SeamError
@@ -73,9 +75,7 @@ def structured_output() -> Iterator[Any]:
 
 def make_manager(cls: Any, tokenizer: Any, *, reasons: bool = False) -> Any:
     structures = SimpleNamespace(
-        enable_in_reasoning=False,
-        disable_any_whitespace=False,
-        disable_additional_properties=False,
+        enable_in_reasoning=False, disable_any_whitespace=False, disable_additional_properties=False
     )
     config = SimpleNamespace(
         num_speculative_tokens=NODES,
@@ -97,8 +97,6 @@ def make_manager(cls: Any, tokenizer: Any, *, reasons: bool = False) -> Any:
 
 
 def make_request(manager: Any, name: str, kind: str, backend: str) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.request import Request
 
     rules = CHOICE_RULES if (kind, backend) == ("choice", "xgrammar") else KINDS[kind]

@@ -285,11 +285,7 @@ def test_nothing_is_held_for_nothing(gains: HotGains) -> None:
 
 def test_costs_are_those_of_what_steps_will_draft_from(gains: HotGains) -> None:
     assert gains.least(7, 16) > COVERAGE
-    assert gains.expected() == {
-        0: {1: 5.0},
-        1: {1: 5.5, 4: 6.0},
-        7: {1: 6.0, 4: 9.0, 16: 20.0},
-    }
+    assert gains.expected() == {0: {1: 5.0}, 1: {1: 5.5, 4: 6.0}, 7: {1: 6.0, 4: 9.0, 16: 20.0}}
 
 
 ROWS_VOCAB, HIDDEN = 97, 64

@@ -17,6 +17,7 @@ from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.heads.fp8_head import quantize
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
+from vllm_graft.testing import model_runner
 
 VOCAB, HIDDEN, TOPK, SCALE = 61, 8, 3, 0.5
 HOT = [1, 5, 8, 40, 41, 60]
@@ -239,8 +240,6 @@ def test_an_engine_that_loads_its_weights_again(
     pair: Pair, updated_hot_file: Path, kind: str
 ) -> None:
     """Reloading fills copies that were spoilt with what the weights say, at the same addresses."""
-    from vllm_graft.testing import model_runner
-
     tree: dict[str, Any] = {"head_dtype": "fp8"} if "fp8" in kind else {}
     if "learned" in kind:
         tree["hot_tokens"] = 256

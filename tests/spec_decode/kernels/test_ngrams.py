@@ -66,9 +66,7 @@ def test_matches_by_hand(text: list[int], found: Match | None) -> None:
 
 
 @given(
-    text=st.lists(st.integers(0, 2), max_size=60),
-    min_n=st.integers(1, 4),
-    more=st.integers(0, 4),
+    text=st.lists(st.integers(0, 2), max_size=60), min_n=st.integers(1, 4), more=st.integers(0, 4)
 )
 @settings(max_examples=40, deadline=None)
 def test_match_equals_reference(text: list[int], min_n: int, more: int) -> None:

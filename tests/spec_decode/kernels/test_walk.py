@@ -62,7 +62,7 @@ def walk(
 def prompts(
     unfinished: list[bool] | None, rows: list[int], device: str
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Make positions of rows and prompt lengths by slot, so that these roots are in their prompt."""
+    """Make positions of rows and prompt lengths by slot; these roots are in their prompt."""
     if unfinished is None:
         return None, None
     first = [20 + r for r in range(len(rows))]

@@ -20,6 +20,7 @@ from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
 from vllm_graft.testing import (
     TinyShape,
+    cpu_engine,
     model_runner,
     write_block_target,
     write_dflash,
@@ -201,8 +202,6 @@ def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel:
 @pytest.mark.nightly
 def test_n_grams_alone(pair: Pair, watched: Watched) -> None:
     """What drafts such trees is not rehearsed, what verifies them is."""
-    from vllm_graft.testing import cpu_engine
-
     speculative = {"method": "ngram", "num_speculative_tokens": 7}
     with cpu_engine(
         pair.target,

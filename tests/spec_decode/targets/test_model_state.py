@@ -28,10 +28,7 @@ from vllm_graft.spec_decode.targets.dense.samples import (
     untouched,
 )
 from vllm_graft.spec_decode.targets.families import Served, ServedLayers
-from vllm_graft.spec_decode.targets.model_state import (
-    TreeModelState,
-    samples_by_temperature,
-)
+from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_by_temperature
 from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep

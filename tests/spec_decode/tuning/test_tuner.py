@@ -194,11 +194,7 @@ def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
     """
     tuner = NodeTuner([3] * 64 + [7], 1024, levels={3: 3, 7: 7})
     tuner.seed({3: {64: 0.0080}, 7: {64: 0.0138}})
-    alone, beside, fraction = (
-        {3: 0.0083, 7: 0.0141},
-        {3: 0.0115, 7: 0.0203},
-        {3: 0.265, 7: 0.725},
-    )
+    alone, beside, fraction = ({3: 0.0083, 7: 0.0141}, {3: 0.0115, 7: 0.0203}, {3: 0.265, 7: 0.725})
     emitted = {3: [4, 3, 3, 3] * 16, 7: [8, 8, 5, 2] * 16}
     for nodes in (10 - last, last):
         behind = 0.0

@@ -11,11 +11,7 @@ CACHED = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
 def transfer(**extra: Any) -> dict[str, Any]:
     """Make a ``kv_transfer_config`` with our connector; failed loads are recomputed."""
     extra = {"host_bytes": "32MiB", **extra}
-    return {
-        **CACHED,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return {**CACHED, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
 
 
 def prompts(seed: int, *lengths: int) -> list[Any]:

@@ -38,7 +38,7 @@ def key_decays_by_token(
     lower_bound: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kimi Delta Attention over prompts, a token at a time: in float32, which vLLM's chunks lack."""
+    """``chunk_kda_with_fused_gate``, a token at a time: in float32, which vLLM's chunks lack."""
     import torch
     from torch.nn import functional
 

@@ -35,7 +35,7 @@ def autotuned_kernels() -> dict[str, Any]:
 
 
 def smallest(configurations: Sequence[Any]) -> Any:
-    """The configuration of the smallest tiles, then of the fewest stages, then of the fewest warps."""
+    """The configuration of the smallest tiles, fewest stages, fewest warps."""
 
     def size(each: Any) -> tuple[int, int, int]:
         sizes = [value for value in each.kwargs.values() if isinstance(value, int)]

@@ -121,11 +121,7 @@ def _fold_case(dtype: str, state: str, decay: Decay, *, by_prefix: bool) -> Kern
     )
 
 
-_MOVES = {
-    "*i64": "tables",
-    "*i32": "path num_sampled num_drafts seq_lens",
-    "i32": "path_stride",
-}
+_MOVES = {"*i64": "tables", "*i32": "path num_sampled num_drafts seq_lens", "i32": "path_stride"}
 
 
 def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:

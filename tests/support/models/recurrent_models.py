@@ -32,11 +32,7 @@ def write_qwen3_next(folder: Path, **given: Any) -> Path:
         "num_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
     return _write_with_module(
-        folder,
-        Qwen3NextForCausalLM,
-        Qwen3NextConfig,
-        "num_nextn_predict_layers",
-        **experts | given,
+        folder, Qwen3NextForCausalLM, Qwen3NextConfig, "num_nextn_predict_layers", **experts | given
     )
 
 

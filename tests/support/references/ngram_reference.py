@@ -81,11 +81,7 @@ def continuation(
 
 
 def observed(
-    text: Sequence[int],
-    match: Match,
-    before: int,
-    depth: int,
-    reference: Reference = NO_REFERENCE,
+    text: Sequence[int], match: Match, before: int, depth: int, reference: Reference = NO_REFERENCE
 ) -> tuple[int, int]:
     """How a match of the first ``before`` tokens did: tokens that were compared, and equal ones."""
     come = list(text[before : before + depth])

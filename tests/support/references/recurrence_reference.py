@@ -60,9 +60,7 @@ def tree_conv_reference(
 
 
 def descend(
-    states: torch.Tensor,
-    which: RecurrentRows,
-    advance: Callable[[int, torch.Tensor], torch.Tensor],
+    states: torch.Tensor, which: RecurrentRows, advance: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> None:
     """Let each row continue its parent's state, and store what it leaves in its column."""
     for first, count, req in requests(which):

@@ -315,7 +315,7 @@ def follow_path_reference(
 def finish_and_compare(
     finish: Callable[..., None], table: Any, num_reqs: int, *args: Any, **extra: Any
 ) -> None:
-    """Finish trees by `finish`, whose arguments are those of `finish_tree`, and by the reference."""
+    """Finish trees by `finish`, called as `finish_tree`, and by the reference."""
     *sizes, slots, tree, drafts = args
     finish(table, num_reqs, *args, **extra)
     nodes = extra.get("extra_nodes")

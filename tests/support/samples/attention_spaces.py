@@ -8,12 +8,7 @@ from typing import TypeVar
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-from vllm_graft.spec_decode.trees.batch import (
-    DraftBatch,
-    LatentBatch,
-    LatentDraftBatch,
-    TreeBatch,
-)
+from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, LatentDraftBatch, TreeBatch
 
 Batch = TreeBatch | DraftBatch | LatentBatch | LatentDraftBatch
 

@@ -56,7 +56,7 @@ def latent_problem(
 
 
 def with_padding(batch: LatentBatch, rows: int) -> LatentBatch:
-    """The batch with two requests more, which have no row, and `rows` rows that are of no request."""
+    """The batch with two requests more, which have no row, and `rows` rows of no request."""
     if rows == 0:
         return batch
 

@@ -159,11 +159,7 @@ def stock_chain_conv(
 
 
 def stock_chain_delta_rule(
-    inputs: torch.Tensor,
-    gates: DeltaGates,
-    states: torch.Tensor,
-    rows: RecurrentRows,
-    heads: Heads,
+    inputs: torch.Tensor, gates: DeltaGates, states: torch.Tensor, rows: RecurrentRows, heads: Heads
 ) -> torch.Tensor:
     """Run vLLM's kernel over the rows as chains: ``[num_rows, value_heads, V]``."""
     from vllm.third_party.flash_linear_attention.ops import fused_sigmoid_gating_delta_rule_update

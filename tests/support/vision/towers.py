@@ -65,9 +65,7 @@ def make_model(kind: str, width: int = 64) -> Any:
         visual: Any = qwen3_vl.Qwen3_VisionTransformer(config)
         cls: Any = qwen3_vl.Qwen3VLForConditionalGeneration
     else:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import (
-            Qwen2_5_VLVisionConfig,
-        )
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
         config = Qwen2_5_VLVisionConfig(
             depth=4,

@@ -1,4 +1,4 @@
-"""The tuner in closed loops: a wave of prompts, then one beside the trees whenever a request ends."""
+"""The tuner in closed loops: a wave of prompts, then one whenever a request ends."""
 
 from __future__ import annotations
 

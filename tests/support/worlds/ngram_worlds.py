@@ -72,12 +72,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.state = NgramState.allocate(
-            self.min_n,
-            self.max_n,
-            self.max_reqs,
-            self.width,
-            self.device,
-            reference=self.reference,
+            self.min_n, self.max_n, self.max_reqs, self.width, self.device, reference=self.reference
         )
         self.rates = self.state.rates.tolist()
         self.pending: dict[int, list[int]] = {}

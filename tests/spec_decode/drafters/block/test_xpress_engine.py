@@ -16,12 +16,7 @@ from tests.support.references.block_reference import compared
 from tests.support.watches import emitted
 from tests.support.worlds.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.block.refined import Refiner
-from vllm_graft.testing import (
-    model_runner,
-    spec_metrics,
-    write_block_target,
-    write_xpress,
-)
+from vllm_graft.testing import model_runner, spec_metrics, write_block_target, write_xpress
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -28,11 +28,7 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     load_rows,
     native,
 )
-from vllm_graft.spec_decode.kernels.attention.plan_rule import (
-    Sizes,
-    choose_plan,
-    native_bytes,
-)
+from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan, native_bytes
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
@@ -93,9 +89,7 @@ def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPa
     assert error(replace(problem, soft_cap=5.0)) < WEIGHTS
     # Bytes are the same numbers, and scales may be missing.
     raw = replace(
-        problem,
-        query=problem.query.view(torch.uint8),
-        kv_cache=problem.kv_cache.view(torch.uint8),
+        problem, query=problem.query.view(torch.uint8), kv_cache=problem.kv_cache.view(torch.uint8)
     )
     assert error(replace(raw, q_scale=None, k_scale=None, v_scale=None)) < WEIGHTS
 
@@ -318,9 +312,7 @@ def test_numbers_are_packed_where_there_are_registers(monkeypatch: pytest.Monkey
     assert conversion(cache["meta"], torch.bfloat16) == PLAIN
 
 
-def test_beside_an_e4m3_query_nothing_is_converted_by_hand(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_beside_an_e4m3_query_nothing_is_converted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = torch.empty(4, dtype=torch.uint8, device="meta")
     for query in (torch.uint8, torch.float8_e4m3fn):
         monkeypatch.setattr(e4m3, "NATIVE", None)

@@ -20,10 +20,7 @@ from tests.support.samples.attention_spaces import (
 )
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 

@@ -9,11 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.spec_decode.kernels.attention.test_tree_attention import (
-    DEVICE,
-    draft_error,
-    tree_error,
-)
+from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
 from vllm_graft.spec_decode.kernels.attention import workspace

@@ -15,10 +15,7 @@ from tests.support.references.tree_reference import (
 )
 from tests.support.samples.attention_spaces import nan_space, nans
 from tests.support.watches import refused_synchronisations
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
 from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree

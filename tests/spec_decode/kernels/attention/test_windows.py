@@ -10,11 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.spec_decode.kernels.attention.test_tree_attention import (
-    DEVICE,
-    draft_error,
-    tree_error,
-)
+from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
 from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,

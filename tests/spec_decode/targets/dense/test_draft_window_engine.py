@@ -177,10 +177,7 @@ class PlainFlash:
 
 @pytest.mark.slow
 def test_two_passes_serve_the_engine(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flash = PlainFlash()
     passes = Passes(flash.plan_prefix, flash.flash_prefix_attention, attend_own_rows)

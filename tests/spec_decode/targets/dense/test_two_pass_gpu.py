@@ -10,9 +10,7 @@ import torch
 
 from tests.support.samples.attention_spaces import check_rows
 from tests.support.watches import refused_synchronisations
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, Point, points
 from vllm_graft.spec_decode.targets.dense.plain_attention import (

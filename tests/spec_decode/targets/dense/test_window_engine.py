@@ -158,12 +158,7 @@ def test_trees_across_chunks_answer_as_the_target_alone(
         "model": str(draft),
         "num_speculative_tokens": 7,
     }
-    tree = {
-        "topk": 2,
-        "steps": 4,
-        "drafter": "table",
-        "fallback": "refuse",
-    }
+    tree = {"topk": 2, "steps": 4, "drafter": "table", "fallback": "refuse"}
     options["additional_config"] = {"graft": {"tree": tree}}
     with cpu_engine(target, attention="triton", **options) as llm:
         assert greedy(llm, CHUNK_PROMPTS, TOKENS) == expected

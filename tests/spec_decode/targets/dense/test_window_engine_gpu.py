@@ -21,8 +21,11 @@ from tests.support.models.window_models import (
     write_llama4,
 )
 from tests.support.references.windowed_reference import compared
+from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
+from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.targets.dense import layer as grafted
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, untouched
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing import greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -61,11 +64,7 @@ def test_families_with_trees_of_another_drafter(
 ) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
     target, draft = write(tmp_path / "target"), write_eagle3(tmp_path / "draft")
-    options = {
-        "block_size": BLOCK,
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-    }
+    options = {"block_size": BLOCK, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     with exact_engine(target, **options) as llm:
         expected = greedy(llm, PROMPTS, 40)
     monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
@@ -124,15 +123,6 @@ def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_level_reads_what_its_narrowed_table_names() -> None:
     """It computes what it does over a table as wide as the whole text."""
-    from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
-    from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
-    from vllm_graft.spec_decode.targets.dense.samples import (
-        AttentionShape,
-        draft_problem,
-        untouched,
-    )
-    from vllm_graft.spec_decode.trees.batch import DraftBatch
-
     shape = AttentionShape(
         rows=(0, 0), lens=(30_000, 700), kv_heads=8, group=4, head_size=128, dtype=torch.bfloat16
     )

@@ -171,11 +171,7 @@ def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", ["inputs", "states"])
 @pytest.mark.parametrize("spoilt", ["commit", "latents", "parents"])
 def test_answers_differ_without(
-    form: str,
-    spoilt: str,
-    target: Path,
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    form: str, spoilt: str, target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: what is accepted stays where it is, or each row follows the one before."""
     if spoilt == "commit":

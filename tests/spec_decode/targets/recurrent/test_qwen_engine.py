@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import interpreted
@@ -70,8 +71,6 @@ def answers(
     llm: Any, requests: list[Any], kinds: tuple[dict[str, Any], ...] = BOTH
 ) -> list[list[int]]:
     """Tokens of all requests of the first kind, then of the second."""
-    from vllm import SamplingParams
-
     params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
     given = [param for param in params for _ in requests]
     outputs = llm.generate(requests * len(kinds), given, use_tqdm=False)

@@ -220,7 +220,7 @@ def test_answers_differ_without(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative controls: accepted states stay where they are, or each row follows the one before."""
+    """Negative controls: accepted states stay where they are, or rows follow the one before."""
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:

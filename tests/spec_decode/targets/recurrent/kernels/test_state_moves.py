@@ -142,12 +142,7 @@ def test_the_next_step_goes_on_as_after_a_chain(commit: bool) -> None:
     stock_chain_delta_rule(expected, chosen, theirs[1], alone, heads)
     if commit:
         cache = RecurrentCache(mine[0], mine[1], WIDTH, rows.columns, 0)
-        numbers = {
-            "path": path,
-            "num_sampled": [len(path)],
-            "num_drafts": [8],
-            "seq_lens": [20],
-        }
+        numbers = {"path": path, "num_sampled": [len(path)], "num_drafts": [8], "seq_lens": [20]}
         given = {k: torch.tensor(v, dtype=torch.int32, device=DEVICE) for k, v in numbers.items()}
         given["path"] = given["path"][None]
         move_states(StateTable.build([cache], by_prefix=False), **given, num_reqs=1)

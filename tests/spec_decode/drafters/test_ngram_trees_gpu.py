@@ -18,6 +18,7 @@ from tests.support.references.ngram_reference import (
     several_matches,
     trie_of,
 )
+from tests.support.samples.attention_spaces import captured
 from tests.support.worlds.ngram_worlds import World
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
@@ -50,11 +51,7 @@ def test_kernels_in_a_cuda_graph(matches: int, depth: int, width: int, vocab: in
         match_ngrams(state, source, lengths, slots, REQS)
         insert_paths(table, state, lengths, slots, REQS, first=FIRST, depth=depth, vocab_size=vocab)
 
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    graph = captured(launch)
     branching = 0
     for step in range(4):
         for slot, text in enumerate(texts):
@@ -176,11 +173,7 @@ def test_a_long_text_in_a_cuda_graph() -> None:
             levels=2, first=first, depth=DEPTH, vocab_size=1000,
         )  # fmt: skip
 
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    graph = captured(launch)
     matches = 0
     for step in range(5):
         for slot, text in enumerate(texts):

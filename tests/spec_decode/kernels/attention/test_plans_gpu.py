@@ -7,15 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
-from tests.support.samples.attention_spaces import check_rows, nan_space, nans
+from tests.support.samples.attention_spaces import attend, check_rows, nan_space, nans, wanted_of
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
     plan_of,
     tree_attention,
 )
@@ -44,30 +39,12 @@ def overlapping() -> bool:
     return torch.cuda.get_device_capability()[0] >= 9
 
 
-def attend(
-    problem: TreeBatch | DraftBatch, plan: Plan | None, max_splits: int = 16
-) -> torch.Tensor:
-    """The output; the workspace holds NaN before."""
-    out, space = nans(problem.query), nan_space(problem, max_splits)
-    if isinstance(problem, DraftBatch):
-        draft_attention(problem, out, workspace=space, plan=plan)
-    else:
-        tree_attention(problem, out, workspace=space, plan=plan)
-    return out
-
-
 def check(problem: TreeBatch | DraftBatch, plan: Plan) -> None:
-    wanted = nans(problem.query).float()
-    if isinstance(problem, DraftBatch):
-        draft_attention_reference(problem, wanted)
-    else:
-        tree_attention_reference(problem, wanted)
-    found = attend(problem, plan)
-    check_rows(found, wanted, RELATIVE)
+    found = attend(problem, 16, plan=plan)
+    check_rows(found, wanted_of(problem), RELATIVE)
     if plan.splits > 1 and overlapping():
-        assert torch.equal(
-            found.nan_to_num(), attend(problem, plan._replace(overlapped=True)).nan_to_num()
-        )
+        other = attend(problem, 16, plan=plan._replace(overlapped=True))
+        assert torch.equal(found.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -123,12 +100,7 @@ def check_chosen(problem: TreeBatch | DraftBatch) -> None:
     """Nothing is forced."""
     plan = plan_of(problem, nan_space(problem, 64))
     assert plan.overlapped == (plan.splits > 1 and overlapping())
-    wanted = nans(problem.query).float()
-    if isinstance(problem, DraftBatch):
-        draft_attention_reference(problem, wanted)
-    else:
-        tree_attention_reference(problem, wanted)
-    check_rows(attend(problem, None, 64), wanted, RELATIVE)
+    check_rows(attend(problem, 64), wanted_of(problem), RELATIVE)
 
 
 @pytest.mark.parametrize("rows", [(8,) * 4, (8, 0, 3, 0), (0,) * 3 + (1,)])
@@ -144,7 +116,7 @@ def test_what_overlaps_in_a_graph_reads_what_was_written(rows: tuple[int, ...]) 
     plan = Plan(
         Tile(32, 64, 4, 3), 12, ahead=True, skip_empty=True, combine_warps=1, overlapped=True
     )
-    wanted = attend(problem, plan._replace(overlapped=False)).nan_to_num()
+    wanted = attend(problem, 16, plan=plan._replace(overlapped=False)).nan_to_num()
     out, space = nans(problem.query), nan_space(problem, 16)
     tree_attention(problem, out, workspace=space, plan=plan)
     torch.cuda.synchronize()

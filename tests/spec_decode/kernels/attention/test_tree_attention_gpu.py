@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
+from tests.support.samples.attention_spaces import (
+    attend,
+    captured,
+    check_rows,
+    nan_space,
+    nans,
+    wanted_of,
 )
-from tests.support.samples.attention_spaces import nan_space, nans
 from tests.support.watches import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
 from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
@@ -63,35 +65,8 @@ def label(shape: AttentionShape) -> str:
     )
 
 
-def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
-    """Compute in float32 from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
-    if isinstance(problem, TreeBatch):
-        out = nans(problem.query).float()
-        tree_attention_reference(problem, out)
-    else:
-        out = nans(problem.query).float()
-        draft_attention_reference(problem, out)
-    return out
-
-
-def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Check that each row and head is right within 2e-2 of its norm."""
-    skipped = wanted.isnan()
-    assert torch.equal(out.isnan(), skipped)
-    error = (out.float() - wanted).nan_to_num().norm(dim=-1)
-    size = wanted.nan_to_num().norm(dim=-1)
-    assert (error <= RELATIVE * size).all(), f"{(error / size).nan_to_num().max():.4f}"
-
-
 def check_problem(problem: TreeBatch | DraftBatch) -> None:
-    """Compare a kernel's result with the reference's; the workspace holds NaN before."""
-    wanted = expected(problem)
-    out = nans(problem.query)
-    if isinstance(problem, TreeBatch):
-        tree_attention(problem, out, workspace=nan_space(problem, 32))
-    else:
-        draft_attention(problem, out, workspace=nan_space(problem, 32))
-    check(out, wanted)
+    check_rows(attend(problem, 32), wanted_of(problem), RELATIVE)
 
 
 @pytest.mark.parametrize("shape", sample_shapes(44, seed=0), ids=label)
@@ -112,32 +87,20 @@ def test_splits_agree() -> None:
         rows=(32, 9), lens=(5000, 40), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
     )
     problem = tree_problem(shape, "cuda")
-    wanted = expected(problem)
+    wanted = wanted_of(problem)
     for splits in (1, 2, 7, 32):
-        out = nans(problem.query)
-        tree_attention(problem, out, workspace=nan_space(problem, 64), num_splits=splits)
-        check(out, wanted)
+        check_rows(attend(problem, 64, num_splits=splits), wanted, RELATIVE)
 
 
 def test_without_the_mask_the_error_is_seen() -> None:
     shape = AttentionShape(rows=(32,), lens=(64,), head_size=128, dtype=torch.bfloat16)
     problem = tree_problem(shape, "cuda")
-    wanted = expected(problem)
+    wanted = wanted_of(problem)
     problem.row_masks.fill_(-1)
     out = nans(problem.query)
     tree_attention(problem, out)
     with pytest.raises(AssertionError):
-        check(out, wanted)
-
-
-def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture the call in a graph; it is compiled before."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
+        check_rows(out, wanted, RELATIVE)
 
 
 GRAPH_LENS = [(1000,) * 8, (40, 9000, 31, 100, 32768, 5000, 64, 35), (33,) * 8]
@@ -174,7 +137,7 @@ def test_tree_in_a_graph(group: int) -> None:
         out.fill_(float("nan"))
         workspace.acc.fill_(float("nan"))
         graph.replay()
-        check(out, expected(problem))
+        check_rows(out, wanted_of(problem), RELATIVE)
 
 
 def test_draft_in_a_graph() -> None:
@@ -196,7 +159,7 @@ def test_draft_in_a_graph() -> None:
         out.fill_(float("nan"))
         space.acc.fill_(float("nan"))
         graph.replay()
-        check(out, expected(problem))
+        check_rows(out, wanted_of(problem), RELATIVE)
 
 
 def test_no_host_synchronisation() -> None:
@@ -294,4 +257,4 @@ def test_trees_in_a_graph() -> None:
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        check(out, expected(new))
+        check_rows(out, wanted_of(new), RELATIVE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.samples.attention_spaces import check_rows
+from tests.support.samples.attention_spaces import captured, check_rows
 from tests.support.watches import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -180,11 +180,7 @@ def test_in_a_graph() -> None:
     # vLLM captures like this too: over a batch with nothing to compute.
     static.num_rows.zero_()
     static.prefix_lens.zero_()
-    layers()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers()
+    graph = captured(layers)
     for (lens, real), problem in zip(REPLAYS, problems, strict=True):
         # Only full batches have the fifth request.
         real = 5 if real == len(lens) else real
@@ -278,10 +274,7 @@ def test_rows_are_those_of_separate_passes(rows: tuple[int, ...]) -> None:
         stock(batch, plain, out, splits=MIXED_SPLITS)
         tree_attention(batch, out, workspace=workspace)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = captured(run)
     batch.num_rows.copy_(num_rows)
     whole = num_rows == batch.query_start_loc.diff()
     plain.copy_(torch.where(whole, 0, batch.seq_lens))

@@ -12,9 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.answers.near_ties import Answer
 from tests.support.engines.recurrent_layers import triton_convolutions
-from tests.support.models import table_drafter
 from tests.support.models.kimi_models import write_kimi_linear
 from tests.support.models.latent_models import VOCABULARY
 from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
@@ -267,10 +265,3 @@ def check_parts(llm: Any, form: str = "inputs") -> None:
     print(f"counters: {counters}, {spec_metrics(llm)}")
     assert counters.tree_replays > 0
     assert counters.mixed_launches + counters.mixed_replays > 0
-
-
-def learn(monkeypatch: pytest.MonkeyPatch, plugin: Any, expected: list[Answer]) -> None:
-    """Let the drafter's table hold the target's tokens."""
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)

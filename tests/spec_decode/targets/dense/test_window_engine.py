@@ -99,7 +99,7 @@ def test_families_with_trees_of_another_drafter(
     write: Callable[[Path], Path],
     spoil: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,
-    plugin: Any,
+    learn: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
@@ -111,14 +111,8 @@ def test_families_with_trees_of_another_drafter(
     }
     with cpu_engine(target, **options) as llm:
         expected = greedy(llm, PROMPTS, 40)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
-    options["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": 7,
-    }
-    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
+    learn(expected)
+    options |= table_drafter.table_trees(draft)
     with cpu_engine(target, **options) as llm:
         assert greedy(llm, PROMPTS, 40) == expected
         metrics = spec_metrics(llm)
@@ -139,7 +133,7 @@ def unchunked(**given: Any) -> TreeBatch:
 
 
 def test_trees_across_chunks_answer_as_the_target_alone(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM's Triton backend, interpreted, computes prompts, by sequences that are chunks."""
     target, draft = write_llama4(tmp_path / "target"), write_eagle3(tmp_path / "draft")
@@ -151,15 +145,8 @@ def test_trees_across_chunks_answer_as_the_target_alone(
     }
     with cpu_engine(target, **options) as llm:
         expected = greedy(llm, CHUNK_PROMPTS, TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
-    options["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": 7,
-    }
-    tree = {"topk": 2, "steps": 4, "drafter": "table", "fallback": "refuse"}
-    options["additional_config"] = {"graft": {"tree": tree}}
+    learn(expected)
+    options |= table_drafter.table_trees(draft, fallback="refuse")
     with cpu_engine(target, attention="triton", **options) as llm:
         assert greedy(llm, CHUNK_PROMPTS, TOKENS) == expected
         metrics = spec_metrics(llm)

@@ -12,7 +12,6 @@ import torch
 from tests.support.engines.gpu_engines import exact_engine, shipped_trees
 from tests.support.engines.pairs import Pair, Request, answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
-from tests.support.models import table_drafter
 from tests.support.models.window_models import (
     BLOCK,
     windowed_pair,
@@ -60,15 +59,14 @@ PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
 
 @pytest.mark.parametrize("write", [write_gpt_oss, write_gemma4, write_llama4])
 def test_families_with_trees_of_another_drafter(
-    write: Callable[[Path], Path], tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path], Path], tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
     target, draft = write(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     options = {"block_size": BLOCK, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     with exact_engine(target, **options) as llm:
         expected = greedy(llm, PROMPTS, 40)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
+    learn(expected)
     tree: dict[str, Any] = {"topk": 2, "steps": 4, "drafter": "table", "fallback": "refuse"}
     with exact_engine(target, draft=str(draft), tree=tree, nodes=7, **options) as llm:
         assert greedy(llm, PROMPTS, 40) == expected

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers.near_ties import Answer, answers, check_near_ties, departures
-from tests.support.models import table_drafter
+from tests.support.answers.near_ties import answers, check_near_ties, departures
 from tests.support.models.latent_models import VOCABULARY, draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
@@ -108,13 +107,6 @@ def check_parts(llm: Any) -> None:
     assert metrics.accepted_tokens > metrics.drafts
 
 
-def learn(monkeypatch: pytest.MonkeyPatch, plugin: Any, expected: list[Answer]) -> None:
-    """Let the drafter's table hold the target's tokens."""
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
-
-
 CASES = [
     ("TRITON_MLA", "float16", "auto", "triton"),
     ("FLASH_ATTN_MLA", "bfloat16", "auto", "flash"),
@@ -129,7 +121,7 @@ def test_trees_answer_as_the_target_alone(
     dtype: str,
     cache: str,
     attention: str,
-    plugin: Any,
+    learn: Any,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -137,7 +129,7 @@ def test_trees_answer_as_the_target_alone(
         request.getfixturevalue("flash_attention_3")
     with engine(models, backend, dtype, trees=False, kv_cache_dtype=cache) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
-    learn(monkeypatch, plugin, expected)
+    learn(expected)
     more = {"kv_cache_dtype": cache, "attention": attention}
     with engine(models, backend, dtype, trees=True, **more) as llm:
         found = answers(llm, PROMPTS, TOKENS)

@@ -15,7 +15,6 @@ from tests.support.engines.kimi_layers import (
     TOKENS,
     check_parts,
     engine,
-    learn,
     prompt_of,
     write_target,
 )
@@ -41,11 +40,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("form", ["inputs", "states"])
 def test_trees_answer_as_the_target_alone(
-    form: str, target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, target: str, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(target, "TRITON_MLA", trees=False) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
-    learn(monkeypatch, plugin, expected)
+    learn(expected)
     with engine(target, "TRITON_MLA", trees=True, form=form) as llm:
         found = answers(llm, PROMPTS, TOKENS)
         check_parts(llm, form)
@@ -62,14 +61,12 @@ def test_trees_answer_as_the_target_alone(
         assert any(each.gap >= NEAR for each in spoilt)
 
 
-def test_a_head_drafts(
-    target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_head_drafts(target: str, learn: Any, tmp_path: Path) -> None:
     """An EAGLE-3 head brings a layer of a third kind, plain attention."""
     draft = str(write_eagle3(tmp_path / "head", draft_shape(HIDDEN)))
     with engine(target, "TRITON_MLA", trees=False) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
-    learn(monkeypatch, plugin, expected)
+    learn(expected)
     with engine(target, "TRITON_MLA", trees=True, draft=draft) as llm:
         check_near_ties(answers(llm, PROMPTS, TOKENS), expected, NEAR)
         check_parts(llm)
@@ -78,9 +75,7 @@ def test_a_head_drafts(
 
 
 @pytest.mark.usefixtures("flash_attention_3")
-def test_broken_graphs_and_prefixes(
-    target: str, plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_graphs_and_prefixes(target: str, learn: Any) -> None:
     """The graphs that vLLM makes unasked, which our passes interrupt; states kept for prefixes.
 
     An answer passes the ends of blocks, where its state moves on, and becomes a prompt later.
@@ -93,7 +88,7 @@ def test_broken_graphs_and_prefixes(
         # A state per node has a longer window, so that blocks of the next engine are longer.
         question, tokens = prompt_of(2 * block - 40), 2 * block
         [plain] = answers(llm, [question], tokens)
-    learn(monkeypatch, plugin, [*expected, plain])
+    learn([*expected, plain])
     more = {"graphs": "FULL_AND_PIECEWISE", "enable_prefix_caching": True}
     with engine(target, "FLASH_ATTN_MLA", trees=True, **more) as llm:
         config = model_runner(llm).vllm_config

@@ -15,7 +15,6 @@ from tests.support.engines.cache_engines import metrics as cache_metrics
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import interpreted
-from tests.support.models import table_drafter
 from tests.support.models.recurrent_models import (
     draft_shape,
     write_falcon_h1,
@@ -110,12 +109,9 @@ def long(both: tuple[list[list[int]], list[int]]) -> list[int]:
 
 
 @pytest.fixture
-def table(
-    alone: list[list[int]], long: list[int], plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def table(alone: list[list[int]], long: list[int], learn: Any) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned([*alone, long]))
-    plugin(table_drafter)
+    learn([*alone, long])
 
 
 @pytest.mark.usefixtures("table")
@@ -278,14 +274,13 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_mamba_2_answers_as_the_target_alone(
-    mamba: Path, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    mamba: Path, tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefix caching is off: vLLM's CPU then has no states at the ends of blocks."""
     more = {"enable_prefix_caching": False}
     with cpu_engine(mamba, **options(**more)) as llm:
         alone = answers(llm)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
-    plugin(table_drafter)
+    learn(alone)
     draft = write_eagle3(tmp_path / "head", draft_shape(layers=6))
     with cpu_engine(mamba, **trees(draft, **more)) as llm:
         assert answers(llm) == alone
@@ -312,14 +307,13 @@ def test_mamba_2_answers_as_the_target_alone(
 @pytest.mark.nightly
 @pytest.mark.parametrize("write", [write_falcon_h1, write_granite_hybrid])
 def test_mamba_2_without_a_draft_model(
-    write: Callable[[Path], Path], tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path], Path], tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM has no EAGLE for these models; n-grams, and here a table, draft for them."""
     target, more = write(tmp_path / "target"), {"enable_prefix_caching": False}
     with cpu_engine(target, **options(**more)) as llm:
         alone = answers(llm)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
-    plugin(table_drafter)
+    learn(alone)
     drafting = trees(None, method="ngram", **more)
     with cpu_engine(target, **drafting) as llm:
         assert answers(llm) == alone

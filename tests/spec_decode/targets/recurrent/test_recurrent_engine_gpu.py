@@ -30,7 +30,6 @@ from tests.support.engines.served_qwen import (
     write_served_qwen3_5,
     write_text_qwen3_5,
 )
-from tests.support.models import table_drafter
 from tests.support.models.recurrent_models import (
     VOCABULARY,
     draft_shape,
@@ -178,11 +177,8 @@ def expected(models: tuple[str, str]) -> Expected:
 
 
 @pytest.fixture
-def table(expected: Expected, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        table_drafter, "NEXT", table_drafter.learned([*expected.both, expected.long])
-    )
-    plugin(table_drafter)
+def table(expected: Expected, learn: Any) -> None:
+    learn([*expected.both, expected.long])
 
 
 FORMS = ("inputs", "states")
@@ -248,14 +244,10 @@ def test_answers_differ_without_a_commit(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_answers_in_bfloat16(
-    form: str, models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_in_bfloat16(form: str, models: tuple[str, str], learn: Any) -> None:
     with engine(models, dtype="bfloat16") as llm:
         expected = with_logprobs(llm, PROMPTS, TOKENS)
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
+    learn(expected)
     with engine(models, method="eagle3", dtype="bfloat16", form=form) as llm:
         found = with_logprobs(llm, PROMPTS, TOKENS)
         check_parts(llm)
@@ -306,15 +298,14 @@ def test_images_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_mamba_2_in_float32(
-    form: str, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = write_nemotron_h(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     draft = write_eagle3(tmp_path / "draft", draft_shape(HIDDEN, layers=6))
     models = str(target), str(draft)
     with engine(models, enable_prefix_caching=True) as llm:
         expected = both_kinds(llm, PROMPTS, TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
+    learn(expected)
     with engine(models, method="eagle3", form=form, enable_prefix_caching=True) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
         assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
@@ -329,15 +320,14 @@ def test_mamba_2_in_float32(
 
 
 def test_mamba_2_without_a_draft_model(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Falcon-H1, for which vLLM has no EAGLE: attention and Mamba-2 side by side in each layer."""
     target = write_falcon_h1(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     models = str(target), ""
     with engine(models) as llm:
         expected = both_kinds(llm, PROMPTS, TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
+    learn(expected)
     with engine(models, method="ngram_gpu") as llm:
         assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
         check_parts(llm)

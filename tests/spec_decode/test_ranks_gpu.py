@@ -32,7 +32,7 @@ pytestmark = [
 NODES = 15
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def trees_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all ranks compare their trees after each step."""
     monkeypatch.setenv(CHECK_RANKS, "1")
@@ -83,6 +83,7 @@ def checked(found: RankAnswers) -> list[dict[str, Any]]:
     return trees
 
 
+@pytest.mark.usefixtures("trees_are_compared")
 def test_trees_of_two_gpus_answer_as_one(
     pair: Pair, samples: list[Request], alone: list[Answer], tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_trees_of_two_gpus_answer_as_one(
     assert not any(trees[0]["draft_graphs_differing"].values())
 
 
+@pytest.mark.usefixtures("trees_are_compared")
 def test_ranks_choose_the_same_trees_and_kernels(
     pair: Pair, samples: list[Request], tmp_path: Path
 ) -> None:

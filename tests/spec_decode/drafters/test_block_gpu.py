@@ -157,17 +157,17 @@ def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_
     assert counters["fp8_head_bytes"] > 0
 
 
-# Fixtures, which pytest finds by these names.
 BACKEND = {"attention_backend": "TRITON_ATTN"}
 """Else vLLM chooses a backend for the draft by itself."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def known() -> None:
     if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.xpress") is None:
         pytest.skip("vLLM knows XPress drafts since 0.33")
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("error", [0.0, 0.6])
 def test_a_chain_is_accepted_as_stock_vllm_s(
     target: Path, alone: list[Answer], tmp_path: Path, error: float
@@ -197,6 +197,7 @@ def test_a_chain_is_accepted_as_stock_vllm_s(
         assert ours.accepted_per_position[0] > 0.8 * ours.drafts
 
 
+@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("topc", [0, 40])
 def test_xpress_graphs_draft_what_launches_draft(
     target: Path, alone: list[Answer], tmp_path: Path, topc: int
@@ -228,6 +229,7 @@ def test_xpress_graphs_draft_what_launches_draft(
     assert found[0] > 1.3
 
 
+@pytest.mark.usefixtures("known")
 def test_an_xpress_block_that_sees_all_of_itself(
     target: Path, alone: list[Answer], tmp_path: Path
 ) -> None:

@@ -10,11 +10,10 @@ import torch
 from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
+    Rule,
     alone,
     deepest,
     random,
-    stock_chain_delta_rule,
-    stock_chain_key_decays,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
@@ -137,10 +136,7 @@ def stock_chain(given: Kept, lines: list[int], states: torch.Tensor, chain: Recu
     """Continue states, which change, by vLLM's kernel over rows of the batch as one chain."""
     inputs, gates = given.inputs.rows[lines], given.gates
     chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
-    if isinstance(chosen, KeyDecays):
-        stock_chain_key_decays(inputs, chosen, states, chain)
-    else:
-        stock_chain_delta_rule(inputs, chosen, states, chain, given.heads)
+    Rule(given.heads).stock(inputs, chosen, states, chain)
 
 
 def check_folded_bits(layers: Sequence[Kept], *, by_prefix: bool) -> None:

@@ -12,12 +12,13 @@ from unittest import mock
 
 import pytest
 
+from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.recurrent_layers import triton_convolutions
 from tests.support.models.kimi_models import write_kimi_linear
 from tests.support.models.latent_models import VOCABULARY
 from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
-from vllm_graft.testing import model_runner, running, spec_metrics
+from vllm_graft.testing import model_runner, spec_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -222,33 +223,19 @@ def engine(
         drafter = "table" if draft else "table_alone"
         tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": drafter}
         given["graft"] = {"tree": {**tree, "recurrent_form": form}}
-    sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
+    usual: dict[str, Any] = {
+        "dtype": "bfloat16", "attention_backend": backend, "additional_config": given,
+        "skip_tokenizer_init": True, "max_model_len": 8192, "max_num_batched_tokens": 256,
+        "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**31,
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
         # A kernel for several Blackwell GPUs, whose module wants CUTLASS wherever it runs.
         patch.setenv("VLLM_KIMI_K3_GEMM_AR", "0")
         # As vLLM sets it for this model; the test takes it back.
         patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-        usual: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "attention_backend": backend,
-            "additional_config": given,
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": graphs,
-                "cudagraph_capture_sizes": sizes,
-            },
-            "skip_tokenizer_init": True,
-            "max_model_len": 8192,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 256,
-            "enable_prefix_caching": False,
-            "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": 2**31,
-            "disable_log_stats": False,
-        }
-        with running(target, **usual | options) as llm:
+        with exact_engine(
+            target, drafts=NODES, graphs=graphs, exact=False, **usual | options
+        ) as llm:
             yield llm
 
 

@@ -22,6 +22,7 @@ from tests.support.answers.near_ties import Answer as Logged
 from tests.support.answers.near_ties import answers as with_logprobs
 from tests.support.answers.near_ties import check_near_ties, departures
 from tests.support.answers.text_requests import both_kinds
+from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import exact_prompts
 from tests.support.engines.served_qwen import (
@@ -42,7 +43,7 @@ from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.targets.unchanged import UnchangedState
-from vllm_graft.testing import greedy, model_runner, running, spec_metrics, write_eagle3
+from vllm_graft.testing import greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,33 +97,13 @@ def engine(
             tree["drafter"] = "table_alone"
         options["speculative_config"] = speculative
         given["graft"] = {"tree": tree}
-    sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        # Triton's products of float32 are exact only if it is told so.
-        patch.setenv("TRITON_F32_DEFAULT", "ieee")
-        usual: dict[str, Any] = {
-            "dtype": dtype,
-            "attention_backend": "TRITON_ATTN",
-            "additional_config": given,
-            "mamba_ssm_cache_dtype": "float32",
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": sizes,
-            },
-            "skip_tokenizer_init": True,
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 256,
-            "enable_prefix_caching": False,
-            "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": 2**30,
-            "disable_log_stats": False,
-        }
-        with running(target, **usual | options) as llm:
-            yield llm
+    usual: dict[str, Any] = {
+        "dtype": dtype, "additional_config": given, "mamba_ssm_cache_dtype": "float32",
+        "skip_tokenizer_init": True, "max_model_len": 2048, "max_num_batched_tokens": 256,
+        "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**30,
+    }  # fmt: skip
+    with exact_engine(target, drafts=NODES, **usual | options) as llm:
+        yield llm
 
 
 def check_parts(llm: Any) -> None:

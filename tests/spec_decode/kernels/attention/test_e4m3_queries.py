@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
@@ -78,8 +79,7 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("shape", TREES, ids=str)
+@pytest.mark.parametrize(("shape", "form"), crossed(TREES, FORMS))
 def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e4m3, "NATIVE", form)
     problem = tree_problem(replace(shape, fp8=True, dtype=torch.bfloat16), DEVICE)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
+from tests.support.crossed import crossed
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
 from vllm_graft.spec_decode.kernels.attention import workspace
@@ -55,8 +56,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "plan"), crossed(SHAPES, PLANS, every=3))
 def test_trees_equal_the_reference(shape: AttentionShape, plan: Plan) -> None:
     """Blocks before a window hold NaN, and so does the workspace."""
     problem = tree_problem(shape, DEVICE)
@@ -71,11 +71,11 @@ DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(("shape", "topk", "steps", "level"), DRAFTS, ids=str)
+@pytest.mark.parametrize(("draft", "plan"), crossed(DRAFTS, PLANS, every=3))
 def test_drafts_equal_the_reference(
-    shape: AttentionShape, topk: int, steps: int, level: int, plan: Plan
+    draft: tuple[AttentionShape, int, int, int], plan: Plan
 ) -> None:
+    shape, topk, steps, level = draft
     problem = draft_problem(shape, topk, steps, level, DEVICE)
     error = draft_error(problem, workspace=nan_space(problem, 12), plan=plan)
     assert error < ROUNDED[plan.partials]

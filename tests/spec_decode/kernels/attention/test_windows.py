@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
+from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
@@ -31,9 +32,9 @@ from vllm_graft.spec_decode.targets.dense.samples import (
 SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 4, 16, 33, 128, 1000])
+@pytest.mark.parametrize(
+    ("window", "sinks", "splits"), crossed([0, 1, 4, 16, 33, 128, 1000], [False, True], [1, 3])
+)
 def test_trees_equal_the_reference(window: int, sinks: bool, splits: int) -> None:
     """Blocks that no row sees hold NaN, which a read would leave in the output."""
     problem = tree_problem(AttentionShape(**SIZES, window=window, sinks=sinks), DEVICE)
@@ -83,8 +84,7 @@ def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) 
     assert (out - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("size", [1, 4, 16, 48, 128, 149, 1000])
+@pytest.mark.parametrize(("size", "splits"), crossed([1, 4, 16, 48, 128, 149, 1000], [1, 3]))
 def test_chunks_equal_the_reference(size: int, splits: int) -> None:
     """Trees cross the ends of chunks; blocks before the root's chunk hold NaN."""
     problem = tree_problem(AttentionShape(**SIZES, window=size, chunked=True), DEVICE)
@@ -136,10 +136,12 @@ def test_a_sink_takes_weight() -> None:
     assert (with_sink[0] - weight[:, None] * without[0]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("window", "level"), [(0, 1), (4, 3), (17, 0), (40, 2), (500, 3)])
-def test_drafts_equal_the_reference(window: int, level: int, sinks: bool, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "sinks", "splits"),
+    crossed([(0, 1), (4, 3), (17, 0), (40, 2), (500, 3)], [False, True], [1, 2]),
+)
+def test_drafts_equal_the_reference(place: tuple[int, int], sinks: bool, splits: int) -> None:
+    window, level = place
     shape = AttentionShape(rows=(), lens=(90, 16, 1, 0), group=2, window=window, sinks=sinks)
     problem = draft_problem(shape, topk=4, steps=4, level=level, device=DEVICE)
     space = nan_space(problem, 12) if splits > 1 else None

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.crossed import crossed
 from tests.support.references.recurrence_reference import path_to
 from tests.support.samples.kept_inputs import Kept, check_folded_bits, chunk, fold
 from tests.support.samples.recurrent_samples import (
@@ -30,7 +31,7 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import Ke
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import FoldTable
 
-SIZES = [[1], [9, 1, 32, 4]]
+SIZES, KINDS = [[1], [9, 1, 32, 4]], ["random", "chain", "star"]
 DELTA, KEYS = Rule(Heads()), Rule(Heads(2, 2, 16, 16), by_key=True)
 BOUNDED = KEYS._replace(lower_bound=-5.0)
 BOTH, ALL = pytest.mark.parametrize("rule", [DELTA, KEYS]), [DELTA, KEYS, BOUNDED]
@@ -50,11 +51,11 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [*ALL, Rule(Heads(1, 3, 16, 40)), Rule(Heads(1, 1, 24, 40), by_key=True)],
+    ("sizes", "kind", "rule"),
+    crossed(
+        SIZES, KINDS, [*ALL, Rule(Heads(1, 3, 16, 40)), Rule(Heads(1, 1, 24, 40), by_key=True)]
+    ),
 )
-@pytest.mark.parametrize("kind", ["random", "chain", "star"])
-@pytest.mark.parametrize("sizes", SIZES)
 def test_equals_a_plain_loop(kind: str, sizes: list[int], rule: Rule) -> None:
     rows, heads = rows_of(sizes, kind, padding=1), rule.heads
     inputs = random(len(rows.parents), heads.dim + 8, seed=6)[:, : heads.dim]
@@ -186,11 +187,14 @@ def looped(rule: Rule, given: Kept) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [*ALL, Rule(Heads(1, 3, 24, 40)), Rule(Heads(1, 1, 40, 24), by_key=True)],
+    ("sizes", "kind", "rule"),
+    crossed(
+        [*SIZES, [64, 17]],
+        KINDS,
+        [*ALL, Rule(Heads(1, 3, 24, 40)), Rule(Heads(1, 1, 40, 24), by_key=True)],
+        every=3,
+    ),
 )
-@pytest.mark.parametrize("kind", ["random", "chain", "star"])
-@pytest.mark.parametrize("sizes", [*SIZES, [64, 17]])
 def test_outputs_equal_a_plain_loop(kind: str, sizes: list[int], rule: Rule) -> None:
     rows, heads = rows_of(sizes, kind, padding=1), rule.heads
     inputs = random(len(rows.parents), heads.dim + 8, seed=6)[:, : heads.dim]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.crossed import crossed
 from tests.support.references.tree_reference import compact_kv_reference, follow_path_reference
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, TokenRows, compact_kv, follow_path
 
@@ -160,15 +161,18 @@ def moved(
     return TokenRows(*(tensor.cpu() for tensor in out))
 
 
-@pytest.mark.parametrize("padding", [0, 300])
-@pytest.mark.parametrize("width", [24, 1500])
 @pytest.mark.parametrize(
-    ("lengths", "drafts"),
-    [([1], [0]), ([4], [3]), ([64], [63]), ([5, 700, 1, 9, 256], [4, 0, 0, 6, 0])],
+    ("requests", "width", "padding"),
+    crossed(
+        [([1], [0]), ([4], [3]), ([64], [63]), ([5, 700, 1, 9, 256], [4, 0, 0, 6, 0])],
+        [24, 1500],
+        [0, 300],
+    ),
 )
 def test_path_equals_reference(
-    lengths: list[int], drafts: list[int], padding: int, width: int
+    requests: tuple[list[int], list[int]], width: int, padding: int
 ) -> None:
+    lengths, drafts = requests
     generator = torch.Generator().manual_seed(sum(lengths))
     paths = [random_path(n, max(1, n // 2), generator) if n else [3] for n in drafts]
     ours = moved(lengths, drafts, paths, padding, width=width)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
     eagle2_tree,
     expand_frontier_reference,
@@ -22,6 +23,22 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+SIZES = [
+    (1, 1, 1, 2),
+    (1, 1, 1, 1),
+    (4, 1, 3, 2),
+    (1, 6, 6, 2),
+    (3, 4, 2, 3),
+    (4, 3, 36, 2),
+    (8, 6, 31, 2),
+    (8, 6, 63, 2),
+    (10, 7, 63, 2),
+    (32, 2, 63, 2),
+    (16, 7, 63, 2),
+    (1, 63, 63, 2),
+]
 
 
 def random_levels(
@@ -65,25 +82,9 @@ def finish(table: CandidateTable, steps: int, nodes: int, reference: bool) -> li
     return [tensor.cpu() for tensor in (*vars(tree).values(), drafts)]
 
 
-@pytest.mark.parametrize("quantum", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("topk", "steps", "nodes", "num_reqs"),
-    [
-        (1, 1, 1, 2),
-        (1, 1, 1, 1),
-        (4, 1, 3, 2),
-        (1, 6, 6, 2),
-        (3, 4, 2, 3),
-        (4, 3, 36, 2),
-        (8, 6, 31, 2),
-        (8, 6, 63, 2),
-        (10, 7, 63, 2),
-        (32, 2, 63, 2),
-        (16, 7, 63, 2),
-        (1, 63, 63, 2),
-    ],
-)
-def test_equals_reference(topk: int, steps: int, nodes: int, num_reqs: int, quantum: float) -> None:
+@pytest.mark.parametrize(("sizes", "quantum"), crossed(SIZES, [0.0, 1.0]))
+def test_equals_reference(sizes: tuple[int, int, int, int], quantum: float) -> None:
+    topk, steps, nodes, num_reqs = sizes
     table = grown(random_levels(num_reqs, topk, steps, topk + steps, quantum))
     ours = finish(table, steps, nodes, reference=False)
     expected = finish(table, steps, nodes, reference=True)

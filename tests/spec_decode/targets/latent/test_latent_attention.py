@@ -29,19 +29,28 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def outputs(
-    batch: LatentBatch, space: AttentionWorkspace | None = None, num_splits: int | None = None
+    batch: LatentBatch | LatentDraftBatch,
+    space: AttentionWorkspace | None = None,
+    num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ours, expected = untouched(batch.query), untouched(batch.query)
-    latent_attention(batch, ours, workspace=space, num_splits=num_splits)
-    latent_attention_reference(batch, expected)
+    if isinstance(batch, LatentDraftBatch):
+        latent_draft_attention(batch, ours, workspace=space, num_splits=num_splits)
+        latent_draft_attention_reference(batch, expected)
+    else:
+        latent_attention(batch, ours, workspace=space, num_splits=num_splits)
+        latent_attention_reference(batch, expected)
     return ours, expected
 
 
 def error(
-    batch: LatentBatch, space: AttentionWorkspace | None = None, num_splits: int | None = None
+    batch: LatentBatch | LatentDraftBatch,
+    space: AttentionWorkspace | None = None,
+    num_splits: int | None = None,
 ) -> float:
     ours, expected = outputs(batch, space, num_splits)
     assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
+    assert expected.isfinite().all()
     return float((ours.float() - expected.float()).abs().max())
 
 
@@ -64,18 +73,21 @@ def test_equals_reference(shape: LatentShape, splits: int) -> None:
     assert error(batch, space, splits) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype, fp8: bool) -> None:
+def test_dtypes(dtype: torch.dtype, fp8: bool, draft: bool) -> None:
     shape = LatentShape(
         rows=(16, 5), prefixes=(114, 2), rank=64, rope=32, dtype=dtype, fp8=fp8, heads=4
     )
-    batch = latent_problem(shape, DEVICE)
+    batch: LatentBatch | LatentDraftBatch = latent_problem(shape, DEVICE)
+    if draft:
+        batch = latent_draft_problem(shape, 4, 3, 2, DEVICE)
     assert error(batch, nan_space(batch, 4)) < TOLERANCE[dtype]
     if fp8:
         batch = replace(batch, latents=batch.latents.view(torch.uint8))
         assert error(batch) < TOLERANCE[dtype]
-        # Negative control: the scale counts.
+        # Negative control: the scale counts, and a draft's scratch has none.
         unscaled, scaled = outputs(replace(batch, k_scale=None))[0], outputs(batch)[0]
         assert float((unscaled.float() - scaled.float()).abs().max()) > 0.1
 
@@ -174,23 +186,6 @@ def row_by_row(batch: LatentDraftBatch) -> torch.Tensor:
     return out
 
 
-def draft_outputs(
-    batch: LatentDraftBatch, space: AttentionWorkspace | None = None, num_splits: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ours, expected = untouched(batch.query), untouched(batch.query)
-    latent_draft_attention(batch, ours, workspace=space, num_splits=num_splits)
-    latent_draft_attention_reference(batch, expected)
-    return ours, expected
-
-
-def draft_error(
-    batch: LatentDraftBatch, space: AttentionWorkspace | None = None, num_splits: int | None = None
-) -> float:
-    ours, expected = draft_outputs(batch, space, num_splits)
-    assert expected.isfinite().all()
-    return float((ours.float() - expected.float()).abs().max())
-
-
 DRAFT_FLOAT32 = [
     (LatentShape(rows=(), prefixes=(0,), heads=1), 1, 1, 0),
     (LatentShape(rows=(), prefixes=(35, 0, 1), heads=16), 4, 3, 2),
@@ -207,7 +202,7 @@ def test_draft_equals_reference(
 ) -> None:
     batch = latent_draft_problem(shape, topk, steps, level, DEVICE)
     space = nan_space(batch, 12) if splits > 1 else None
-    assert draft_error(batch, space, splits) < TOLERANCE[torch.float32]
+    assert error(batch, space, splits) < TOLERANCE[torch.float32]
 
 
 def test_the_reference_is_attention_over_the_prefix_and_the_ancestors() -> None:
@@ -215,20 +210,6 @@ def test_the_reference_is_attention_over_the_prefix_and_the_ancestors() -> None:
     found = untouched(batch.query)
     latent_draft_attention_reference(batch, found)
     torch.testing.assert_close(found, row_by_row(batch), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_draft_dtypes(dtype: torch.dtype, fp8: bool) -> None:
-    shape = LatentShape(rows=(), prefixes=(114, 2), rank=64, rope=32, dtype=dtype, fp8=fp8, heads=4)
-    batch = latent_draft_problem(shape, 4, 3, 2, DEVICE)
-    assert draft_error(batch, nan_space(batch, 4)) < TOLERANCE[dtype]
-    if fp8:
-        batch = replace(batch, latents=batch.latents.view(torch.uint8))
-        assert draft_error(batch) < TOLERANCE[dtype]
-        # Negative control: the scale counts, and the scratch has none.
-        unscaled, scaled = draft_outputs(replace(batch, k_scale=None))[0], draft_outputs(batch)[0]
-        assert float((unscaled.float() - scaled.float()).abs().max()) > 0.1
 
 
 def test_padding_sees_its_own_scratch_alone() -> None:
@@ -243,12 +224,12 @@ def test_padding_sees_its_own_scratch_alone() -> None:
 def test_other_ancestors_and_prefixes_give_other_rows() -> None:
     """Negative controls: ancestors ignored, and a prefix that is off by one."""
     batch = latent_draft_problem(LatentShape(rows=(), prefixes=(20, 9)), 3, 3, 2, DEVICE)
-    found = draft_outputs(batch)[0]
+    found = outputs(batch)[0]
     siblings = batch.ancestors.clone()
     siblings[:, :, :2] = batch.ancestors[:, :, :2] // 3 * 3 + (batch.ancestors[:, :, :2] + 1) % 3
-    assert (draft_outputs(replace(batch, ancestors=siblings))[0] - found).abs().max() > 0.1
+    assert (outputs(replace(batch, ancestors=siblings))[0] - found).abs().max() > 0.1
     short = replace(batch, prefix_lens=batch.prefix_lens - 1)
-    assert (draft_outputs(short)[0] - found).abs().max() > 0.01
+    assert (outputs(short)[0] - found).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("sizes", [(512, 64), (48, 16), (32, 8)])

@@ -53,7 +53,10 @@ def run(
 @pytest.mark.parametrize(
     ("sizes", "kind", "rule"),
     crossed(
-        SIZES, KINDS, [*ALL, Rule(Heads(1, 3, 16, 40)), Rule(Heads(1, 1, 24, 40), by_key=True)]
+        SIZES,
+        KINDS,
+        [*ALL, Rule(Heads(1, 3, 16, 40)), Rule(Heads(1, 1, 24, 40), by_key=True)],
+        every=3,
     ),
 )
 def test_equals_a_plain_loop(kind: str, sizes: list[int], rule: Rule) -> None:
@@ -263,9 +266,10 @@ def test_ancestors_are_noted_by_bits() -> None:
     assert (kept.firsts == -1).sum() == 97
 
 
-@pytest.mark.parametrize("rule", ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("by_prefix", [False, True])
+@pytest.mark.parametrize(
+    ("by_prefix", "dtype", "rule"),
+    crossed([False, True], [torch.float32, torch.bfloat16], ALL, every=3),
+)
 def test_states_have_the_bits_of_a_chain_of_the_path(
     by_prefix: bool, dtype: torch.dtype, rule: Rule
 ) -> None:

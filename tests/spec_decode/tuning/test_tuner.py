@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support.crossed import crossed
 from vllm_graft.spec_decode.tuning.context_cost import Rates
 from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
@@ -66,8 +67,7 @@ def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
     return max(rates)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
-@pytest.mark.parametrize("chance", [0.05, 0.4, 0.85])
+@pytest.mark.parametrize(("batch", "chance"), crossed([1, 4, 16, 64], [0.05, 0.4, 0.85]))
 def test_it_comes_close_to_the_best_number(batch: int, chance: float) -> None:
     tuner = make()
     serve(tuner, batch, chance, 400)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.crossed import crossed
 from tests.support.worlds.closed_loop import SmallModel, against_the_best
 from tests.support.worlds.tuner_world import (
     MAX_REQS,
@@ -92,14 +93,12 @@ def drifting(steps: int, seed: int) -> list[int]:
     return [batch for _ in range(steps // 50) for batch in [rng.randint(1, MAX_REQS)] * 50]
 
 
-@pytest.mark.parametrize("prompts", [0.0, 0.3])
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("text", "prompts"), crossed(TEXTS, [0.0, 0.3]))
 def test_large_batches(text: str, prompts: float) -> None:
     assert serve(make(), text, [64] * 2000, prompts=prompts) > 0.96
 
 
-@pytest.mark.parametrize("prompts", [0.0, 0.3])
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("text", "prompts"), crossed(TEXTS, [0.0, 0.3]))
 def test_batches_that_drift(text: str, prompts: float) -> None:
     assert serve(make(), text, drifting(2000, seed=5), prompts=prompts) > 0.95
 

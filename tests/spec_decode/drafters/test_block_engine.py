@@ -201,10 +201,11 @@ def test_convolutions_keep_the_whole_block(
         assert max(seen.depths) <= 3
 
 
+DFLASH2 = pytest.param("dflash2", marks=pytest.mark.nightly)
 LILICORR = pytest.param("lilicorr", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("draft", ["dflash", "dflash2", LILICORR, "dspark"])
+@pytest.mark.parametrize("draft", ["dflash", DFLASH2, LILICORR, "dspark"])
 def test_a_chain_is_accepted_as_stock_vllm_s(folder: Path, alone: list[Answer], draft: str) -> None:
     """Step by step: a wrong row, state or position of the context would change what is drafted."""
     steps = []

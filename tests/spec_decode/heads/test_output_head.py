@@ -224,7 +224,11 @@ def test_weights_that_fail_to_load_leave_the_copies() -> None:
     assert worker.events == []
 
 
-KINDS = ["fp8", "learned", "fp8 and learned", "file", "fp8 and file"]
+KINDS = [
+    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp8", "learned", "fp8 and file")),
+    "fp8 and learned",
+    "file",
+]
 
 
 @pytest.fixture(scope="module")

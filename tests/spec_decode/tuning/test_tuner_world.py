@@ -103,7 +103,7 @@ def test_batches_that_drift(text: str, prompts: float) -> None:
     assert serve(make(), text, drifting(2000, seed=5), prompts=prompts) > 0.95
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 4, pytest.param(16, marks=pytest.mark.nightly)])
 def test_small_batches(batch: int) -> None:
     """One request's text hides what numbers are worth; at most 3 % are lost on average."""
     ratios = [serve(make(), text, [batch] * 2000, seed=seed) for text in TEXTS for seed in (0, 1)]
@@ -120,7 +120,9 @@ def test_down_to_nothing(batch: int) -> None:
     assert tuner.begin_step(batch) <= (batch < 128)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text", ["0", "1", *(pytest.param(text, marks=pytest.mark.nightly) for text in ("0.6", "hard"))]
+)
 def test_without_measured_costs(text: str) -> None:
     assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.91
 

@@ -92,9 +92,19 @@ def arm(name: str, *parts: Part, busy: tuple[str, ...] = (), **more: Any) -> Arm
     return Arm(name, (Life(parts, **more),), busy, troubles)
 
 
+def on_gpu() -> bool:
+    """Return whether the servers run on a GPU, where vLLM has no adapters in float32."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def settings() -> tuple[list[str], dict[str, str]]:
-    """Return the flags and environment of all servers: float32 on a CPU, prompts in chunks."""
-    flags, environment = server_settings(SHIPPED, cuda=False)
+    """Return the flags and environment of all servers: float32, prompts in chunks."""
+    flags, environment = server_settings(SHIPPED, cuda=on_gpu())
+    if on_gpu():
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96]}
+        flags += ["--compilation-config", json.dumps(sizes)]
     flags += ["--scheduling-policy", "priority", "--block-size", "32"]
     flags += ["--max-num-batched-tokens", "192", "--chat-template", TEMPLATE]
     # Storage is read whatever was measured of it, which varies too much on a busy CPU.
@@ -170,6 +180,11 @@ def two(folder: Path) -> list[str]:
     return transfer({**connector(folder), "kv_connector": "MultiConnector", **extra})
 
 
+def asleep(folder: Path) -> list[str]:
+    """Return the flag without which a GPU's engine can't sleep; a CPU's always can."""
+    return ["--enable-sleep-mode"] if on_gpu() else []
+
+
 PRESET = ["--additional-config", json.dumps({"graft": "auto"})]
 SERVERS = ["--api-server-count", "2"]
 FEW, FEWEST, SOME = blocks(FEW_BLOCKS), blocks(FEWEST_BLOCKS), blocks(SOME_BLOCKS)
@@ -236,12 +251,13 @@ ARMS: dict[str, Arm] = {
         arm("rich", tree(9, 3, ngram=True), target="rich", busy=ACCEPTED),
         arm("rich-host", *AGAIN, target="rich", busy=HITS[:1]),
         # A preset behind two API servers, and most parts at once, while they are disturbed.
-        arm("preset", list(speculate(SHIPPED, 5)), PRESET, SERVERS, **DISTURBED),
+        arm("preset", list(speculate(SHIPPED, 5)), PRESET, SERVERS, asleep, **DISTURBED),
         arm(
             "disturbed",
             tree(9, 3, shape="auto", hot_tokens=256, ngram=True),
             FEW,
             stored(load="async"),
+            asleep,
             **DISTURBED,
         ),
         arm(

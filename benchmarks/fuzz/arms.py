@@ -81,6 +81,10 @@ class Arm:
         """Known differences of the first life."""
         return self.lives[0].rules
 
+    def disturbances(self) -> tuple[str, ...]:
+        """Return `troubles` that the device has: beside a host cache no GPU's engine sleeps."""
+        return tuple(name for name in self.troubles if not (name == "sleep" and on_gpu()))
+
     def idle(self, metrics: str) -> list[str]:
         """List the counters that are zero and should not be."""
         return [name for name in self.busy if sum_of(name, metrics) <= 0]
@@ -180,11 +184,6 @@ def two(folder: Path) -> list[str]:
     return transfer({**connector(folder), "kv_connector": "MultiConnector", **extra})
 
 
-def asleep(folder: Path) -> list[str]:
-    """Return the flag without which a GPU's engine can't sleep; a CPU's always can."""
-    return ["--enable-sleep-mode"] if on_gpu() else []
-
-
 PRESET = ["--additional-config", json.dumps({"graft": "auto"})]
 SERVERS = ["--api-server-count", "2"]
 FEW, FEWEST, SOME = blocks(FEW_BLOCKS), blocks(FEWEST_BLOCKS), blocks(SOME_BLOCKS)
@@ -251,13 +250,12 @@ ARMS: dict[str, Arm] = {
         arm("rich", tree(9, 3, ngram=True), target="rich", busy=ACCEPTED),
         arm("rich-host", *AGAIN, target="rich", busy=HITS[:1]),
         # A preset behind two API servers, and most parts at once, while they are disturbed.
-        arm("preset", list(speculate(SHIPPED, 5)), PRESET, SERVERS, asleep, **DISTURBED),
+        arm("preset", list(speculate(SHIPPED, 5)), PRESET, SERVERS, **DISTURBED),
         arm(
             "disturbed",
             tree(9, 3, shape="auto", hot_tokens=256, ngram=True),
             FEW,
             stored(load="async"),
-            asleep,
             **DISTURBED,
         ),
         arm(

@@ -249,7 +249,7 @@ def run_arm(arm: Arm, references: References, options: argparse.Namespace) -> It
                 stack.close()
                 served = stack.enter_context(serving(life, options.out / arm.name, options.out))
             begin = time.monotonic()
-            found, troubles = served.ask(wanted, options.workers, arm.troubles, options.seed)
+            found, troubles = served.ask(wanted, options.workers, arm.disturbances(), options.seed)
             seconds = time.monotonic() - begin
             if options.corrupt:
                 spoil(found, options)

@@ -124,7 +124,9 @@ def _by_cutlass(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor)
     from vllm import _custom_ops as ops
 
     numbers, scales = ops.scaled_fp8_quant(hidden, use_per_token_if_dynamic=True)
-    return ops.cutlass_scaled_mm(numbers, weight.t(), scales, scale, hidden.dtype)
+    # The product writes 16 bits only; a draft's scores of states in float32 need no more.
+    dtype = torch.bfloat16 if hidden.dtype == torch.float32 else hidden.dtype
+    return ops.cutlass_scaled_mm(numbers, weight.t(), scales, scale, dtype).to(hidden.dtype)
 
 
 def _emulated(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

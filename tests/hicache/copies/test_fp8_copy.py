@@ -25,8 +25,8 @@ from tests.support.samples.fp8_numbers import DTYPES, back, numbers, rounded, sa
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
-from vllm_graft.hicache.copies import fp8_copy as fp8
 from vllm_graft.hicache.copies import fp8_kernel
+from vllm_graft.hicache.copies.copy_engine import fp8_copy
 from vllm_graft.hicache.copies.page_kernel import fits
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages import geometry
@@ -49,7 +49,7 @@ def _unaligned(
     return lambda begin, end: fp8_kernel.launch(table, begin, end, dtype, direction, False)
 
 
-COPIES: list[Any] = [fp8.memory_copy, _kernel, _unaligned]
+COPIES: list[Any] = [fp8_copy, _kernel, _unaligned]
 
 
 def _runs(device: torch.Tensor, host: torch.Tensor, counts: list[int]) -> Copies:

@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Make rigs whose loads go by 2D copies of five rows and more, with small buffers."""
     from vllm_graft.hicache.copies import page_kernel, strided
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver
-    from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
+    from vllm_graft.hicache.copies.row_copies import BUFFERS, StagingRing
     from vllm_graft.hicache.pages import pool_shape
 
     made: list[GpuRig] = []

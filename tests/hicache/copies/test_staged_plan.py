@@ -17,7 +17,7 @@ from vllm_graft.hicache.copies.staged_plan import (
     chunked,
     split_by_slot,
 )
-from vllm_graft.hicache.copies.strided import StridedPlanner
+from vllm_graft.hicache.copies.strided import HostShard, StridedPlanner
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import LayerPages, pages_bytes
 
@@ -93,9 +93,9 @@ def test_straight_staged_and_the_rest_are_all_bytes_once(
     expected, by_name = pages_of(pools, load, slot_bytes)
     buffers = Buffers(STAGING, capacity, count)
     with mock.patch.object(strided, "LEAST_BYTES", least):
-        host = slot_bytes, HOST, pinned
-        planner = StridedPlanner(pools, *host, NO_LIMIT)
-        stager = StagedPlanner(planner.columns, *host, 1, buffers)
+        shard = HostShard(HOST, slot_bytes, pinned)
+        planner = StridedPlanner(pools, shard, NO_LIMIT)
+        stager = StagedPlanner(planner.columns, shard, 1, buffers)
     for by_layer in (False, True):
         part = planner.plan(load, by_layer)
         rest = load if part is None else part.rest
@@ -186,10 +186,10 @@ def _planned(pairs: Pairs, layers: int = 2, **changes: int) -> StagedCopies | No
             for n in range(layers)
         ]
     }
-    host = layers * LAYER, HOST, 1 << 20
-    planner = StridedPlanner(pools, *host, NO_LIMIT)
+    shard = HostShard(HOST, layers * LAYER, 1 << 20)
+    planner = StridedPlanner(pools, shard, NO_LIMIT)
     buffers = Buffers(STAGING, at["capacity"], 3)
-    stager = StagedPlanner(planner.columns, *host, 16, buffers)
+    stager = StagedPlanner(planner.columns, shard, 16, buffers)
     transfer = PoolTransfer(0, [slot for _, slot in pairs], [block for block, _ in pairs])
     part = stager.plan(CacheOperation([0], Direction.LOAD, [transfer]), by_layer=True)
     assert stager.serves or part is None

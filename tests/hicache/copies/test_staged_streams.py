@@ -14,7 +14,7 @@ from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver
-from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
+from vllm_graft.hicache.copies.row_copies import BUFFERS, StagingRing
 from vllm_graft.hicache.messages.cache_stats import COUNTERS
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport, Transferred

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.host_cache.copied_bytes import HOST, NO_LIMIT, bytes_of, pages_of, pool_of
 from vllm_graft.hicache.copies import strided
-from vllm_graft.hicache.copies.strided import Columns, StridedPlan, StridedPlanner
+from vllm_graft.hicache.copies.strided import Columns, HostShard, StridedPlan, StridedPlanner
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import LayerPages, pages_bytes
 
@@ -36,7 +36,7 @@ def test_2d_copies_and_the_rest_are_all_bytes_once(
     operation = CacheOperation([3], Direction.LOAD, transfers, 5, ["r"])
     expected, by_name = pages_of(pools, operation, slot_bytes)
     with mock.patch.object(strided, "LEAST_BYTES", least):
-        planner = StridedPlanner(pools, slot_bytes, HOST, pinned, NO_LIMIT)
+        planner = StridedPlanner(pools, HostShard(HOST, slot_bytes, pinned), NO_LIMIT)
         for by_layer in (False, True):
             part = planner.plan(operation, by_layer)
             if part is None:
@@ -61,8 +61,9 @@ def _planned(
 ) -> StridedPlan | None:
     """Plan copies of pairs of a block and a slot, in a pool whose layers lie apart."""
     pools = {0: pool_of(0, widths, changes.pop("gap", 0), False)}
-    sizes = {"slot_bytes": pages_bytes(pools[0]), "pinned_slots": 1 << 20, "max_pitch": NO_LIMIT}
-    planner = StridedPlanner(pools, host_address=HOST, **(sizes | changes))
+    slot_bytes = changes.get("slot_bytes", pages_bytes(pools[0]))
+    shard = HostShard(HOST, slot_bytes, changes.get("pinned_slots", 1 << 20))
+    planner = StridedPlanner(pools, shard, changes.get("max_pitch", NO_LIMIT))
     transfer = PoolTransfer(0, [slot for _, slot in pairs], [block for block, _ in pairs])
     return planner.plan(CacheOperation([0], Direction.STORE, [transfer]))
 
@@ -118,7 +119,7 @@ def test_what_2d_copies_are_no_good_for() -> None:
 
 def test_blocks_that_share_bytes_are_left_alone() -> None:
     pools = {0: [LayerPages("layers.0", 0, LAYER // 2, ((0, 0, LAYER),))]}
-    planner = StridedPlanner(pools, LAYER, HOST, 1 << 20, NO_LIMIT)
+    planner = StridedPlanner(pools, HostShard(HOST, LAYER, 1 << 20), NO_LIMIT)
     pairs = PoolTransfer(0, list(range(64)), list(range(64)))
     assert planner.plan(CacheOperation([0], Direction.LOAD, [pairs])) is None
 

@@ -14,7 +14,7 @@ from vllm_graft.hicache.messages.operation import CacheOperation, Direction, Poo
 from vllm_graft.hicache.pages.groups import Group
 from vllm_graft.hicache.pages.page_key import PageKey
 
-StoreSource = Sequence[tuple[PageKey, int]]
+PageBlocks = Sequence[tuple[PageKey, int]]
 """Pairs of a page's key, whose ``pool`` is the group's number, and its block on the device."""
 
 
@@ -23,7 +23,6 @@ class Job:
     """An operation in flight.
 
     Attributes:
-        operation: the operation that the ranks execute.
         pages: pages whose slots the job holds.
         waiting: number of ranks that have not reported the job.
         failed: whether a rank could not do it.
@@ -68,25 +67,15 @@ class HybridCacheController:
         self._source_jobs: dict[int, set[int]] = {}
 
     def store(
-        self, source: StoreSource, priority: int = 0, volatile: bool = False
+        self, source: PageBlocks, priority: int = 0, volatile: bool = False
     ) -> CacheOperation | None:
         """Reserve slots for pages of one request in all pools, and issue a store of them.
 
-        Pages that the host has already, or that are on their way to it, are left out.
-
-        Args:
-            source: pages to store, with the blocks that hold their bytes.
-            priority: operations with smaller numbers are copied first.
-            volatile: whether the pages must not be written to storage.
-
-        Returns:
-            The operation. None if no page is left to store, or if there is not enough room for all
-            of them, which ``declined_stores`` counts.
+        Pages that the host has already, or that are on their way to it, are left out. None if no
+        page is left to store, or if there is not enough room for all of them, which
+        ``declined_stores`` counts. Volatile pages are not written to storage.
         """
-        wanted: dict[PageKey, int] = {}
-        for key, block in source:
-            if self.index.get(key) is None:
-                wanted[key] = block
+        wanted = {key: block for key, block in source if self.index.get(key) is None}
         if not wanted:
             return None
         # All pools share the slots, so one reservation takes all slots or changes nothing.
@@ -102,18 +91,10 @@ class HybridCacheController:
             self._source_jobs.setdefault(block, set()).update(operation.ids)
         return operation
 
-    def load(
-        self, source: StoreSource, request_id: str, priority: int = 0
-    ) -> CacheOperation | None:
-        """Hold pages of one request in all pools, and issue a load of them.
+    def load(self, source: PageBlocks, request_id: str, priority: int = 0) -> CacheOperation | None:
+        """Hold pages of one request in all pools, and issue a load of them to these blocks.
 
-        Args:
-            source: pages to load, with the blocks that they go to.
-            request_id: the request that waits for the load.
-            priority: operations with smaller numbers are copied first.
-
-        Returns:
-            The operation. None, with nothing held, if the host does not have all of the pages.
+        None, with nothing held, if the host does not have all of the pages.
         """
         pages: list[Page] = []
         for key, _ in source:
@@ -127,7 +108,6 @@ class HybridCacheController:
 
     @property
     def stores_in_flight(self) -> bool:
-        """Whether any store has not been reported by all ranks."""
         return bool(self._source_jobs)
 
     def jobs_reading(self, blocks: Iterable[int]) -> set[int]:
@@ -152,12 +132,7 @@ class HybridCacheController:
                 job.failed = True
 
     def report(self, done: Mapping[int, int], failed: Mapping[int, int]) -> Finished:
-        """Take in a report of the ranks.
-
-        Args:
-            done: for each job, how many ranks have finished it.
-            failed: for each job, how many of these could not do it.
-        """
+        """Take in how many ranks have done each job, and how many of these have failed."""
         finished = Finished()
         for number, count in done.items():
             job = self.jobs.get(number)
@@ -201,11 +176,10 @@ class HybridCacheController:
         if job.operation.direction is Direction.STORE:
             for transfer in job.operation.transfers:
                 for block in transfer.device_indices:
-                    jobs = self._source_jobs.get(block)
-                    if jobs is not None:
-                        jobs.discard(number)
-                        if not jobs:
-                            del self._source_jobs[block]
+                    jobs = self._source_jobs.get(block, set())
+                    jobs.discard(number)
+                    if not jobs:
+                        self._source_jobs.pop(block, None)
         return job
 
     def _complete(self, job: Job, finished: Finished) -> None:

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
+from vllm_graft.hicache.pages.groups import Group
 from vllm_graft.hicache.pages.page_key import PageKey
 
 
 @dataclass(eq=False)
 class Page:
-    """A slot in use.
+    """A slot in use, and the page in it.
 
     Attributes:
-        key: key of the page in the slot.
-        slot: number of the slot.
         ready: whether the page's bytes have arrived.
         holds: number of copies and writes in flight that need the slot.
         indexed: False once the key was forgotten. The slot is then freed when nothing holds it.
@@ -48,10 +47,7 @@ class HostIndex:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        policy: EvictionPolicy,
-        page_bytes: Mapping[int, int],
+        self, num_slots: int, policy: EvictionPolicy, page_bytes: Mapping[int, int]
     ) -> None:
         self.num_slots = num_slots
         self.policy = policy
@@ -68,7 +64,6 @@ class HostIndex:
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
         return len(self._free)
 
     def get(self, key: PageKey) -> Page | None:
@@ -97,7 +92,7 @@ class HostIndex:
 
         Args:
             keys: distinct keys that are not in the index.
-            from_storage: whether the bytes will come from storage.
+            from_storage: see :class:`Page`.
             blocks: the device block of each key, if the bytes will come from the device.
 
         Returns:
@@ -129,9 +124,7 @@ class HostIndex:
     def commit(self, pages: Sequence[Page]) -> None:
         """Make reserved pages ready, because their bytes have arrived, and release them.
 
-        Args:
-            pages: pages whose order in each pool is head of the prefix first, because the tail
-                shall be evicted before the head.
+        In each pool the head of the prefix comes first, as the tail shall be evicted before it.
         """
         for page in reversed(pages):
             page.ready = True
@@ -160,7 +153,6 @@ class HostIndex:
                 self._drop(page)
 
     def clear(self) -> None:
-        """Forget every page."""
         self.forget(list(self._pages.values()))
         self.policy.clear()
 
@@ -173,3 +165,49 @@ class HostIndex:
     def _is_protected(self, key: Hashable) -> bool:
         page = self._pages.get(key) if isinstance(key, PageKey) else None
         return page is None or page.holds > 0
+
+
+class Recency:
+    """Refreshes the pages of ended requests, tail first, once their stores have ended too.
+
+    A page is useless without the pages before it. But pages are stored head first, so that without
+    this the head would be the oldest and leave first. Pages that the request found on the device
+    are refreshed too, because they are in use although no request loads them from the host.
+    """
+
+    def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
+        self._groups = groups
+        self._index = index
+        self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
+
+    def ended(self, keys: Mapping[int, Sequence[PageKey]], tokens: int) -> None:
+        """Note that a request has ended that has computed ``tokens`` tokens.
+
+        ``keys`` are those of its full blocks, by the group's number.
+        """
+        pages = [
+            (number * group.block_tokens, key)
+            for group in self._groups
+            for number, key in enumerate(keys[group.index][: max(0, tokens) // group.block_tokens])
+            if self._index.get(key) is not None
+        ]
+        pages.sort(key=lambda page: page[0], reverse=True)
+        ordered = [key for _, key in pages]
+        self._waiting.append((ordered, [key for key in ordered if not self._index.has(key)]))
+        self.poll()
+
+    def poll(self) -> None:
+        """Refresh the pages of ended requests whose stores have all ended."""
+        waiting = []
+        for ordered, coming in self._waiting:
+            while coming and not self._is_coming(coming[-1]):
+                coming.pop()
+            if coming:
+                waiting.append((ordered, coming))
+            else:
+                self._index.refresh(ordered)
+        self._waiting = waiting
+
+    def _is_coming(self, key: PageKey) -> bool:
+        page = self._index.get(key)
+        return page is not None and not page.ready

@@ -21,12 +21,6 @@ from vllm_graft.hicache.planning.store_planner import NULL_BLOCK
 class LoadPlanner:
     """Issues the loads of offers that vLLM has accepted since the last step.
 
-    Args:
-        geometry: sizes on which all processes agree.
-        index: index of the host pool.
-        controller: pins pages and issues operations.
-        stats: counts tokens and loads.
-
     Attributes:
         step_tokens: number of tokens that the next step computes for requests whose loads it reads.
     """
@@ -46,12 +40,9 @@ class LoadPlanner:
         self.step_tokens = 0
 
     def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Issue the load of an accepted offer.
+        """Issue the load of the state's offer, of which vLLM has accepted ``external`` tokens.
 
-        Args:
-            state: the request's, with the offer.
-            block_ids: blocks that vLLM has allocated for it, by the group's number.
-            external: number of tokens that vLLM has accepted.
+        ``block_ids`` are the blocks that vLLM has allocated for it, by the group's number.
         """
         chosen = state.chosen
         if chosen is None:
@@ -117,9 +108,7 @@ class LoadPlanner:
     def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
         """Let the ranks report an impossible load as failed, because vLLM expects it from them.
 
-        Args:
-            state: state of the request.
-            blocks: blocks that its next step reads. Empty if the request waits outside of steps.
+        ``blocks`` are those that the next step reads, none if the request waits outside of steps.
         """
         state.suspect = True
         if blocks:

@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chosen:
-    """The load that the last lookup offered.
+    """The load that the last lookup offered: of the tokens ``start`` to ``end``.
 
-    Attributes:
-        start: number of tokens that were on the device already.
-        end: number of tokens of the prefix after the load.
-        layerwise: whether the request's first step loads them, layer by layer.
+    ``layerwise`` says whether the request's first step loads them, layer by layer.
     """
 
     start: int
@@ -61,12 +58,9 @@ class RequestState:
     """The state of one request.
 
     Attributes:
-        request: vLLM's request.
-        groups: pools that are cached.
         salt: salt of the keys; see :func:`vllm_graft.hicache.pages.page_key.salted`.
         keys: keys of the request's full blocks, by the group's number.
         stored: number of leading blocks that were considered for a store, by the group's number.
-        chosen: the load that the last lookup offered; None if it offered none.
         sources: number of tokens of the accepted offer from each source.
         suspect: whether a load has failed, so that blocks that vLLM counts as computed may be
             invalid.

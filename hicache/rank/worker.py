@@ -24,8 +24,7 @@ from vllm_graft.hicache.copies.copy_engine import (
 )
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.faults.injector import FaultInjector
-from vllm_graft.hicache.host.numa import node_of_gpu
-from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.host.pool import HostPool, node_of_gpu
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_graft.hicache.host.eviction import EvictionPolicy, Key
-from vllm_graft.hicache.host.policies.arc import ArcPolicy
-from vllm_graft.hicache.host.policies.lru import LruPolicy
+from vllm_graft.hicache.host.eviction import ArcPolicy, EvictionPolicy, Key, LruPolicy
 from vllm_graft.hooks.manager import Manager
 from vllm_graft.testing import EvictionPolicyContract
 

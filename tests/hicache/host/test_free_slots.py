@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_graft.hicache.host.eviction import EvictionPolicy
+from vllm_graft.hicache.host.eviction import EvictionPolicy, LruPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 
 

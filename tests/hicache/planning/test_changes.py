@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.engine_core import Change

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey

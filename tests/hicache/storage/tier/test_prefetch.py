@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex, Page
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.geometry import Geometry

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.base.log import warning_once
+from vllm_graft.hicache.cache_refusals import storage_offer
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.faults.injector import FaultInjector, asked_for
 from vllm_graft.hicache.host import region
@@ -79,15 +80,10 @@ def engine_of(
     kv_cache_config: KVCacheConfig,
     core: Any,
 ) -> Engine:
-    """What the inputs of an engine's K/V are read from.
+    """The inputs of an engine's K/V.
 
-    Args:
-        config: the connector's configuration.
-        geometry: sizes on which all processes agree.
-        vllm_config: the engine's.
-        kv_cache_config: the engine's.
-        core: the engine core, whose ranks are asked what they run. None for a scheduler that
-            nobody's engine core has built; its pages are shared with nobody.
+    The ranks of ``core`` are asked what they run. The pages of a scheduler that no engine core has
+    built are shared with nobody.
     """
     if core is None:
         warning_once(
@@ -114,9 +110,7 @@ def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
     """
     if config.storage is None:
         return
-    options = dict(config.storage)
-    name = options.pop("backend")
-    offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    offer, options = storage_offer(config.storage)
     backend = offer.entry.resolve()
     # Other entries are functions. What these refuse is seen when the store is opened.
     if isinstance(backend, type) and issubclass(backend, StorageBackend):
@@ -132,14 +126,12 @@ def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
         HookError: if the entry does not make a ``StorageBackend``.
         ConfigError: if no plugin provides the backend, or it refuses its options.
     """
-    options = dict(config.storage or {})
-    name = options.pop("backend")
-    offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    offer, options = storage_offer(config.storage or {})
     backend = offer.entry.resolve()(space, options)
     if not isinstance(backend, StorageBackend):
         raise HookError(
-            f"{flag('storage', 'backend')}={name}: {type(backend).__name__} of {offer.provider} "
-            "is not a vllm_graft.hicache.storage.backend.StorageBackend"
+            f"{flag('storage', 'backend')}={offer.entry.name}: {type(backend).__name__} of "
+            f"{offer.provider} is not a vllm_graft.hicache.storage.backend.StorageBackend"
         )
     injector = make_injector()
     return backend if injector is None else inject(backend, injector)

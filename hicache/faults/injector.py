@@ -1,11 +1,9 @@
 """Injects faults such as a disk, a network mount or a copy engine may cause. They are seeded.
 
-``VLLM_GRAFT_FAULTS='{"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}'`` in the
-environment turns them on.
-Faults of storage are injected at the system calls, below the checksums, in stores that have the
-attribute ``files``. So they test the very checks that protect the engine's tokens. Above the
-checksums, ``hicache.storage.faulty.FaultyBackend`` makes any store slow or failing. Copies go
-through :meth:`FaultInjector.before`.
+``VLLM_GRAFT_FAULTS='{"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}'`` turns them on.
+Faults of storage are injected below the checksums that protect the engine's tokens, in stores that
+have the attribute ``files``. Above the checksums, ``hicache.storage.faulty.FaultyBackend`` makes
+any store slow or failing. Copies go through :meth:`FaultInjector.before`.
 """
 
 from __future__ import annotations
@@ -95,7 +93,6 @@ class FaultInjector:
     """Decides which operations go wrong.
 
     Attributes:
-        options: the options.
         counters: counts faults as ``<site>_<kind>``, and all of them as ``injected``.
     """
 
@@ -108,15 +105,7 @@ class FaultInjector:
             logger.warning("Faults are injected into the host KV cache: %s.", options)
 
     def decide(self, site: str, kinds: Sequence[FaultKind]) -> FaultKind | None:
-        """Decide whether the next operation at ``site`` goes wrong.
-
-        Args:
-            site: name of the operation.
-            kinds: kinds of faults that are possible there.
-
-        Returns:
-            The fault's kind; None if the operation goes well.
-        """
+        """Choose one of ``kinds`` for the next operation at ``site``; None if it goes well."""
         possible = [kind for kind in self.options.kinds if kind in kinds]
         with self._lock:
             if not possible or self._random.random() >= self.options.rate:
@@ -141,7 +130,6 @@ class FaultInjector:
         self.delay_or_kill(kind)
 
     def delay_or_kill(self, kind: FaultKind | None) -> None:
-        """Sleep, or kill the process, if ``kind`` says so."""
         if kind is FaultKind.SLOW:
             time.sleep(self.options.slow_seconds)
         elif kind is FaultKind.KILLED:
@@ -153,7 +141,6 @@ class FaultInjector:
             return self._random.choice((errno.EIO, errno.ENOSPC, errno.EROFS))
 
     def below(self, bound: int) -> int:
-        """A random integer from 0 to ``bound - 1``."""
         with self._lock:
             return self._random.randrange(bound)
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.engines.cache_engines import transfer
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig
-from vllm_graft.hicache.config.nonce import KEY, Nonce, nonce_of, without_nonce
-from vllm_graft.hicache.config.stamp import stamp
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
+from vllm_graft.hicache.config.connector_options import CONNECTOR
+from vllm_graft.hicache.config.nonce import KEY, Nonce, nonce_of, stamp, without_nonce
 from vllm_graft.hicache.pages.geometry import _region_name
 
 

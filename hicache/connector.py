@@ -43,6 +43,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.HOST
 
+    scheduler: HiCacheScheduler
+    """The scheduler's side. It exists only in the role SCHEDULER."""
+    worker: HiCacheWorker
+    """The rank's side. It exists only in the role WORKER."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -51,27 +56,13 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         config = HiCacheConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         geometry = Geometry.of(config, vllm_config, kv_cache_config)
         require_storage_room(config, geometry)
-        self._scheduler: HiCacheScheduler | None = None
-        self._worker: HiCacheWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
+            self.scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
         else:
             early_loads.hook()
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
             staging_bytes = int(config.staging_bytes)
-            self._worker = HiCacheWorker(geometry, rank, num_blocks, make_injector(), staging_bytes)
-
-    @property
-    def scheduler(self) -> HiCacheScheduler:
-        if self._scheduler is None:
-            raise RuntimeError("this connector has the role WORKER")
-        return self._scheduler
-
-    @property
-    def worker(self) -> HiCacheWorker:
-        if self._worker is None:
-            raise RuntimeError("this connector has the role SCHEDULER")
-        return self._worker
+            self.worker = HiCacheWorker(geometry, rank, num_blocks, make_injector(), staging_bytes)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -154,10 +145,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_report()
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        side = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        side.close()
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.arrived(request)
@@ -203,7 +192,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> HiCacheStats | None:
         """The counters since the last call. Those of the ranks come with their reports."""
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        return self.scheduler.take_stats() if self.role is KVConnectorRole.SCHEDULER else None
 
     def take_events(self) -> Iterable[Any]:
         return ()

@@ -10,7 +10,6 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
-from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -34,9 +33,7 @@ class LoadPlanner:
     ) -> None:
         self._geometry, self._index = geometry, index
         self._controller, self._stats = controller, stats
-        self._loads: list[tuple[CacheOperation, bool]] = []
-        self._failed_loads: list[str] = []
-        self._failed_blocks: list[int] = []
+        self._next = HiCacheMetadata()
         self.step_tokens = 0
 
     def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
@@ -56,24 +53,24 @@ class LoadPlanner:
             self._fail_load(state, {block for _, block in source} if chosen.layerwise else set())
             return
         self._index.touch(key for key, _ in reversed(source))
-        self._loads.append((operation, chosen.layerwise))
         if chosen.layerwise:
+            self._next.sync_loads.append(operation)
             self.step_tokens += state.request.num_tokens - end
+        else:
+            self._next.async_loads.append(operation)
         self._count_load(state, source, external, chosen.layerwise)
 
     def blocks(self) -> Iterator[int]:
         """Yield the device blocks that the next step's loads write."""
-        for operation, _ in self._loads:
+        for operation in self._next.sync_loads + self._next.async_loads:
             for transfer in operation.transfers:
                 yield from transfer.device_indices
 
-    def hand_over(self, metadata: HiCacheMetadata) -> None:
-        """Put the loads, also those that are impossible, into the ranks' work for a step."""
-        for operation, layerwise in self._loads:
-            (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
-        metadata.failed_loads, metadata.failed_blocks = self._failed_loads, self._failed_blocks
-        self._loads, self._failed_loads, self._failed_blocks = [], [], []
+    def take(self) -> HiCacheMetadata:
+        """Return a step's work for the ranks: the loads, also those that are impossible."""
+        work, self._next = self._next, HiCacheMetadata()
         self.step_tokens = 0
+        return work
 
     def _to_load(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
@@ -112,7 +109,7 @@ class LoadPlanner:
         """
         state.suspect = True
         if blocks:
-            self._failed_blocks += blocks
+            self._next.failed_blocks += blocks
         else:
-            self._failed_loads.append(state.request.request_id)
+            self._next.failed_loads.append(state.request.request_id)
         self._stats.add("failed_loads")

@@ -209,13 +209,11 @@ class HiCacheScheduler:
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
         """Build the ranks' work for a step."""
-        metadata = HiCacheMetadata(
-            early_stores=self._surviving(output),
-            fences=self._fences(output),
-            stores=list(self._stores.step(output, self._states)),
-        )
+        stores, fences = self._surviving(output), self._fences(output)
+        metadata = self._loads.take()
+        metadata.early_stores, metadata.fences = stores, fences
+        metadata.stores = list(self._stores.step(output, self._states))
         self._early_stores = []
-        self._loads.hand_over(metadata)
         if self.storage_reads is not None:
             self.storage_reads.poll()
         self._running = len(output.num_scheduled_tokens)

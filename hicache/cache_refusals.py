@@ -41,11 +41,7 @@ def parse_connectors(vllm_config: Any) -> Asked:
 
 
 def check_names(asked: Asked) -> None:
-    """Check the names of policies, and the faults that are asked for.
-
-    Raises:
-        ConfigError: for one that nobody provides.
-    """
+    """Raise ConfigError for a policy that nobody provides, or faults that there are not."""
     for path, config in asked:
         with flags_below(path):
             manager.manager().choose("graft_eviction_policies", config.eviction, flag("eviction"))
@@ -53,11 +49,7 @@ def check_names(asked: Asked) -> None:
 
 
 def storage_offer(storage: Mapping[str, Any]) -> tuple[manager.Offer, dict[str, Any]]:
-    """The backend that the option ``storage`` names, and that backend's options.
-
-    Raises:
-        ConfigError: if no plugin provides it.
-    """
+    """The backend that the option ``storage`` names, and that backend's options."""
     options = dict(storage)
     name = options.pop("backend")
     offer = manager.manager().choose("graft_storage_backends", name, flag("storage", "backend"))

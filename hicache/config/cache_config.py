@@ -105,12 +105,7 @@ class HiCacheConfig(Section):
 
     @classmethod
     def parse(cls, values: object) -> HiCacheConfig:
-        """Validate the extra config.
-
-        Raises:
-            ConfigError: has a line for each wrong key, with its full flag, its value, and what is
-                allowed.
-        """
+        """Validate the extra config; see :func:`~vllm_graft.base.options.parse` for errors."""
         if isinstance(values, Mapping):
             given = without_nonce(values)
             values = {key: value for key, value in given.items() if key not in _VLLM_KEYS}
@@ -132,13 +127,9 @@ class HiCacheConfig(Section):
 
 
 def extra_configs(transfer: Any) -> list[tuple[str, object]]:
-    """The extra config of each of our connectors, including those below a ``MultiConnector``.
+    """The full flag and the extra config, not validated, of each of our connectors.
 
-    Args:
-        transfer: vLLM's ``KVTransferConfig``, or None.
-
-    Returns:
-        The full flag of each extra config, and the extra config, which is not validated.
+    They may be below a ``MultiConnector``. ``transfer`` is vLLM's ``KVTransferConfig`` or None.
 
     Raises:
         ConfigError: if a list of connectors contains ours, but vLLM cannot read the list.

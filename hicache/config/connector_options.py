@@ -71,12 +71,7 @@ Instances are frozen, and unknown keys are refused.
 
 
 def parse_options(model: type[SectionT], values: object, *path: str) -> SectionT:
-    """Validate options.
-
-    Args:
-        model: class of the options.
-        values: values to validate, a mapping if they are right.
-        path: keys that lead from the connector's extra config to ``values``.
+    """Validate the options at ``path``, the keys that lead from the extra config to ``values``.
 
     Raises:
         ConfigError: has a line for each wrong key, with its full flag, its value, and what is

@@ -56,9 +56,6 @@ def stamp(vllm_config: VllmConfig) -> None:
     vLLM derives configurations from others, also in the engine's processes. Existing nonces stay,
     so that all processes agree. A user may give one ``KVTransferConfig`` to two engines, which must
     not share a nonce. So that object stays unchanged, and ``vllm_config`` gets a copy of it.
-
-    Raises:
-        ConfigError: if the user has given the nonce's key.
     """
     given: Any = vllm_config.kv_transfer_config
     if given is None:

@@ -63,8 +63,6 @@ class CopyEngine(ABC):
     """Executes operations. A copy that fails raises nothing: its result says that it failed.
 
     Args:
-        pools: places of each group's pages on the device.
-        shard: places of the pages on the host.
         injector: makes copies fail on purpose, but not the second try of a load within a step.
         convert: makes all copies, if the host keeps pages in another dtype.
     """
@@ -288,9 +286,7 @@ def fp8_copy(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCop
 
     e4m3 is OCP's 8-bit floating point: one byte per element, here without a scale. Values are
     rounded to the nearest, ties to even. They saturate: what is over 448, infinities included,
-    becomes 448. NaN stays NaN. The way back from e4m3 is exact.
-
-    The sizes of the runs are bytes on the host, one per element.
+    becomes 448. NaN stays NaN. The way back is exact. The sizes of the runs are bytes on the host.
     """
 
     def copy(begin: int, end: int) -> None:

@@ -39,15 +39,9 @@ class CudaDriverError(GraftError):
 
 
 class CudaDriver:
-    """CUDA's driver, for the device that is current in this thread.
+    """CUDA's driver, for the device that is current in this thread and has this visible number.
 
-    ``device`` is its number among the visible ones.
-
-    Attributes:
-        max_pitch: most bytes from one row to the next, in both memories.
-
-    Raises:
-        CudaDriverError: if the driver does not answer.
+    Its ``max_pitch`` is the most bytes from one row to the next, in both memories.
     """
 
     def __init__(self, library: Any, device: int) -> None:
@@ -62,11 +56,7 @@ class CudaDriver:
 
     @classmethod
     def load(cls, device: int) -> CudaDriver:
-        """Load this machine's driver.
-
-        Raises:
-            CudaDriverError: if there is none, or it does not answer.
-        """
+        """Load this machine's driver; CudaDriverError if there is none, or it does not answer."""
         try:
             library = ctypes.CDLL(LIBRARY)
             library.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

@@ -33,8 +33,7 @@ class StagingRing:
       returns. Later work of the copies' stream waits for them too, from the end of an operation on
       (:meth:`join`).
 
-    Args:
-        memory: uint8 ``[bytes]`` on the device, which is divided into :data:`BUFFERS` buffers.
+    ``memory`` is uint8 ``[bytes]`` and is divided into :data:`BUFFERS` buffers.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -48,11 +47,7 @@ class StagingRing:
 
     @classmethod
     def allocate(cls, num_bytes: int) -> StagingRing:
-        """Allocate a ring of ``num_bytes`` bytes in all on the current device.
-
-        Raises:
-            RuntimeError: if there is not enough memory. Torch's is an OutOfMemoryError.
-        """
+        """Allocate a ring of ``num_bytes`` bytes in all; RuntimeError if there are not so many."""
         return cls(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
 
     def through(self, chunk: Chunk, fill: RangeCopy, empty: RangeCopy) -> None:
@@ -86,10 +81,8 @@ class StagingRing:
 class PlannedCopy:
     """Copies of an operation that are made by the same method.
 
-    Attributes:
-        copy: enqueues a range of the copies.
-        ranges: range ``(begin, end)`` of the copies of each layer, by its name. Empty if the layers
-            are not copied one by one.
+    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, if layers are copied one
+    by one.
     """
 
     copied: Copies | StridedCopies | StagedCopies
@@ -110,12 +103,7 @@ class PlannedCopy:
 class RowCopies:
     """Plans and prepares 2D copies. If one fails, it makes no more of that kind.
 
-    Args:
-        pools: places of each group's pages on the device.
-        shard: places of the pages on the host, in pinned memory.
-        driver: makes 2D copies.
-        ring: buffers that loads may go through.
-        run_copy: prepares the copies from the ring's buffers to blocks.
+    ``run_copy`` prepares the copies from the ring's buffers to blocks.
 
     Attributes:
         strided: whether 2D copies are made. False after the driver has refused one.
@@ -147,12 +135,10 @@ class RowCopies:
     def prepare(
         self, operation: CacheOperation, by_layer: bool, staged: bool
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
-        """Prepare the 2D copies of an operation, on the stream of its direction.
+        """The 2D copies of an operation, and the rest of it, for which they do not pay, or None.
 
-        ``staged`` says whether a load may go through the ring.
-
-        Returns:
-            The 2D copies, and the rest of the operation, for which they do not pay, or None.
+        Call it on the stream of the direction. ``staged`` says whether a load may go through the
+        ring.
         """
         planned: list[PlannedCopy] = []
         rest: CacheOperation | None = operation

@@ -96,12 +96,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StagedCopies:
-    """Copies through buffers, chunk after chunk.
+    """Copies to buffers (``fills``) and from there to blocks, chunk after chunk.
 
-    Attributes:
-        fills: 2D copies from the host to buffers.
-        empties: runs from buffers to blocks. The buffers' addresses are in the field ``host``.
-        chunks: the chunks, in the order in which they are copied.
+    In ``empties`` the buffers' addresses are in the field ``host``.
     """
 
     fills: StridedCopies
@@ -152,11 +149,7 @@ class _Rows:
 class StagedPlanner:
     """Finds the part of a load for which staging pays, and plans its way through the buffers.
 
-    Args:
-        columns: columns of the pools for which 2D copies may pay.
-        shard: places of the pages on the host.
-        alignment: the kernel needs addresses and sizes that are multiples of so many bytes.
-        buffers: the buffers on the device.
+    The kernel needs addresses and sizes that are multiples of ``alignment`` bytes.
     """
 
     def __init__(
@@ -226,7 +219,6 @@ def chunked(width: Addresses, parts: Flags, length: int, unit: int) -> tuple[Fla
         width: int64 ``[n]``, bytes of each row, multiples of ``unit``.
         parts: bool ``[n]``, whether a chunk has to begin here. The first is True.
         length: most bytes from the start of a chunk's first row to the start of the next chunk.
-        unit: bytes of which all rows are multiples.
 
     Returns:
         bool ``[n]``, whether a chunk begins here; int64 ``[n]``, bytes from the start of the row's

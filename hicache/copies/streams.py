@@ -118,11 +118,9 @@ class StreamCopyEngine(CopyEngine):
     """Copies on streams of a CUDA device. The shard is pinned memory.
 
     Args:
-        pools, shard, injector, convert: see :class:`CopyEngine`.
         batch_copy: enqueues a batch of copies. Tests replace it.
         run_copy: prepares the copies of a load within a step, which are then enqueued in ranges.
         delay_cycles: GPU clock cycles by which each load is delayed, to find races.
-        strided: makes 2D copies; None for none.
         ring: buffers for loads to blocks in any order; None for none. It needs ``strided``.
     """
 

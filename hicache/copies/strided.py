@@ -114,8 +114,8 @@ class Columns:
     def least_rows(self, max_pitch: int) -> int | None:
         """The least number of rows for which 2D copies pay.
 
-        None if they are impossible, or needless because the columns are wide. ``max_pitch`` is the
-        most bytes between two rows that the device supports.
+        It is None if they are impossible, or needless because the columns are wide. ``max_pitch``
+        is the most bytes between two rows that the device supports.
         """
         fits = bool(((self.width <= self.pitch) & (self.pitch <= max_pitch)).all())
         if not len(self) or not fits or self.width.mean() >= LEAST_BYTES:
@@ -158,16 +158,9 @@ class Runs:
 def split(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[Runs | None, PoolTransfer]:
-    """Split a transfer, whose pairs come in any order, into its long runs and the rest.
+    """Split a transfer, whose pairs come in any order, into its long runs and the other pairs.
 
-    Args:
-        transfer: pairs of a block and a slot.
-        least_rows: least number of rows of a long run.
-        pinned_slots: slots per piece of memory that is pinned at once. No run crosses the border
-            between two pieces.
-
-    Returns:
-        The long runs, or None if there are none, and the pairs that are in no long run.
+    No run crosses the border between two pieces of memory that are pinned at once.
     """
     blocks = np.asarray(transfer.device_indices, np.int64)
     slots = np.asarray(transfer.host_indices, np.int64)
@@ -199,12 +192,9 @@ PlannedCopies = TypeVar("PlannedCopies")
 
 @dataclass(frozen=True)
 class CopyPlan(Generic[PlannedCopies]):
-    """The part of an operation that one method copies.
+    """The part of an operation that one method copies, and the ``rest`` for another method.
 
-    Attributes:
-        ranges: range ``(begin, end)`` of the copies of each layer, by its name. Empty if layers are
-            merged.
-        rest: the part of the operation that another method has to copy; None if there is none.
+    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, unless layers are merged.
     """
 
     copies: PlannedCopies
@@ -221,9 +211,8 @@ def take(
 ) -> CopyPlan[list[tuple[Columns, LongRuns]]]:
     """Split every transfer of an operation whose pool is among ``pools``.
 
-    Returns:
-        For each pool its columns, with the runs that each column copies. Ranges count these copies
-        pool by pool, column by column.
+    The plan has for each pool its columns, with the runs that each column copies. Ranges count
+    these copies pool by pool, column by column.
     """
     found: list[tuple[Columns, LongRuns]] = []
     ranges: dict[str, tuple[int, int]] = {}
@@ -258,13 +247,7 @@ StridedPlan = CopyPlan[StridedCopies]
 class StridedPlanner:
     """Finds the part of an operation for which 2D copies pay.
 
-    Args:
-        pools: places of each group's pages on the device.
-        shard: places of the pages on the host.
-        max_pitch: most bytes between two rows that the device supports.
-
-    Attributes:
-        columns: see :data:`PoolColumns`. It lacks pools for which 2D copies never pay.
+    ``columns`` lacks pools for which they never pay.
     """
 
     def __init__(

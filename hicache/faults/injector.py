@@ -57,12 +57,7 @@ class FaultOptions(Section):
     rate: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Fraction of the operations that go wrong."""
 
-    kinds: tuple[FaultKind, ...] = (
-        FaultKind.SLOW,
-        FaultKind.SHORT,
-        FaultKind.CORRUPT,
-        FaultKind.FAILING,
-    )
+    kinds: tuple[FaultKind, ...] = tuple(kind for kind in FaultKind if kind is not FaultKind.KILLED)
     """Kinds that may occur, all equally often."""
 
     slow_seconds: Annotated[float, Field(ge=0, le=60)] = 0.1
@@ -70,11 +65,7 @@ class FaultOptions(Section):
 
 
 def asked_for() -> FaultOptions | None:
-    """The faults that the environment asks for; None if it does not.
-
-    Raises:
-        ConfigError: if it holds anything else than the keys of `FaultOptions`, as JSON.
-    """
+    """The faults that the environment asks for, or None; ConfigError if it holds other keys."""
     text = os.environ.get(FAULTS)
     if not text:
         return None
@@ -92,8 +83,7 @@ class InjectedFault(OSError):
 class FaultInjector:
     """Decides which operations go wrong.
 
-    Attributes:
-        counters: counts faults as ``<site>_<kind>``, and all of them as ``injected``.
+    It counts faults as ``<site>_<kind>``, and all of them as ``injected``.
     """
 
     def __init__(self, options: FaultOptions) -> None:
@@ -118,10 +108,8 @@ class FaultInjector:
     def before(self, site: str) -> None:
         """Call this before an operation that raises if it fails; the fault happens here.
 
-        It never corrupts bytes, because bytes in host memory have passed their checksums.
-
-        Raises:
-            InjectedFault: for a failing or a short operation.
+        It never corrupts bytes, because bytes in host memory have passed their checksums. A failing
+        or a short operation raises InjectedFault.
         """
         kinds = (FaultKind.SLOW, FaultKind.SHORT, FaultKind.FAILING, FaultKind.KILLED)
         kind = self.decide(site, kinds)

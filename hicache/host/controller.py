@@ -1,6 +1,6 @@
 """The controller of the scheduler's side: it reserves slots, issues jobs and completes them.
 
-The controller owns slots, reference counts and jobs, and the ranks only execute. So ranks never
+It owns slots, reference counts and jobs, and the ranks only execute. So ranks never
 have to agree on anything. A job is done when every rank has reported it.
 """
 
@@ -49,13 +49,7 @@ class Finished:
 
 
 class HybridCacheController:
-    """Reserves slots and issues and completes operations over all pools, all or nothing.
-
-    Args:
-        groups: the pools that take part. ``PageKey.pool`` is ``Group.index``.
-        index: index of the host pool's slots.
-        num_workers: number of ranks that execute each operation.
-    """
+    """Reserves slots and issues and completes operations over all pools, all or nothing."""
 
     def __init__(self, groups: Sequence[Group], index: HostIndex, num_workers: int) -> None:
         self.groups = {group.index: group for group in groups}
@@ -71,8 +65,8 @@ class HybridCacheController:
     ) -> CacheOperation | None:
         """Reserve slots for pages of one request in all pools, and issue a store of them.
 
-        Pages that the host has already, or that are on their way to it, are left out. None if no
-        page is left to store, or if there is not enough room for all of them, which
+        Pages that the host has already, or that are on their way to it, are left out. The result is
+        None if no page is left to store, or if there is not enough room for all of them, which
         ``declined_stores`` counts. Volatile pages are not written to storage.
         """
         wanted = {key: block for key, block in source if self.index.get(key) is None}
@@ -94,7 +88,7 @@ class HybridCacheController:
     def load(self, source: PageBlocks, request_id: str, priority: int = 0) -> CacheOperation | None:
         """Hold pages of one request in all pools, and issue a load of them to these blocks.
 
-        None, with nothing held, if the host does not have all of the pages.
+        The result is None, with nothing held, if the host does not have all of the pages.
         """
         pages: list[Page] = []
         for key, _ in source:
@@ -112,10 +106,7 @@ class HybridCacheController:
 
     def jobs_reading(self, blocks: Iterable[int]) -> set[int]:
         """Stores in flight whose source is one of these device blocks."""
-        jobs: set[int] = set()
-        for block in blocks:
-            jobs |= self._source_jobs.get(block, set())
-        return jobs
+        return {job for block in blocks for job in self._source_jobs.get(block, ())}
 
     def cancel(self, operation: CacheOperation) -> None:
         """Withdraw an operation that was not sent to the ranks."""

@@ -21,9 +21,8 @@ IsProtected = Callable[[Key], bool]
 class EvictionPolicy(ABC):
     """Chooses the pages that leave the host pool.
 
-    Args:
-        capacity: number of pages that the pool can hold, at least 1. A policy may use it to limit
-            how many evicted keys it remembers. It need not enforce it.
+    The pool can hold ``capacity`` pages. A policy may use it to limit how many evicted keys it
+    remembers. It need not enforce it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -42,14 +41,12 @@ class EvictionPolicy(ABC):
     def touch(self, key: Key) -> None:
         """Count a use of a page. A key that is not in the pool may be remembered, but not added."""
 
-    def refresh(self, key: Key) -> None:
+    def refresh(self, key: Key) -> None:  # noqa: B027
         """Make ``key`` recent without counting a use.
 
-        Pages of a request are stored head first. When the request ends, they are refreshed tail
-        first, so that the tail of the prefix is evicted before the head. Without the head the tail
-        is useless.
+        Pages of a request are stored head first. When it ends, they are refreshed tail first, so
+        that the tail, which is useless without the head, is evicted first.
         """
-        return
 
     @abstractmethod
     def remove(self, key: Key) -> None:
@@ -137,12 +134,8 @@ class ArcPolicy(EvictionPolicy):
         self._often: Keys = OrderedDict()
         self._gone_once: Keys = OrderedDict()
         self._gone_often: Keys = OrderedDict()
-        self._target = 0.0
-
-    @property
-    def target(self) -> float:
+        self.target = 0.0
         """Number of pages that ``once`` should hold."""
-        return self._target
 
     def insert(self, key: Key, cost: float, size: int) -> None:
         """Add ``key``. A key that was evicted recently counts as used before."""
@@ -150,12 +143,12 @@ class ArcPolicy(EvictionPolicy):
             self.touch(key)
         elif key in self._gone_once:
             step = max(1.0, len(self._gone_often) / len(self._gone_once))
-            self._target = min(self._target + step, self.capacity)
+            self.target = min(self.target + step, self.capacity)
             del self._gone_once[key]
             self._often[key] = None
         elif key in self._gone_often:
             step = max(1.0, len(self._gone_once) / len(self._gone_often))
-            self._target = max(self._target - step, 0.0)
+            self.target = max(self.target - step, 0.0)
             del self._gone_often[key]
             self._often[key] = None
         else:
@@ -184,7 +177,7 @@ class ArcPolicy(EvictionPolicy):
         left, victims = len(self._once), list[tuple[Key, Keys, Keys]]()
         for _ in range(n):
             # If `once` is exactly at its target (the paper's |T1| = p), it gives up a page too.
-            order = (once, often) if left > 0 and left >= self._target else (often, once)
+            order = (once, often) if left > 0 and left >= self.target else (often, once)
             for part in order:
                 if (key := next(part, None)) is not None:
                     break
@@ -198,24 +191,21 @@ class ArcPolicy(EvictionPolicy):
         for name, kept, gone in victims:
             del kept[name]
             gone[name] = None
-        self._forget()
+        for gone in (self._gone_once, self._gone_often):
+            while len(gone) > self.capacity:
+                gone.popitem(last=False)
         return [name for name, _, _ in victims]
 
     def clear(self) -> None:
         for part in (self._once, self._often, self._gone_once, self._gone_often):
             part.clear()
-        self._target = 0.0
+        self.target = 0.0
 
     def __len__(self) -> int:
         return len(self._once) + len(self._often)
 
     def __contains__(self, key: object) -> bool:
         return key in self._once or key in self._often
-
-    def _forget(self) -> None:
-        for gone in (self._gone_once, self._gone_often):
-            while len(gone) > self.capacity:
-                gone.popitem(last=False)
 
 
 def _unprotected(keys: Keys, is_protected: IsProtected) -> Iterator[tuple[Key]]:

@@ -18,10 +18,8 @@ class FreeSlots:
 
     The algorithm is segregated fits with boundary tags (Knuth, The Art of Computer Programming 1,
     2.5). Ranges are grouped by the number of bits of their length, and are found by either end, so
-    no call searches all of them. The caller must return only slots that it has taken.
-
-    Args:
-        count: number of slots. Slots ``0`` to ``count - 1`` are free at first.
+    no call searches all of them. The caller must return only slots that it has taken. At first the
+    slots ``0`` to ``count - 1`` are free.
     """
 
     def __init__(self, count: int) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
-from vllm_graft.hicache.pages.groups import Group
 from vllm_graft.hicache.pages.page_key import PageKey
 
 
@@ -38,12 +37,9 @@ class Page:
 
 
 class HostIndex:
-    """Maps page keys to slots of the host pool.
+    """Maps page keys to slots of the host pool. The policy orders ready pages.
 
-    Args:
-        num_slots: number of slots of the pool, at least 1.
-        policy: eviction policy, which orders ready pages.
-        page_bytes: bytes per page of each pool, by the pool's number.
+    ``page_bytes`` has the bytes of a page of each pool, by the pool's number.
     """
 
     def __init__(
@@ -88,15 +84,9 @@ class HostIndex:
     ) -> list[Page] | None:
         """Reserve slots for new pages, and evict other pages if necessary.
 
-        The new pages are not ready, and each is held once.
-
-        Args:
-            keys: distinct keys that are not in the index.
-            from_storage: see :class:`Page`.
-            blocks: the device block of each key, if the bytes will come from the device.
-
-        Returns:
-            A page for each key. None, with nothing changed, if there cannot be a slot for each.
+        The new pages are not ready, and each is held once. ``blocks`` are the device blocks that
+        their bytes will come from. The result is None, with nothing changed, if there cannot be a
+        slot for each.
         """
         short = len(keys) - len(self._free)
         if short > 0:
@@ -165,49 +155,3 @@ class HostIndex:
     def _is_protected(self, key: Hashable) -> bool:
         page = self._pages.get(key) if isinstance(key, PageKey) else None
         return page is None or page.holds > 0
-
-
-class Recency:
-    """Refreshes the pages of ended requests, tail first, once their stores have ended too.
-
-    A page is useless without the pages before it. But pages are stored head first, so that without
-    this the head would be the oldest and leave first. Pages that the request found on the device
-    are refreshed too, because they are in use although no request loads them from the host.
-    """
-
-    def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
-        self._groups = groups
-        self._index = index
-        self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
-
-    def ended(self, keys: Mapping[int, Sequence[PageKey]], tokens: int) -> None:
-        """Note that a request has ended that has computed ``tokens`` tokens.
-
-        ``keys`` are those of its full blocks, by the group's number.
-        """
-        pages = [
-            (number * group.block_tokens, key)
-            for group in self._groups
-            for number, key in enumerate(keys[group.index][: max(0, tokens) // group.block_tokens])
-            if self._index.get(key) is not None
-        ]
-        pages.sort(key=lambda page: page[0], reverse=True)
-        ordered = [key for _, key in pages]
-        self._waiting.append((ordered, [key for key in ordered if not self._index.has(key)]))
-        self.poll()
-
-    def poll(self) -> None:
-        """Refresh the pages of ended requests whose stores have all ended."""
-        waiting = []
-        for ordered, coming in self._waiting:
-            while coming and not self._is_coming(coming[-1]):
-                coming.pop()
-            if coming:
-                waiting.append((ordered, coming))
-            else:
-                self._index.refresh(ordered)
-        self._waiting = waiting
-
-    def _is_coming(self, key: PageKey) -> bool:
-        page = self._index.get(key)
-        return page is not None and not page.ready

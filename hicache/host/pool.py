@@ -38,11 +38,8 @@ class HostPool:
         name: name of the shared file; None maps private memory.
         node: NUMA node on which ``shard`` should lie; None leaves the choice to the kernel.
         shard: the shard that this process fills; None if it fills none.
-        creates: whether this process creates the shared file. Exactly one process of the engine
-            does.
-
-    Attributes:
-        orphans: number of files that killed engines had left and that were deleted.
+        creates: whether this process creates the file, and deletes the ``orphans`` of killed
+            engines. Exactly one process of the engine does.
 
     Raises:
         GraftError: if there is not enough memory, or the file belongs to something else.
@@ -117,11 +114,7 @@ class HostPool:
         return self._view[start : start + num_bytes]
 
     def pin(self, shard: int) -> None:
-        """Pin a shard: register it with CUDA, so that copy engines and kernels can reach it.
-
-        Raises:
-            GraftError: if the driver refuses. Nothing is pinned then.
-        """
+        """Pin a shard: register it with CUDA, so that copy engines and kernels can reach it."""
         import torch
 
         start, size = self.shard_address(shard), self.shape.shard_bytes
@@ -197,27 +190,18 @@ def node_of_gpu(pci_address: str) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Ask the kernel to take a range's memory from ``node`` when it is first touched.
+    """Ask the kernel to take a range's memory from ``node``, unless it is full, on the first touch.
 
-    If the node is full, memory of another one is used.
-
-    Returns:
-        Whether the kernel accepted it.
+    The result is False if the kernel refuses.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
         return False
     mask = ctypes.c_ulong(1 << node)
     libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(num_bytes),
-        ctypes.c_int(_MPOL_PREFERRED),
-        ctypes.byref(mask),
-        ctypes.c_ulong(ctypes.sizeof(mask) * 8),
-        ctypes.c_uint(0),
-    )
+    place = ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(_MPOL_PREFERRED)
+    nodes = ctypes.byref(mask), ctypes.c_ulong(ctypes.sizeof(mask) * 8)
+    failed = libc.syscall(ctypes.c_long(number), *place, *nodes, ctypes.c_uint(0))
     if failed:
         # Containers often forbid mbind. The memory still works, perhaps more slowly.
         info_once(f"host KV cache: memory is not bound to NUMA node {node} (mbind is refused)")

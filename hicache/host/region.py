@@ -37,11 +37,10 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 def create(name: str, num_bytes: int) -> int:
-    """Create the region, in exactly one process of an engine.
+    """Create the region, in exactly one process of an engine, and return its descriptor.
 
-    Returns:
-        A file descriptor with a shared lock. A process that maps it keeps the lock until it unmaps
-        it, because Python's ``mmap`` holds a copy of the descriptor.
+    The descriptor has a shared lock, which a process that maps the file keeps until it unmaps it,
+    because Python's ``mmap`` holds a copy of the descriptor.
 
     Raises:
         ConfigError: if ``/dev/shm`` has not enough room.
@@ -176,6 +175,10 @@ def _unnamed(directory: int) -> int | None:
         if error.errno in _NO_TMPFILE:
             return None
         raise
+    return _locked(fd)
+
+
+def _locked(fd: int) -> int:
     os.fchmod(fd, _MODE)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
@@ -185,9 +188,7 @@ def _new(directory: int, name: str) -> int:
     """Create and lock a file with a name."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(name, flags, _MODE, dir_fd=directory)
-        os.fchmod(fd, _MODE)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        fd = _locked(os.open(name, flags, _MODE, dir_fd=directory))
         # Between open and flock another engine may have deleted the file as an orphan.
         if os.fstat(fd).st_nlink:
             return fd

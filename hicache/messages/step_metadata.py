@@ -42,9 +42,8 @@ class HiCacheMetadata(KVConnectorMetadata):
 class Transferred:
     """Totals of finished copies in one direction, on one rank or summed over ranks.
 
-    Attributes:
-        strided_bytes: the part of ``bytes`` that 2D copies moved straight to blocks or slots.
-        staged_bytes: the part of ``bytes`` that went through staging memory.
+    2D copies moved ``strided_bytes`` of the ``bytes`` straight to blocks or slots; ``staged_bytes``
+    went through staging memory.
     """
 
     bytes: int = 0
@@ -70,9 +69,7 @@ class Transferred:
 class HiCacheReport(KVConnectorWorkerMetadata):
     """What ranks have finished.
 
-    Attributes:
-        done: for each job, how many ranks have finished it. Counts can be added over ranks.
-        failed: for each job, how many of these ranks could not do it.
+    For each job it has how many ranks have ``done`` it, and how many of these have ``failed``.
     """
 
     done: dict[int, int] = field(default_factory=dict)

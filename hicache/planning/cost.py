@@ -42,9 +42,7 @@ class Rate:
 
     A mean of ratios would mostly follow the shortest times, which are the least exact.
 
-    Args:
-        initial: amount per second before the first measurement, which replaces it.
-        minimum: smallest amount that counts as a measurement.
+    ``initial`` is the rate before the first measurement of at least ``minimum``.
     """
 
     def __init__(self, initial: float, minimum: float) -> None:
@@ -92,13 +90,11 @@ class Hit:
     """A hit, and the circumstances that count for its load.
 
     Attributes:
-        tokens: number of tokens that can be loaded.
-        num_bytes: bytes of their pages on one rank, which go over one link.
+        num_bytes: bytes of the pages on one rank, which go over one link.
         rest_tokens: number of tokens that the request has to compute in any case.
         others: number of other running requests. They wait while a step waits for copies.
         queued_bytes: bytes of loads that are before this one on the link.
-        step_tokens: number of tokens that the next step computes for requests whose loads are in
-            that queue.
+        step_tokens: number of tokens that the next step computes for requests in that queue.
     """
 
     tokens: int
@@ -118,11 +114,7 @@ class Plan:
 
 
 class CostModel:
-    """Learns rates from measurements, and chooses the fastest mode for a hit.
-
-    Raises:
-        ConfigError: if :data:`PREFILL_LEVER` holds no number.
-    """
+    """Learns rates from measurements, and chooses the fastest mode for a hit."""
 
     def __init__(self) -> None:
         self.load = Rate(HOST_GBPS * 1e9, MIN_BYTES)
@@ -209,11 +201,7 @@ class StepClock:
         self._tokens: dict[int, int] = {}
 
     def begin(self, tokens: int) -> int:
-        """Note a step that computes ``tokens`` tokens, 0 if its time should be ignored.
-
-        Returns:
-            The number of the step. The first is 1.
-        """
+        """Note a step of ``tokens`` tokens, 0 to ignore its time; return its number, from 1 on."""
         self._number += 1
         if tokens:
             self._tokens[self._number] = tokens

@@ -89,13 +89,13 @@ class LoadPlanner:
         tokens: int,
         layerwise: bool,
     ) -> None:
-        pages = [self._index.get(key) for key, _ in source]
-        stored = sum(page is not None and page.from_storage for page in pages)
-        for page in pages:
-            if page is not None:
+        stored = 0
+        for key, _ in source:
+            if (page := self._index.get(key)) is not None:
+                stored += page.from_storage
                 # Later hits on the page count as hits in host memory.
                 page.from_storage = False
-        from_storage = tokens * stored // max(1, len(pages))
+        from_storage = tokens * stored // max(1, len(source))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
         state.sources = {source: count for source, count in split.items() if count}
         self._stats.add("hit_tokens_storage", from_storage)

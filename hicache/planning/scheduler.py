@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
-from vllm_graft.hicache.host.index import HostIndex, Recency
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
@@ -21,7 +21,7 @@ from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
 from vllm_graft.hicache.pages.page_key import SALT_BYTES
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, StepClock
 from vllm_graft.hicache.planning.load_planner import LoadPlanner
-from vllm_graft.hicache.planning.request_state import Chosen, RequestState
+from vllm_graft.hicache.planning.request_state import Chosen, Recency, RequestState
 from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.planning.store_planner import StorePlanner, handed_out
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 
 
 class HiCacheScheduler:
-    """Decides which pages to load and to store. The controller keeps pages and jobs.
-
-    Args:
-        speculative: whether drafts are verified. Then the KV of the last known token may change.
-        tier: storage below the host pool; None for none.
-    """
+    """Decides which pages to load and to store. The controller keeps pages and jobs."""
 
     def __init__(
         self,

@@ -47,8 +47,7 @@ class TouchCounter:
 class StorePlanner:
     """Plans stores as the option ``write_policy`` says.
 
-    Args:
-        speculative: whether drafts are verified. Then the KV of the last known token may change.
+    If drafts are verified (``speculative``), the KV of the last known token may change.
     """
 
     def __init__(
@@ -109,13 +108,9 @@ class StorePlanner:
     ) -> CacheOperation | None:
         """Store the blocks of a request that were not considered before.
 
-        Args:
-            block_ids: block ids of each group.
-            tokens: number of leading tokens with final KV. Only full blocks of them are stored.
-            flush: whether the request has ended, so that the store is less urgent than others.
-
-        Returns:
-            The operation; None if there is nothing to store, or no room.
+        ``block_ids`` are those of each group, and ``tokens`` is the number of leading tokens with
+        final KV. The store of a request that has ended (``flush``) is less urgent than others. The
+        result is None if there is nothing to store, or no room.
         """
         source: list[tuple[PageKey, int]] = []
         for group in self._geometry.groups:

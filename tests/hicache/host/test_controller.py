@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.eviction import LruPolicy
-from vllm_graft.hicache.host.index import HostIndex, Recency
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer, merge_ops
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.planning.request_state import Recency
 
 GROUPS = [
     Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, 4096, ("layers.0",)),

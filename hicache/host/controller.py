@@ -72,20 +72,20 @@ class HybridCacheController:
         wanted = {key: block for key, block in source if self.index.get(key) is None}
         if not wanted:
             return None
+        blocks = list(wanted.values())
         # All pools share the slots, so one reservation takes all slots or changes nothing.
-        pages = self.index.reserve(list(wanted), blocks=list(wanted.values()))
+        pages = self.index.reserve(list(wanted), blocks=blocks)
         if pages is None:
             self.declined_stores += 1
             return None
         for page in pages:
             page.volatile = volatile
-        blocks = [wanted[page.key] for page in pages]
         operation = self._issue(Direction.STORE, pages, blocks, priority, [])
         for block in blocks:
             self._source_jobs.setdefault(block, set()).update(operation.ids)
         return operation
 
-    def load(self, source: PageBlocks, request_id: str, priority: int = 0) -> CacheOperation | None:
+    def load(self, source: PageBlocks, request_id: str) -> CacheOperation | None:
         """Hold pages of one request in all pools, and issue a load of them to these blocks.
 
         The result is None, with nothing held, if the host does not have all of the pages.
@@ -98,7 +98,7 @@ class HybridCacheController:
             pages.append(page)
         self.index.hold(pages)
         blocks = [block for _, block in source]
-        return self._issue(Direction.LOAD, pages, blocks, priority, [request_id])
+        return self._issue(Direction.LOAD, pages, blocks, 0, [request_id])
 
     @property
     def stores_in_flight(self) -> bool:

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_processes_share_one_region(name: str) -> None:
     one = HostPool(SHAPE, name, creates=True)
     other = HostPool(SHAPE, name)
-    one.unlink()
+    region.remove(name)
     one.page(1, 2, 5)[:] = b"hello"
     assert bytes(other.page(1, 2, 5)) == b"hello"
     assert not bytes(other.page(0, 2, 5)).strip(b"\0")

@@ -58,9 +58,7 @@ def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
     """Make a stand-in for a VllmConfig, with the fields that are read."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector=connector,
-            kv_connector_module_path=None,
-            kv_connector_extra_config=extra,
+            kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config=extra
         ),
         model_config=_model(),
         speculative_config=None,
@@ -81,11 +79,7 @@ def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
 
 
 def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _accepted(vllm_config: Any) -> list[HiCacheConfig]:

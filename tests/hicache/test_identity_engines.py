@@ -12,11 +12,7 @@ from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing import cpu_engine, write_llama
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("reads_pay"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtures("reads_pay")]
 
 PROMPTS = prompts(3, 200, 100, 65, 33)
 CACHED = [192, 96, 64, 32]

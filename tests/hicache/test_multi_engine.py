@@ -19,11 +19,7 @@ def _two(folder: Path) -> dict[str, Any]:
     children = []
     for number, size in enumerate(("1MiB", "2MiB")):
         storage = {"backend": "segments", "path": str(folder / str(number)), "max_bytes": "8MiB"}
-        given = transfer(
-            host_bytes=size,
-            load="async",
-            storage=storage,
-        )
+        given = transfer(host_bytes=size, load="async", storage=storage)
         children.append({key: given[key] for key in given if key != "kv_load_failure_policy"})
     return {
         "kv_connector": "MultiConnector",

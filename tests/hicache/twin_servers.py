@@ -94,9 +94,7 @@ def answer(address: str, prompt: Sequence[int]) -> Answer:
     body |= {"ignore_eos": True, "return_token_ids": True, "logprobs": 2}
     body |= {"return_tokens_as_token_ids": True}
     request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=120) as reply:

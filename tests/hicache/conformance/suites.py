@@ -51,10 +51,7 @@ CONNECTOR = Suite(
             file="test_kv_connector_lifecycle.py",
         ),
         _unit(
-            "ExampleConnectorMetadata",
-            "HiCacheMetadata",
-            2,
-            file="test_kv_connector_lifecycle.py",
+            "ExampleConnectorMetadata", "HiCacheMetadata", 2, file="test_kv_connector_lifecycle.py"
         ),
         # This connector supports the hybrid memory allocator: alone, and below MultiConnector.
         _unit('"SimpleCPUOffloadConnector"', '"HiCacheConnector"', 3, "test_hma_auto_config.py"),
@@ -186,5 +183,5 @@ PASSED = 73 + 121 + 5
 
 SKIPPED = {
     # vLLM itself skips this test.
-    "test_multi_connector::test_multi_connector_mixed_hma_disables_hybrid_kv_cache",
+    "test_multi_connector::test_multi_connector_mixed_hma_disables_hybrid_kv_cache"
 }

@@ -156,10 +156,7 @@ def test_without_waiting_for_its_copy_a_buffer_is_emptied_too_soon(rig: _Staged)
 
 @pytest.mark.parametrize(
     ("wrong", "missing"),
-    [
-        (lambda ring, copies: copies, {12, 9, 14}),
-        (lambda ring, copies: ring.stream, {6}),
-    ],
+    [(lambda ring, copies: copies, {12, 9, 14}), (lambda ring, copies: ring.stream, {6})],
     ids=["the copies' stream", "the ring's alone"],
 )
 def test_a_layer_s_event_on_one_stream_alone_is_early(

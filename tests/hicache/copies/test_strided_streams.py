@@ -193,10 +193,7 @@ def test_errors_of_the_driver_have_their_name(monkeypatch: pytest.MonkeyPatch) -
     driver = CudaDriver(PretendedCuda(max_pitch=64), 0)
     assert driver.max_pitch == 64
     one = [np.array([value], np.int64) for value in (0, 0, 65, 65, 1, 2)]
-    with (
-        simulated(),
-        pytest.raises(CudaDriverError, match=r"failed with 1 .CUDA_ERROR_INV"),
-    ):
+    with simulated(), pytest.raises(CudaDriverError, match=r"failed with 1 .CUDA_ERROR_INV"):
         driver.prepare(StridedCopies(*one), Direction.LOAD)(0, 1)
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-nobody-has.so.1")
     with pytest.raises(CudaDriverError, match=r"libcuda-that-nobody-has.so.1 cannot be used: .*"):

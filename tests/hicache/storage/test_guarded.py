@@ -112,9 +112,7 @@ def test_a_lookup_that_fails_is_a_miss_and_counted(
     assert backend.failed_lookups == 2
 
 
-def test_a_lookup_may_answer_with_other_truths(
-    loaders: Callable[[StorageBackend], Loader],
-) -> None:
+def test_a_lookup_may_answer_with_other_truths(loaders: Callable[[StorageBackend], Loader]) -> None:
     assert guarded(store(contains=lambda *_: (1, None, "x"))).contains(KEYS) == [True, False, True]
     assert loaders(store(contains=lambda *_: iter([1, 1, 0]))).contained(KEYS) == KEYS[:2]
 

@@ -114,11 +114,7 @@ class Segments(RuleBasedStateMachine):
 
 class EvictingSegments(Segments):
     evicts = True
-    options: ClassVar = {
-        "max_bytes": 1 << 20,
-        "segment_bytes": 64 << 10,
-        "sync_bytes": 1 << 20,
-    }
+    options: ClassVar = {"max_bytes": 1 << 20, "segment_bytes": 64 << 10, "sync_bytes": 1 << 20}
 
     @rule(first=st.integers(100, 10**9))
     def fill(self, first: int) -> None:

@@ -120,11 +120,7 @@ class Bench:
     def __init__(self, slots: int = 40, threads: int = 2, budget: int = 1 << 20) -> None:
         self.store, self.pool, self.now = Store(KEYS), Pool(slots), 0.0
         self.prefetcher = Prefetcher(
-            self.store,
-            self.pool,
-            threads=threads,
-            budget_bytes=budget,
-            clock=lambda: self.now,
+            self.store, self.pool, threads=threads, budget_bytes=budget, clock=lambda: self.now
         )
 
     def start(

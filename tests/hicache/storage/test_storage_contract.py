@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,7 @@ OPTIONS = {"max_bytes": "4MiB", "segment_bytes": "64KiB", "sync_bytes": 20_000}
 Open = Callable[[bytes], StorageBackend]
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on what survives a power failure."""
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 class TestSegments(StorageBackendContract):

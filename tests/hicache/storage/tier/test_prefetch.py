@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.host_cache.third_stores import GoodStore
 from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
@@ -17,7 +18,7 @@ from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
-from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.tier import prefetcher
 from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
@@ -36,7 +37,7 @@ WAIT, BEST, TIMEOUT = (
 )
 
 
-class Store(StorageBackend):
+class Store(GoodStore):
     """Pages in memory; a read waits while ``gate`` is closed, and counts."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
@@ -60,21 +61,6 @@ class Store(StorageBackend):
             raise answer
         buffer[:] = page_of(key, PAGE) if answer is ReadStatus.HIT else bytes(PAGE)
         return answer
-
-    def write(self, key: PageKey, page: memoryview) -> bool:
-        return False
-
-    def remove(self, key: PageKey) -> None:
-        pass
-
-    def flush(self) -> bool:
-        return True
-
-    def clear(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
 
 
 class Pool:

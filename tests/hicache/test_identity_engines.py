@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.cache_engines import generate, metrics, prompts, transfer
+from tests.support.engines.cache_engines import generate, metrics, prompts, stored, transfer
 from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing import cpu_engine, model_runner, write_llama
@@ -18,14 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.usefixtu
 PROMPTS = prompts(3, 200, 100, 65, 33)
 CACHED = [192, 96, 64, 32]
 NONE = [0, 0, 0, 0]
-
-
-def _storage(path: Path) -> dict[str, Any]:
-    return transfer(
-        load="async",
-        storage={"backend": "segments", "path": str(path), "max_bytes": "1GiB"},
-        prefetch={"policy": "wait_complete"},
-    )
 
 
 def _reload(llm: Any, weights: Path, **reset: bool) -> None:
@@ -41,7 +33,7 @@ def test_weights_that_are_reloaded_while_serving(llama: Path, tmp_path: Path) ->
         _reload(llm, other)
         theirs = generate(llm, PROMPTS)[0]
     assert all(one != another for one, another in zip(ours, theirs))
-    options = _storage(tmp_path / "store")
+    options = transfer(**stored(tmp_path / "store"))
     with cpu_engine(llama, kv_transfer_config=options) as llm:
         assert generate(llm, PROMPTS) == (ours, NONE)
         # Host memory forgets the old weights' pages although nobody resets it.
@@ -64,7 +56,7 @@ def test_weights_that_are_reloaded_while_serving(llama: Path, tmp_path: Path) ->
 def test_chains_and_trees_lay_keys_out_otherwise_on_a_cpu(tmp_path: Path) -> None:
     """A store that vLLM's chain has filled is read by a chain and not by a tree."""
     pair = Pair.load(SHIPPED)
-    batch, options = pair.prompts[:2], _storage(tmp_path)
+    batch, options = pair.prompts[:2], transfer(**stored(tmp_path))
     with pair.engine(chain=4, kv_transfer_config=options) as llm:
         tokens, _ = generate(llm, batch)
     with pair.engine(nodes=9, topk=3, kv_transfer_config=options) as llm:
@@ -79,8 +71,8 @@ def _two(folder: Path) -> dict[str, Any]:
     """Configure host memory of 32 and 64 pages, both with storage, so that regions are shared."""
     children = []
     for number, size in enumerate(("1MiB", "2MiB")):
-        storage = {"backend": "segments", "path": str(folder / str(number)), "max_bytes": "8MiB"}
-        given = transfer(host_bytes=size, load="async", storage=storage)
+        options = stored(folder / str(number), "8MiB") | {"prefetch": {}}
+        given = transfer(host_bytes=size, **options)
         children.append({key: given[key] for key in given if key != "kv_load_failure_policy"})
     return {
         "kv_connector": "MultiConnector",

@@ -41,7 +41,6 @@ class Finished:
     """The jobs that ended with a report of the ranks."""
 
     stored: list[Page] = field(default_factory=list)
-    loaded_pages: int = 0
     failed_loads: int = 0
     failed_stores: int = 0
     failed_requests: list[str] = field(default_factory=list)
@@ -188,4 +187,3 @@ class HybridCacheController:
             finished.stored += [] if job.stale else job.pages
         else:
             self.index.release(job.pages)
-            finished.loaded_pages += len(job.pages)

@@ -6,7 +6,7 @@ slots that ascend one by one along with the device's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 _LOOKED_AT = 8
@@ -35,10 +35,6 @@ class FreeSlots:
 
     def __len__(self) -> int:
         return self._free
-
-    def __iter__(self) -> Iterator[int]:
-        for first, end in sorted(self._ends.items()):
-            yield from range(first, end)
 
     def take(self, count: int) -> list[int]:
         """Take ``count`` slots in ascending order, from few ranges if possible.

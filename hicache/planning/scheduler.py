@@ -131,8 +131,9 @@ class HiCacheScheduler:
             self.storage_reads.finished(request.request_id)
         if state is None or state.suspect or state.outdated:
             return
-        if self._load_pending(request.request_id):
-            return
+        jobs = self.controller.jobs.values()
+        if any(request.request_id in job.operation.request_ids for job in jobs):
+            return  # Its load is pending.
         if request.status is RequestStatus.FINISHED_ERROR:
             # A load of this or another connector has failed, so the blocks may be invalid.
             return
@@ -199,9 +200,6 @@ class HiCacheScheduler:
             for transfer in operation.transfers
         )
 
-    def _load_pending(self, request_id: str) -> bool:
-        return any(request_id in job.operation.request_ids for job in self.controller.jobs.values())
-
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
         """Build the ranks' work for a step."""
         stores, fences = self._surviving(output), self._fences(output)
@@ -241,9 +239,8 @@ class HiCacheScheduler:
             self.stats.add(f"{direction}_bytes", moved.bytes)
             self.stats.add(f"{direction}_strided_bytes", moved.strided_bytes)
             self.stats.add(f"{direction}_seconds", moved.seconds)
+            self.cost.copied(moved.bytes, moved.seconds, load=direction == "load")
         self.stats.add("load_staged_bytes", report.loads.staged_bytes)
-        self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
-        self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)
         if self.storage_reads is not None:
             self.storage_reads.tier.store(finished.stored)
         self.stats.add("failed_loads", finished.failed_loads)

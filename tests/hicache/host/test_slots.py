@@ -44,7 +44,8 @@ def test_each_slot_has_one_owner(count: int, data: st.DataObject) -> None:
             assert used.isdisjoint(taken)
             assert set(taken) <= set(range(count))
             used.update(taken)
-        assert set(free) == set(range(count)) - used
+        ranges = [range(first, end) for first, end in free._ends.items()]
+        assert {slot for each in ranges for slot in each} == set(range(count)) - used
         assert len(free) == count - len(used)
         with pytest.raises(ValueError, match="are wanted"):
             free.take(len(free) + 1)

@@ -50,13 +50,12 @@ class Transferred:
     strided_bytes: int = 0
     staged_bytes: int = 0
     seconds: float = 0.0
-    copies: int = 0
 
     def add(
         self, num_bytes: int, seconds: float, strided_bytes: int = 0, staged_bytes: int = 0
     ) -> None:
         """Add one copy to the totals."""
-        self.merge(Transferred(num_bytes, strided_bytes, staged_bytes, seconds, 1))
+        self.merge(Transferred(num_bytes, strided_bytes, staged_bytes, seconds))
 
     def merge(self, other: Transferred) -> None:
         """Add the totals of another rank, or of another step."""

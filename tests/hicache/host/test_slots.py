@@ -26,6 +26,10 @@ def _ranges(slots: list[int]) -> int:
     return 1 + sum(after != before + 1 for before, after in pairwise(slots))
 
 
+def _free(slots: FreeSlots) -> set[int]:
+    return {slot for first, end in slots._ends.items() for slot in range(first, end)}
+
+
 @given(count=st.integers(1, 70), data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_each_slot_has_one_owner(count: int, data: st.DataObject) -> None:
@@ -44,8 +48,7 @@ def test_each_slot_has_one_owner(count: int, data: st.DataObject) -> None:
             assert used.isdisjoint(taken)
             assert set(taken) <= set(range(count))
             used.update(taken)
-        ranges = [range(first, end) for first, end in free._ends.items()]
-        assert {slot for each in ranges for slot in each} == set(range(count)) - used
+        assert _free(free) == set(range(count)) - used
         assert len(free) == count - len(used)
         with pytest.raises(ValueError, match="are wanted"):
             free.take(len(free) + 1)
@@ -131,13 +134,12 @@ def _done(controller: HybridCacheController, operation: CacheOperation | None) -
 
 def test_pools_are_reserved_together_or_not_at_all() -> None:
     controller = _controller(slots=3)
-    assert (
-        controller.store([(_key(0), 10), (_key(1), 11), (_key(0, 1), 12), (_key(1, 1), 13)]) is None
-    )
+    four = [(_key(0), 10), (_key(1), 11), (_key(0, 1), 12), (_key(1, 1), 13)]
+    assert controller.store(four) is None
     assert controller.index.num_free == 3
     assert controller.declined_stores == 1
     assert not controller.jobs
-    operation = controller.store([(_key(0), 10), (_key(1), 11), (_key(1, 1), 13)])
+    operation = controller.store([*four[:2], four[3]])
     assert operation is not None
     assert {transfer.group: len(transfer) for transfer in operation.transfers} == {0: 2, 1: 1}
 
@@ -263,9 +265,10 @@ def test_slots_are_never_lost_nor_given_twice(steps: list[tuple[int, str]]) -> N
             controller.report({job: 1}, {job: 1} if step == "f" else {})
         used = {page.slot for page in index._pages.values()}
         used |= {page.slot for job in controller.jobs.values() for page in job.pages}
-        assert used.isdisjoint(index._free)
-        assert len(used) + len(set(index._free)) == 4
-        assert len(set(index._free)) == index.num_free
+        free = _free(index._free)
+        assert used.isdisjoint(free)
+        assert len(used) + len(free) == 4
+        assert len(free) == index.num_free
     for job in list(controller.jobs):
         controller.report({job: 1}, {})
     controller.reset()

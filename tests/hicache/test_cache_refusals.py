@@ -101,15 +101,18 @@ def _stored(**storage: Any) -> dict[str, Any]:
     return {"host_bytes": "64MiB", "storage": storage}
 
 
+@pytest.fixture
+def extra(tmp_path: Path) -> dict[str, Any]:
+    """Make the configuration of a store in an empty folder."""
+    return _stored(path=str(tmp_path))
+
+
 def _multi(*children: Any) -> tuple[dict[str, Any], str]:
     return {"connectors": list(children)}, "MultiConnector"
 
 
 def _tree(path: Path) -> list[tuple[Path, int]]:
     return [(file, file.lstat().st_mtime_ns) for file in sorted([path, *path.rglob("*")])]
-
-
-# --- whose keys they are ----------------------------------------------------------------------
 
 
 def test_a_good_configuration_passes_and_leaves_nothing(tmp_path: Path) -> None:
@@ -187,9 +190,6 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
     assert _accepted(_engine(*_multi(theirs))) == []
 
 
-# --- keys and values --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -223,9 +223,6 @@ def test_wrong_keys_and_values(extra: Any, words: str) -> None:
     message = _refusal(extra)
     assert words in message
     assert message.startswith(FLAG)
-
-
-# --- directories ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -281,9 +278,8 @@ def test_more_than_the_file_system_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lock_of_another_user_is_named_before_a_model_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    extra: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = _stored(path=str(tmp_path))
     SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"}).close()
     assert _accepted(_engine(extra))
     user = os.geteuid()
@@ -302,9 +298,8 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path]
 
 
 def test_a_directory_that_others_can_write_to_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    extra: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = _stored(path=str(tmp_path))
     log.warning_once.cache_clear()
     assert _accepted(_engine(extra))
     assert "can remove" not in caplog.text
@@ -365,9 +360,8 @@ def same_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_another_server_has_open_is_refused(
-    tmp_path: Path, open_elsewhere: Open, same_model: None, monkeypatch: pytest.MonkeyPatch
+    extra: dict[str, Any], open_elsewhere: Open, same_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = _stored(path=str(tmp_path))
     process = open_elsewhere(True)
     message = _refusal(extra)
     assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
@@ -383,9 +377,8 @@ def test_a_store_that_another_server_has_open_is_refused(
 
 
 def test_looking_takes_nothing_and_an_end_frees_it(
-    tmp_path: Path, open_elsewhere: Open, same_model: None
+    extra: dict[str, Any], tmp_path: Path, open_elsewhere: Open, same_model: None
 ) -> None:
-    extra = _stored(path=str(tmp_path))
     process = open_elsewhere(True)
     assert "open" in _refusal(extra)
     process.kill()
@@ -397,10 +390,9 @@ def test_looking_takes_nothing_and_an_end_frees_it(
 
 
 def test_a_process_of_this_server_is_no_stranger(
-    tmp_path: Path, open_elsewhere: Open, same_model: None
+    extra: dict[str, Any], tmp_path: Path, open_elsewhere: Open, same_model: None
 ) -> None:
     """vLLM's frontends build the configuration again while the engine's process starts."""
-    extra = _stored(path=str(tmp_path))
     process = open_elsewhere(False)
     assert SegmentsBackend.open_elsewhere({"path": str(tmp_path), "max_bytes": "8MiB"}) == {
         NAMESPACE: process.pid
@@ -423,9 +415,6 @@ def test_a_lock_without_a_process_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / NAMESPACE.hex() / "LOCK").write_text("")
     assert SegmentsBackend.open_elsewhere(options) == {}
     store.close()
-
-
-# --- a third party's store --------------------------------------------------------------------
 
 
 class Tape(SegmentsBackend):
@@ -641,9 +630,6 @@ def test_the_size_of_a_file_system(tmp_path: Path) -> None:
     found = memory.filesystem_bytes(tmp_path)
     assert found is not None
     assert found > 0
-
-
-# --- what it can't be combined with -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

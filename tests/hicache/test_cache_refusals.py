@@ -103,7 +103,6 @@ def _stored(**storage: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def extra(tmp_path: Path) -> dict[str, Any]:
-    """Make the configuration of a store in an empty folder."""
     return _stored(path=str(tmp_path))
 
 
@@ -418,8 +417,6 @@ def test_a_lock_without_a_process_tells_nothing(tmp_path: Path) -> None:
 
 
 class Tape(SegmentsBackend):
-    """A third party's storage backend."""
-
     seen: Mapping[str, Any] = {}
     error: BaseException | None = None
     too_small = StorageBackend.too_small

@@ -89,7 +89,6 @@ def _multi(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(config: Any) -> str:
-    """Return the region's name, as `Geometry` has it where the region is shared."""
     return _region_name(config.kv_transfer_config, config.parallel_config)
 
 

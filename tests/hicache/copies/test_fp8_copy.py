@@ -62,7 +62,6 @@ COPIES: list[Any] = [fp8_copy, _kernel, _unaligned]
 
 
 def _runs(device: torch.Tensor, host: torch.Tensor, counts: list[int]) -> Copies:
-    """Make runs of so many elements, with gaps between them."""
     starts = np.cumsum([0, *counts[:-1]]) + GAP * np.arange(len(counts))
     return Copies(
         device.data_ptr() + starts * device.itemsize, host.data_ptr() + starts, np.asarray(counts)
@@ -185,7 +184,6 @@ def test_another_type_is_unknown() -> None:
 
 
 def _byte_runs(sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Copies]:
-    """Make source bytes, a target, and runs that leave gaps between them."""
     source = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8)
     target = torch.zeros_like(source)
     starts = np.cumsum([0, *sizes[:-1]]) + 64 * np.arange(len(sizes))

@@ -225,8 +225,6 @@ def test_without_libcuda_other_ways_serve(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class _Runtime:
-    """A stand-in for the CUDA runtime."""
-
     def __init__(self) -> None:
         self.pinned: list[tuple[int, int]] = []
 

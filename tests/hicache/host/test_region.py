@@ -32,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("tests_importable")
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """Return a name that no other test has."""
     found = region.PREFIX + secrets.token_hex(16)
     yield found
     for path in region.SHM.glob(f"{found}*"):

@@ -371,7 +371,6 @@ def test_lru_has_the_same_victims_as_the_reference(sequence: list[tuple[object, 
 
 
 def hit_rate(policy: EvictionPolicy, trace: list[int]) -> float:
-    """Return the share of hits, in a pool of ``policy.capacity`` pages."""
     hits = 0
     for key in trace:
         if key in policy:

@@ -215,7 +215,6 @@ class Core:
 
 @pytest.fixture
 def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Core:
-    """Make the engine core that this process has made last."""
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"a": torch.zeros(4)}, folder / "model.safetensors")

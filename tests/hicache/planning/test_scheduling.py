@@ -39,7 +39,6 @@ class Engine:
         self.requests = 0
 
     def request(self, lora: bool = False) -> Any:
-        """Make a request, which vLLM has not scheduled yet."""
         self.requests += 1
         return SimpleNamespace(
             request_id=str(self.requests),
@@ -74,14 +73,12 @@ class Engine:
         return [*metadata.early_stores, *metadata.stores]
 
     def ended(self, stores: list[CacheOperation]) -> None:
-        """Report the end of stores."""
         done = HiCacheReport(done={number: 1 for store in stores for number in store.ids})
         self.scheduler.report(
             SimpleNamespace(invalid_block_ids=None, kv_connector_worker_meta=done)  # type: ignore[arg-type]
         )
 
     def fill(self, lora: bool = False) -> None:
-        """Serve a request, and keep its pages."""
         request = self.request(lora)
         self.begin(request)
         self.ended(self.step(request))
@@ -92,7 +89,6 @@ class Engine:
         self.scheduler.finished(request, [list(range(1, BLOCKS + 1))])
 
     def offered(self, lora: bool = False) -> int | None:
-        """Return how many tokens another such request could load."""
         request = self.request(lora)
         found = self.begin(request)
         self.finish(request)

@@ -25,7 +25,6 @@ class PanicException(BaseException):
 
 
 def store(**methods: Callable[..., Any]) -> StorageBackend:
-    """Make a store some of whose methods are replaced."""
     kind: type[StorageBackend] = type("Third", (GoodStore,), methods)
     return kind(NAMESPACE, {})
 

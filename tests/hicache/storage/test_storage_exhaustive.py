@@ -103,7 +103,6 @@ class Disk(Files):
         self.kept: dict[str, File] = dict(self.files)
 
     def crash(self) -> None:
-        """Note the states in which a crash now might leave the disk."""
         for count in itertools.product((False, True), repeat=len(self.renames)):
             names = dict(self.kept)
             for happened, (name, file) in zip(count, self.renames):

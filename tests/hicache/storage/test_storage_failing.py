@@ -97,7 +97,6 @@ def used(path: Path) -> int:
 
 
 def filled(path: Path) -> tuple[Medium, SegmentsBackend]:
-    """Make a store with the pages of `KEYS`, on a medium."""
     medium = Medium()
     store = segments(path, medium)
     assert all(write_all(store))

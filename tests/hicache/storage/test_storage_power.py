@@ -37,8 +37,6 @@ class Operation:
 
 
 class Journal(Files):
-    """Files that keep a journal of system calls."""
-
     def __init__(self) -> None:
         self.log: list[Operation] = []
         self.names: dict[int, str] = {}

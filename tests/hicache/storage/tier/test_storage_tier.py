@@ -48,7 +48,6 @@ class _Rig:
         )
 
     def keep(self, number: int) -> Page:
-        """Make a page whose shards hold different bytes."""
         (page,) = self.index.reserve([_key(number)]) or []
         for shard in range(SHARDS):
             self.pool.page(shard, page.slot, SIZE)[:] = _content(number, shard)
@@ -56,7 +55,6 @@ class _Rig:
         return page
 
     def store(self, *numbers: int, forget: bool = False) -> None:
-        """Make pages and store them; forget the host's pages if asked to."""
         self.tier.store([self.keep(number) for number in numbers])
         self.settle()
         if forget:
@@ -75,7 +73,6 @@ class _Rig:
         return begun, gate
 
     def check(self, number: int) -> Page:
-        """Return a page whose shards are all right."""
         page = self.index.get(_key(number))
         assert page is not None
         for shard in range(SHARDS):

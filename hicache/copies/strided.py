@@ -237,7 +237,7 @@ Arrays = TypeVar("Arrays", bound="DataclassInstance")
 
 def stacked(parts: Sequence[Arrays]) -> Arrays:
     """One dataclass of arrays that holds those of all ``parts``, of which there is at least one."""
-    columns = zip(*((getattr(part, field.name) for field in fields(part)) for part in parts))
+    columns = zip(*([getattr(part, field.name) for field in fields(part)] for part in parts))
     return type(parts[0])(*map(np.concatenate, columns))
 
 

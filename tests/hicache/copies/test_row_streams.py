@@ -35,22 +35,52 @@ from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.rank.worker import HiCacheWorker
 from vllm_graft.testing import simulated
 
-BLOCKS, SLOTS = [4, 5, 6, 7, 12], [1, 2, 3, 4, 7]
+Pairs = dict[int, int]
+"""Slots by block."""
+
+ROWS: Pairs = {4: 1, 5: 2, 6: 3, 7: 4, 12: 7}
 """Four rows, and a single block."""
 
+DOWN: Pairs = {12 - slot: slot for slot in range(8)}
+MIXED: Pairs = {1: 0, 2: 1, 3: 2, 12: 3, 9: 4, 14: 5, 6: 7}
+"""Three rows are copied straight, three through buffers, and there is a single block."""
 
-class _Strided(Rig):
-    def __init__(self, host_dtype: torch.dtype = torch.float32) -> None:
+CHUNK_ROWS = 2
+
+
+class _Rows(Rig):
+    """A rig whose slots have their number plus one as values, once they are filled."""
+
+    def __init__(self, host_dtype: torch.dtype = torch.float32, chunk_rows: int = 0) -> None:
         self.cuda = PretendedCuda()
-        super().__init__(True, host_dtype, CudaDriver(self.cuda, 0))
+        super().__init__(True, host_dtype, CudaDriver(self.cuda, 0), chunk_rows)
 
     def fill_all(self) -> None:
-        for slot in SLOTS:
-            self.fill(slot, float(slot))
+        for slot in range(len(self.host)):
+            self.fill(slot, slot + 1.0)
 
-    def arrived(self, name: str) -> list[bool]:
+    @property
+    def ring(self) -> StagingRing:
+        return self.engine._rows.ring
+
+    def copy_of(self, way: Direction, pairs: Pairs, job: int = 0) -> Any:
+        return self.pages(way, list(pairs), list(pairs.values()), job)
+
+    def load_of(self, pairs: Pairs, job: int = 0) -> Any:
+        return self.copy_of(Direction.LOAD, pairs, job)
+
+    def arrived(self, name: str, pairs: Pairs) -> list[bool]:
         cache = self.caches[name]
-        return [bool((cache[b] == float(s)).all()) for b, s in zip(BLOCKS, SLOTS)]
+        return [bool((cache[block] == slot + 1.0).all()) for block, slot in pairs.items()]
+
+    def all_arrived(self, pairs: Pairs) -> bool:
+        others = [block for block in range(16) if block not in pairs]
+        untouched = not any(cache[others].any() for cache in self.caches.values())
+        return untouched and all(all(self.arrived(name, pairs)) for name in self.caches)
+
+    def submit(self, way: str, pairs: Pairs) -> None:
+        self.engine.begin_step()
+        submit_load(self.engine, way, self.load_of(pairs))
 
 
 @pytest.fixture
@@ -61,29 +91,29 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Strided]:
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rows]:
     monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
     with simulated():
-        yield _Strided()
+        yield _Rows()
 
 
-def test_stores_and_loads_bring_the_bytes(rows: _Strided) -> None:
-    for block, slot in zip(BLOCKS, SLOTS):
-        rows.write(block, float(slot))
-    rows.engine.store(rows.pages(Direction.STORE, BLOCKS, SLOTS, job=5))
+def test_stores_and_loads_bring_the_bytes(rows: _Rows) -> None:
+    for block, slot in ROWS.items():
+        rows.write(block, slot + 1.0)
+    rows.engine.store(rows.copy_of(Direction.STORE, ROWS, job=5))
     assert not rows.host.any(), "the store runs late"
     rows.engine.begin_step()
     rows.engine.fence([5])
-    for block in BLOCKS:
+    for block in ROWS:
         rows.write(block, -1.0)
-    assert all((rows.slot(slot) == float(slot)).all() for slot in SLOTS)
+    assert all((rows.slot(slot) == slot + 1.0).all() for slot in ROWS.values())
     assert not rows.slot(0).any()
     assert not rows.slot(5).any()
     rows.engine.begin_step()
-    rows.engine.load(rows.pages(Direction.LOAD, BLOCKS, SLOTS))
+    rows.engine.load(rows.load_of(ROWS))
     rows.engine.drain()
     torch.cuda.current_stream().synchronize()
-    assert all(rows.arrived(name) == [True] * 5 for name in rows.caches)
+    assert rows.all_arrived(ROWS)
     assert rows.cuda.copied == [(Direction.STORE, 4)] * LAYERS + [(Direction.LOAD, 4)] * LAYERS
     for result in rows.engine.finished():
         assert not result.failed
@@ -91,33 +121,21 @@ def test_stores_and_loads_bring_the_bytes(rows: _Strided) -> None:
         assert result.strided_bytes == 4 * rows.slot_bytes
 
 
-def test_rows_are_there_once_they_are_waited_for(rows: _Strided) -> None:
+def test_a_whole_load_is_waited_for(rows: _Rows) -> None:
     rows.fill_all()
-    names = list(rows.caches)
-    rows.engine.begin_step()
-    rows.engine.load_layers(rows.pages(Direction.LOAD, BLOCKS, SLOTS), first={names[2]})
-    for name in (names[2], names[0], names[1]):
-        assert rows.arrived(name) == [False] * 5
-        rows.engine.wait_layer(name)
-        assert rows.arrived(name) == [True] * 5, "rows and the block for itself"
-    assert rows.engine.wait_all_layers() == 0
-    assert rows.cuda.copied == [(Direction.LOAD, 4)] * LAYERS
-
-
-def test_a_whole_load_is_waited_for(rows: _Strided) -> None:
-    rows.fill_all()
-    rows.engine.load_now(rows.pages(Direction.LOAD, BLOCKS[:4], SLOTS[:4]))
-    assert all(rows.arrived(name) == [True] * 4 + [False] for name in rows.caches)
+    four = dict(list(ROWS.items())[:4])
+    rows.engine.load_now(rows.load_of(four))
+    assert rows.all_arrived(four)
     assert len(rows.cuda.copied) == LAYERS
 
 
 @pytest.mark.parametrize("way", [*LOAD_WAYS, "store"])
-def test_a_copy_that_the_driver_refuses(rows: _Strided, way: str) -> None:
+def test_a_copy_that_the_driver_refuses(rows: _Rows, way: str) -> None:
     """The operation fails, or is done again in its step; the next ones go by other ways."""
     rows.fill_all()
     rows.cuda.fails_at = 2
     direction = Direction.STORE if way == "store" else Direction.LOAD
-    operation = rows.pages(direction, BLOCKS, SLOTS)
+    operation = rows.copy_of(direction, ROWS)
     assert rows.engine.strided
     if way == "store":
         rows.engine.store(operation)
@@ -128,26 +146,15 @@ def test_a_copy_that_the_driver_refuses(rows: _Strided, way: str) -> None:
         assert [result.failed for result in rows.engine.finished()] == [True]
         assert rows.engine.second_tries == 0
         rows.fill_all()
-        rows.engine.load_now(rows.pages(Direction.LOAD, BLOCKS, SLOTS))
+        rows.engine.load_now(rows.load_of(ROWS))
     else:
         assert rows.engine.second_tries == 1
         assert rows.engine.wait_all_layers() == 0
-    assert all(rows.arrived(name) == [True] * 5 for name in rows.caches)
+    assert rows.all_arrived(ROWS)
     assert rows.engine.take_incomplete() == []
     rows.engine.drain()
     assert [(r.failed, r.strided_bytes) for r in rows.engine.finished()] == [(False, 0)]
     assert len(rows.cuda.copied) == 1
-
-
-def test_fp8_is_not_copied_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strided, "LEAST_BYTES", ROW)
-    with simulated():
-        rows = _Strided(torch.float8_e4m3fn)
-        rows.fill_all()
-        rows.engine.load_now(rows.pages(Direction.LOAD, BLOCKS, SLOTS))
-        assert all(rows.arrived(name) == [True] * 5 for name in rows.caches)
-    assert rows.cuda.copied == []
-    assert not rows.engine.strided
 
 
 class _Memcpy2D(ctypes.Structure):
@@ -215,7 +222,7 @@ def test_without_libcuda_other_ways_serve(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-nobody-has.so.1")
     worker = _worker()
     with simulated():
-        rows = _Strided()
+        rows = _Rows()
         worker._engine = worker._stream_engine({}, rows.shard)
         assert worker.counters()["strided_copies"] is False
         assert "no 2D copies" in said[0]
@@ -253,53 +260,17 @@ def test_no_slot_is_pinned_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     pool.close()
 
 
-Pairs = dict[int, int]
-"""Slots by block."""
-
-DOWN: Pairs = {12 - slot: slot for slot in range(8)}
-MIXED: Pairs = {1: 0, 2: 1, 3: 2, 12: 3, 9: 4, 14: 5, 6: 7}
-"""Three rows are copied straight, three through buffers, and there is a single block."""
-
-CHUNK_ROWS = 2
-
-
-class _Staged(Rig):
-    def __init__(self, host_dtype: torch.dtype = torch.float32) -> None:
-        self.cuda = PretendedCuda()
-        super().__init__(True, host_dtype, CudaDriver(self.cuda, 0), CHUNK_ROWS)
-        for slot in range(len(self.host)):
-            self.fill(slot, slot + 1.0)
-
-    @property
-    def ring(self) -> StagingRing:
-        return self.engine._rows.ring
-
-    def load_of(self, pairs: Pairs, job: int = 0) -> Any:
-        return self.pages(Direction.LOAD, list(pairs), list(pairs.values()), job)
-
-    def arrived(self, name: str, pairs: Pairs) -> list[bool]:
-        cache = self.caches[name]
-        return [bool((cache[block] == slot + 1.0).all()) for block, slot in pairs.items()]
-
-    def all_arrived(self, pairs: Pairs) -> bool:
-        others = [block for block in range(16) if block not in pairs]
-        untouched = not any(cache[others].any() for cache in self.caches.values())
-        return untouched and all(all(self.arrived(name, pairs)) for name in self.caches)
-
-    def submit(self, way: str, pairs: Pairs) -> None:
-        self.engine.begin_step()
-        submit_load(self.engine, way, self.load_of(pairs))
-
-
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Staged]:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rows]:
     monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
     with simulated():
-        yield _Staged()
+        made = _Rows(chunk_rows=CHUNK_ROWS)
+        made.fill_all()
+        yield made
 
 
 @pytest.mark.parametrize("way", LOAD_WAYS)
-def test_loads_bring_the_bytes(rig: _Staged, way: str) -> None:
+def test_loads_bring_the_bytes(rig: _Rows, way: str) -> None:
     rig.submit(way, MIXED)
     if way == "layers":
         assert rig.engine.wait_all_layers() == LAYERS
@@ -318,7 +289,7 @@ def test_loads_bring_the_bytes(rig: _Staged, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", LOAD_WAYS)
-def test_more_chunks_than_buffers(rig: _Staged, way: str) -> None:
+def test_more_chunks_than_buffers(rig: _Rows, way: str) -> None:
     chunks = LAYERS * len(DOWN) // CHUNK_ROWS
     assert chunks > 2 * BUFFERS
     rig.submit(way, DOWN)
@@ -331,7 +302,7 @@ def test_more_chunks_than_buffers(rig: _Staged, way: str) -> None:
     assert rig.cuda.copied == [(Direction.LOAD, CHUNK_ROWS)] * chunks
 
 
-def test_slots_that_go_to_two_requests(rig: _Staged) -> None:
+def test_slots_that_go_to_two_requests(rig: _Rows) -> None:
     """One of the requests is loaded through buffers."""
     both = [*DOWN.items(), *((block - 5, slot) for block, slot in DOWN.items() if block > 8)]
     blocks, slots = zip(*[pair for pair in both if pair[1] < 4])
@@ -342,18 +313,26 @@ def test_slots_that_go_to_two_requests(rig: _Staged) -> None:
     assert result.staged_bytes == 4 * rig.slot_bytes
 
 
-def test_layers_are_there_once_they_are_waited_for(rig: _Staged) -> None:
-    names = list(rig.caches)
-    rig.engine.begin_step()
-    rig.engine.load_layers(rig.load_of(MIXED), first={names[2]})
-    for name in (names[2], names[0], names[1]):
-        assert not any(rig.arrived(name, MIXED))
-        rig.engine.wait_layer(name)
-        assert all(rig.arrived(name, MIXED)), "straight, by way of a buffer, and for itself"
-    assert rig.engine.wait_all_layers() == 0
+@pytest.mark.parametrize(("chunk_rows", "pairs"), [(0, ROWS), (CHUNK_ROWS, MIXED)])
+def test_layers_are_there_once_they_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, pairs: Pairs
+) -> None:
+    monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
+    with simulated():
+        rig = _Rows(chunk_rows=chunk_rows)
+        rig.fill_all()
+        names = list(rig.caches)
+        rig.engine.begin_step()
+        rig.engine.load_layers(rig.load_of(pairs), first={names[2]})
+        for name in (names[2], names[0], names[1]):
+            assert not any(rig.arrived(name, pairs))
+            rig.engine.wait_layer(name)
+            assert all(rig.arrived(name, pairs)), "straight, by way of a buffer, and for itself"
+        assert rig.engine.wait_all_layers() == 0
+        assert (rig.cuda.copied == [(Direction.LOAD, 4)] * LAYERS) is (pairs is ROWS)
 
 
-def test_without_its_wait_a_buffer_is_overwritten(rig: _Staged) -> None:
+def test_without_its_wait_a_buffer_is_overwritten(rig: _Rows) -> None:
     """Negative control of test_more_chunks_than_buffers."""
     ring = rig.ring
     stock = ring.through
@@ -368,7 +347,7 @@ def test_without_its_wait_a_buffer_is_overwritten(rig: _Staged) -> None:
     assert not rig.all_arrived(DOWN)
 
 
-def test_without_waiting_for_its_copy_a_buffer_is_emptied_too_soon(rig: _Staged) -> None:
+def test_without_waiting_for_its_copy_a_buffer_is_emptied_too_soon(rig: _Rows) -> None:
     ring = rig.ring
 
     class _Nowhere(torch.cuda.Event):  # type: ignore[misc,valid-type]
@@ -388,7 +367,7 @@ def test_without_waiting_for_its_copy_a_buffer_is_emptied_too_soon(rig: _Staged)
     ids=["the copies' stream", "the ring's alone"],
 )
 def test_a_layer_s_event_on_one_stream_alone_is_early(
-    rig: _Staged, wrong: Callable[[Any, Any], Any], missing: set[int]
+    rig: _Rows, wrong: Callable[[Any, Any], Any], missing: set[int]
 ) -> None:
     """Negative control of test_layers_are_there_once_they_are_waited_for."""
     ring = rig.ring
@@ -402,7 +381,7 @@ def test_a_layer_s_event_on_one_stream_alone_is_early(
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_an_operation_has_ended_when_its_kernels_have(rig: _Staged, joined: bool) -> None:
+def test_an_operation_has_ended_when_its_kernels_have(rig: _Rows, joined: bool) -> None:
     """The join delays the report: without it vLLM would run the request too early."""
     if not joined:
         rig.ring.join = lambda copies: None  # type: ignore[method-assign]
@@ -415,7 +394,7 @@ def test_an_operation_has_ended_when_its_kernels_have(rig: _Staged, joined: bool
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_later_load_of_the_same_blocks_is_the_last_to_write(rig: _Staged, joined: bool) -> None:
+def test_a_later_load_of_the_same_blocks_is_the_last_to_write(rig: _Rows, joined: bool) -> None:
     """The first load goes through buffers, the second straight."""
     if not joined:
         rig.ring.join = lambda copies: None  # type: ignore[method-assign]
@@ -427,7 +406,7 @@ def test_a_later_load_of_the_same_blocks_is_the_last_to_write(rig: _Staged, join
     assert [result.staged_bytes for result in rig.engine.finished()] == [3 * rig.slot_bytes, 0]
 
 
-def test_two_loads_in_a_row_share_the_buffers(rig: _Staged) -> None:
+def test_two_loads_in_a_row_share_the_buffers(rig: _Rows) -> None:
     first = {13 - slot: slot for slot in range(5)}
     second = dict(zip((2, 5, 1, 4, 3), range(3, 8)))
     rig.engine.begin_step()
@@ -440,7 +419,7 @@ def test_two_loads_in_a_row_share_the_buffers(rig: _Staged) -> None:
         assert result.staged_bytes == 5 * rig.slot_bytes
 
 
-def test_drain_waits_for_the_kernels(rig: _Staged) -> None:
+def test_drain_waits_for_the_kernels(rig: _Rows) -> None:
     """Drain also waits for the kernels of a step's load that nothing else has waited for."""
     rig.submit("layers", DOWN)
     rig.engine.drain()
@@ -450,7 +429,7 @@ def test_drain_waits_for_the_kernels(rig: _Staged) -> None:
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-def test_a_store_has_read_its_blocks_before_they_are_written(rig: _Staged, fenced: bool) -> None:
+def test_a_store_has_read_its_blocks_before_they_are_written(rig: _Rows, fenced: bool) -> None:
     pairs = {12: 0, 11: 1, 10: 2}
     for block in pairs:
         rig.write(block, 9.0)
@@ -469,7 +448,7 @@ def test_a_store_has_read_its_blocks_before_they_are_written(rig: _Staged, fence
 
 @pytest.mark.parametrize("way", LOAD_WAYS)
 @pytest.mark.parametrize("broken", ["table", "launch", "copy"])
-def test_what_cannot_be_staged_is_loaded_otherwise(rig: _Staged, way: str, broken: str) -> None:
+def test_what_cannot_be_staged_is_loaded_otherwise(rig: _Rows, way: str, broken: str) -> None:
     """The operation fails, or is done again in its step; the next ones go by other ways."""
     launches = 0
 
@@ -517,7 +496,7 @@ def test_what_cannot_be_staged_is_loaded_otherwise(rig: _Staged, way: str, broke
     assert result.staged_bytes == (8 * rig.slot_bytes if again else 0)
 
 
-def test_stores_go_by_other_ways(rig: _Staged) -> None:
+def test_stores_go_by_other_ways(rig: _Rows) -> None:
     for block, slot in DOWN.items():
         rig.write(block, -float(slot))
     rig.engine.store(rig.pages(Direction.STORE, list(DOWN), list(DOWN.values())))
@@ -527,13 +506,18 @@ def test_stores_go_by_other_ways(rig: _Staged) -> None:
     assert [result.staged_bytes for result in rig.engine.finished()] == [0]
 
 
-def test_what_the_host_keeps_as_fp8_has_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chunk_rows", "pairs"), [(0, ROWS), (CHUNK_ROWS, DOWN)])
+def test_what_the_host_keeps_as_fp8_has_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, pairs: Pairs
+) -> None:
     monkeypatch.setattr(strided, "LEAST_BYTES", ROW)
     with simulated():
-        rig = _Staged(torch.float8_e4m3fn)
-        rig.engine.load_now(rig.load_of(DOWN))
-        assert rig.all_arrived(DOWN)
+        rig = _Rows(torch.float8_e4m3fn, chunk_rows)
+        rig.fill_all()
+        rig.engine.load_now(rig.load_of(pairs))
+        assert rig.all_arrived(pairs)
         assert not rig.engine.staged
+        assert not rig.engine.strided
     assert rig.cuda.copied == []
 
 
@@ -554,7 +538,7 @@ def _worker(staging_bytes: int = 0) -> HiCacheWorker:
     return HiCacheWorker(geometry, 0, 4, staging_bytes=staging_bytes)
 
 
-def test_bytes_are_reported_by_their_way(rig: _Staged) -> None:
+def test_bytes_are_reported_by_their_way(rig: _Rows) -> None:
     worker = _worker()
     worker._engine = rig.engine
     rig.submit("whole", MIXED)

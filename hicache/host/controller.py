@@ -1,7 +1,7 @@
 """The controller of the scheduler's side: it reserves slots, issues jobs and completes them.
 
-It owns slots, reference counts and jobs, and the ranks only execute. So ranks never
-have to agree on anything. A job is done when every rank has reported it.
+The ranks only execute, so they never have to agree on anything. A job is done when every rank has
+reported it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Job:
     """An operation in flight.
 
     Attributes:
-        pages: pages whose slots the job holds.
         waiting: number of ranks that have not reported the job.
         failed: whether a rank could not do it.
         stale: whether the cache was reset meanwhile, so that its pages are no longer wanted.

@@ -103,8 +103,8 @@ def remove(name: str, inode: int | None = None) -> None:
 def remove_orphans() -> int:
     """Delete regions that no process has mapped, and return their number.
 
-    A region in use is never deleted, because it is locked from before it has a name until the last
-    process has unmapped it or ended, a forked child that outlives its engine included.
+    One in use is locked from before it has a name until the last process has unmapped it or ended,
+    a forked child that outlives its engine included.
     """
     removed = freed = 0
     for path in SHM.iterdir() if SHM.is_dir() else ():

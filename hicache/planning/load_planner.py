@@ -18,11 +18,7 @@ from vllm_graft.hicache.planning.store_planner import NULL_BLOCK
 
 
 class LoadPlanner:
-    """Issues the loads of offers that vLLM has accepted since the last step.
-
-    Attributes:
-        step_tokens: number of tokens that the next step computes for requests whose loads it reads.
-    """
+    """Issues the loads of offers that vLLM has accepted since the last step."""
 
     def __init__(
         self,
@@ -35,6 +31,7 @@ class LoadPlanner:
         self._controller, self._stats = controller, stats
         self._next = HiCacheMetadata()
         self.step_tokens = 0
+        """Number of tokens that the next step computes for requests whose loads it reads."""
 
     def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Issue the load of the state's offer, of which vLLM has accepted ``external`` tokens.

@@ -59,12 +59,10 @@ class RequestState:
     """The state of one request.
 
     Attributes:
-        salt: salt of the keys; see :func:`vllm_graft.hicache.pages.page_key.salted`.
         keys: keys of the request's full blocks, by the group's number.
         stored: number of leading blocks that were considered for a store, by the group's number.
         sources: number of tokens of the accepted offer from each source.
-        suspect: whether a load has failed, so that blocks that vLLM counts as computed may be
-            invalid.
+        suspect: whether a load has failed, so that blocks may be invalid.
         outdated: whether K/V of the request may come from before a reset or from weights that were
             replaced. It is not stored until the request computes anew.
     """

@@ -91,9 +91,8 @@ class HiCacheScheduler:
         It changes only the offer in the request's state.
 
         Returns:
-            The number of tokens beyond the ``computed`` ones on the device that can be loaded, and
-            whether they are loaded outside of steps. The number is None if the request should wait
-            for its prefetch.
+            The number of tokens that can be loaded beyond the ``computed`` ones, None if the
+            request should wait for its prefetch, and whether they are loaded outside of steps.
         """
         state = self.state_of(request)
         if state.outdated:

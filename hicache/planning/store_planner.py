@@ -21,10 +21,7 @@ NULL_BLOCK = 0
 
 
 class TouchCounter:
-    """Counts requests for each page, for the policy ``write_through_selective``.
-
-    Beyond ``capacity`` keys, those that were unused longest are forgotten.
-    """
+    """Counts requests for each page; beyond ``capacity`` keys the longest unused are forgotten."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -22,7 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig, flag
+from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
+from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import REGION_PREFIX, nonce_of
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.layout import layer_order

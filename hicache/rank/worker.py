@@ -14,18 +14,17 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import info_once, logger
 from vllm_graft.hicache.config.cache_config import flag
-from vllm_graft.hicache.copies import fp8_copy as fp8
 from vllm_graft.hicache.copies.copy_engine import (
     Convert,
     CopyEngine,
-    HostShard,
     MemoryCopyEngine,
     Pools,
+    fp8_copy,
     raise_incomplete,
 )
+from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.faults.injector import FaultInjector
-from vllm_graft.hicache.host.numa import node_of_gpu
-from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.host.pool import HostPool, node_of_gpu
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
@@ -34,7 +33,7 @@ from vllm_graft.hicache.pages.layout import LayerPages, group_layers, pages_byte
 
 if TYPE_CHECKING:
     from vllm_graft.hicache.copies.cuda_driver import CudaDriver
-    from vllm_graft.hicache.copies.staging_ring import StagingRing
+    from vllm_graft.hicache.copies.row_copies import StagingRing
 
 
 class HiCacheWorker:
@@ -109,7 +108,7 @@ class HiCacheWorker:
             self._pool.pin(self._shard)
             self._engine = self._stream_engine(pools, shard)
         else:
-            convert = _converting(fp8.memory_copy, geometry.convert_from)
+            convert = _converting(fp8_copy, geometry.convert_from)
             self._engine = MemoryCopyEngine(pools, shard, self._injector, convert)
         info.publish("hicache", info.weakly(self.counters))
         info_once(
@@ -343,7 +342,7 @@ def _staging_ring(num_bytes: int) -> StagingRing | None:
     """The ring of buffers for loads; None if there is no memory for it."""
     if not num_bytes:
         return None
-    from vllm_graft.hicache.copies.staging_ring import StagingRing
+    from vllm_graft.hicache.copies.row_copies import StagingRing
 
     try:
         return StagingRing.allocate(num_bytes)

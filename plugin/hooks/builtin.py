@@ -245,8 +245,8 @@ def graft_storage_backends() -> list[StorageBackend]:
 @hookimpl(trylast=True)
 def graft_eviction_policies() -> list[EvictionPolicy]:
     """Eviction policies of the host pool."""
-    package = "vllm_graft.hicache.host.policies"
+    module = "vllm_graft.hicache.host.eviction"
     return [
-        EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
-        EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
+        EvictionPolicy("lru", f"{module}:LruPolicy", "least recently used"),
+        EvictionPolicy("arc", f"{module}:ArcPolicy", "adaptive: recency against frequency"),
     ]

@@ -144,10 +144,7 @@ CHANGES: dict[str, list[Change]] = {
         config(MODEL, "hf_values", "rms_norm_eps", value=0.1),
     ],
     "longest request": [config(MODEL, "hf_values", "rope_scaling", value=LONG_ROPE)],
-    "code": [
-        write("modeling_own.py", "pass"),
-        config(MODEL, "model_impl", value="transformers"),
-    ],
+    "code": [write("modeling_own.py", "pass"), config(MODEL, "model_impl", value="transformers")],
     "dtype": [config(MODEL, "dtype", value=torch.float16)],
     "quantization": [
         config(MODEL, "quantization", value="fp8"),
@@ -190,10 +187,7 @@ CHANGES: dict[str, list[Change]] = {
     "replica": [config("parallel_config", "data_parallel_index", value=1)],
     "states": [config("cache_config", "mamba_ssm_cache_dtype", value="float32")],
     "pools": [pools("kv_cache_spec", Spec(32)), pools("layer_names", ["layer.0"])],
-    "hash blocks": [
-        pools("hash_block_size", 32),
-        config("num_hash_lookahead_tokens", value=1),
-    ],
+    "hash blocks": [pools("hash_block_size", 32), config("num_hash_lookahead_tokens", value=1)],
     "pool layout": [pools("kv_cache_layout", "LBNHC")],
     "attention": [
         fields(attention={"TorchAttentionBackend": ["layer.0", "layer.1"]}),
@@ -265,11 +259,7 @@ def test_the_docs_list_every_input() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        config("weight_transfer_config", value=object()),
-        fields(attention=None),
-    ],
+    "change", [config("weight_transfer_config", value=object()), fields(attention=None)]
 )
 def test_what_no_file_tells_is_shared_with_nobody(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, change: Change

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -32,12 +31,12 @@ FAULTS = 10_000
 KEYS = [page_key(number) for number in range(60)]
 
 
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+
+
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on what survives a power failure, and "full" lasts no time."""
+def _ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "FULL_SECONDS", 0)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def injector(rate: float, seed: int = 7, *kinds: FaultKind) -> FaultInjector:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.host_cache.third_stores import GoodStore, raising
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
@@ -23,42 +24,9 @@ class PanicException(BaseException):
     """The exception of a panic in Rust, as pyo3 raises it."""
 
 
-class Good(StorageBackend):
-    """A third party's store that has every page."""
-
-    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        return [True] * len(keys)
-
-    def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        return ReadStatus.HIT
-
-    def write(self, key: PageKey, page: memoryview) -> bool:
-        return True
-
-    def remove(self, key: PageKey) -> None:
-        return
-
-    def flush(self) -> bool:
-        return True
-
-    def clear(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        return
-
-
 def store(**methods: Callable[..., Any]) -> StorageBackend:
-    """Make a store some of whose methods are replaced."""
-    kind: type[StorageBackend] = type("Third", (Good,), methods)
+    kind: type[StorageBackend] = type("Third", (GoodStore,), methods)
     return kind(NAMESPACE, {})
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*given: Any) -> Any:
-        raise error
-
-    return fail
 
 
 ERRORS = [OSError("gone"), SystemExit(3), PanicException("a panic"), GeneratorExit()]
@@ -112,9 +80,7 @@ def test_a_lookup_that_fails_is_a_miss_and_counted(
     assert backend.failed_lookups == 2
 
 
-def test_a_lookup_may_answer_with_other_truths(
-    loaders: Callable[[StorageBackend], Loader],
-) -> None:
+def test_a_lookup_may_answer_with_other_truths(loaders: Callable[[StorageBackend], Loader]) -> None:
     assert guarded(store(contains=lambda *_: (1, None, "x"))).contains(KEYS) == [True, False, True]
     assert loaders(store(contains=lambda *_: iter([1, 1, 0]))).contained(KEYS) == KEYS[:2]
 

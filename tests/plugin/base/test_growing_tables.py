@@ -113,7 +113,7 @@ BOUNDED = {
         hicache/planning/request_state.py:RequestState.sources
         hicache/planning/request_state.py:RequestState.stored
         hicache/planning/scheduler.py:HiCacheScheduler._states
-        hicache/planning/step_clock.py:StepClock._tokens
+        hicache/planning/cost.py:StepClock._tokens
         hicache/planning/storage_reads.py:StorageReads._running
         hicache/rank/worker.py:HiCacheWorker._async_loads
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
@@ -123,11 +123,11 @@ BOUNDED = {
         hicache/storage/tier/storage_tier.py:_Incoming.came""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
-        hicache/host/index.py:HostIndex._pages hicache/host/policies/arc.py:ArcPolicy._gone_often
-        hicache/host/policies/arc.py:ArcPolicy._gone_once
-        hicache/host/policies/arc.py:ArcPolicy._often hicache/host/policies/arc.py:ArcPolicy._once
-        hicache/host/policies/lru.py:LruPolicy._order
-        hicache/planning/touches.py:TouchCounter._counts""",
+        hicache/host/index.py:HostIndex._pages hicache/host/eviction.py:ArcPolicy._gone_often
+        hicache/host/eviction.py:ArcPolicy._gone_once
+        hicache/host/eviction.py:ArcPolicy._often hicache/host/eviction.py:ArcPolicy._once
+        hicache/host/eviction.py:LruPolicy._order
+        hicache/planning/store_planner.py:TouchCounter._counts""",
     "An entry per page, file or neighbour of the storage, within its max_bytes.": """
         hicache/storage/segments/directory.py:Directory._seen
         hicache/storage/segments/recovery.py:Recovered.entries

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.host_cache.third_stores import GoodStore
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
-from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.tier import prefetcher
 from vllm_graft.hicache.storage.tier.prefetcher import (
     Prefetcher,
@@ -36,7 +37,7 @@ WAIT, BEST, TIMEOUT = (
 )
 
 
-class Store(StorageBackend):
+class Store(GoodStore):
     """Pages in memory; a read waits while ``gate`` is closed, and counts."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
@@ -60,21 +61,6 @@ class Store(StorageBackend):
             raise answer
         buffer[:] = page_of(key, PAGE) if answer is ReadStatus.HIT else bytes(PAGE)
         return answer
-
-    def write(self, key: PageKey, page: memoryview) -> bool:
-        return False
-
-    def remove(self, key: PageKey) -> None:
-        pass
-
-    def flush(self) -> bool:
-        return True
-
-    def clear(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
 
 
 class Pool:
@@ -120,11 +106,7 @@ class Bench:
     def __init__(self, slots: int = 40, threads: int = 2, budget: int = 1 << 20) -> None:
         self.store, self.pool, self.now = Store(KEYS), Pool(slots), 0.0
         self.prefetcher = Prefetcher(
-            self.store,
-            self.pool,
-            threads=threads,
-            budget_bytes=budget,
-            clock=lambda: self.now,
+            self.store, self.pool, threads=threads, budget_bytes=budget, clock=lambda: self.now
         )
 
     def start(

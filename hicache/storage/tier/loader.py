@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.threads import joined, started
+from vllm_graft.hicache.storage.tier.job_queue import JobQueue
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 
 
@@ -32,8 +30,6 @@ class Load:
     """The read of one page.
 
     Attributes:
-        key: key of the page.
-        slot: slot that the page goes to.
         waiters: the operations that want the page, with the key's index in each.
         status: result of the read. None before it, and if the load was cancelled before a thread
             began it.
@@ -45,23 +41,12 @@ class Load:
     status: ReadStatus | None = None
 
 
-class Loader:
-    """A queue of loads, and the threads that read them. Each submitted load finishes exactly once.
-
-    Args:
-        backend: the store.
-        threads: number of threads, at least 1.
-    """
+class Loader(JobQueue[Load, Load]):
+    """Reads pages from ``backend``. Each submitted load finishes exactly once."""
 
     def __init__(self, backend: StorageBackend, threads: int) -> None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
         self._backend = guarded(backend)
-        self._queue: deque[Load] = deque()
-        self._finished: list[Load] = []
-        self._changed = threading.Condition()
-        self._closed = False
-        self._threads = started(threads, "prefetch", self._run)
+        super().__init__("prefetch", threads)
 
     def contained(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """The keys before the first one that the backend's index lacks."""
@@ -83,12 +68,6 @@ class Loader:
                 self._queue.remove(load)
                 self._finished.append(load)
 
-    def take_finished(self) -> list[Load]:
-        """The loads that have finished since the last call. No thread uses them any more."""
-        with self._changed:
-            finished, self._finished = self._finished, []
-            return finished
-
     def wait_finished(self, timeout: float) -> None:
         """Wait until a load has finished, but at most ``timeout`` seconds."""
         with self._changed:
@@ -101,21 +80,10 @@ class Loader:
             False if a read has not ended after ``timeout`` seconds. It still writes to its slot.
         """
         with self._changed:
-            self._closed = True
             self._finished.extend(self._queue)
             self._queue.clear()
-            self._changed.notify_all()
-        return joined(self._threads, timeout)
+        return self._join(timeout)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                load = self._queue.popleft()
-            status = self._backend.read(load.key, load.slot.buffer)
-            with self._changed:
-                load.status = status
-                self._finished.append(load)
-                self._changed.notify_all()
+    def _run(self, load: Load) -> Load:
+        load.status = self._backend.read(load.key, load.slot.buffer)
+        return load

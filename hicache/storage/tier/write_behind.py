@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import enum
-import threading
 import time
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.threads import joined, started
+from vllm_graft.hicache.storage.tier.job_queue import JobQueue
 
 FLUSH_SECONDS = 1.0
 """About the most seconds for which a written page stays unflushed."""
@@ -53,27 +50,19 @@ class Written:
     outcome: Outcome
 
 
-class WriteBehind:
-    """A bounded queue of writes, and the threads that carry them out.
+class WriteBehind(JobQueue[Write, Written]):
+    """A bounded queue of writes; more than ``capacity`` that wait are declined.
 
-    Args:
-        backend: the store.
-        threads: number of threads, at least 1.
-        capacity: most writes that may wait. More are declined.
+    Attributes:
+        failed_flushes: number of flushes that failed.
     """
 
     def __init__(self, backend: StorageBackend, threads: int, capacity: int) -> None:
         self._backend = guarded(backend)
         self._capacity = capacity
-        self._queue: deque[Write] = deque()
-        self._finished: list[Written] = []
-        self._busy = 0
-        self._closed = False
         self._last_flush = time.monotonic()
-        self._changed = threading.Condition()
         self.failed_flushes = 0
-        """Number of flushes that failed."""
-        self._threads = started(threads, "write", self._run)
+        super().__init__("write", threads)
 
     def __len__(self) -> int:
         """Number of writes that have not ended."""
@@ -86,14 +75,8 @@ class WriteBehind:
             if self._closed or len(self._queue) >= self._capacity:
                 return False
             self._queue.append(write)
-            self._changed.notify()
+            self._changed.notify_all()
             return True
-
-    def take_finished(self) -> Sequence[Written]:
-        """The writes that have ended since the last call, including dropped ones."""
-        with self._changed:
-            finished, self._finished = self._finished, []
-            return finished
 
     def drop(self) -> None:
         """Drop all waiting writes. Writes that a thread has begun go on."""
@@ -115,34 +98,21 @@ class WriteBehind:
         end = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: not self._queue and not self._busy, timeout)
-            self._closed = True
             if self._queue:
                 logger.warning(
                     "host KV cache: %d pages were not written before the end", len(self._queue)
                 )
                 self._queue.clear()
-            self._changed.notify_all()
-        return joined(self._threads, max(0.1, end - time.monotonic()))
+            self._closed = True
+        return self._join(max(0.1, end - time.monotonic()))
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                write = self._queue.popleft()
-                self._busy += 1
-            outcome = self._write(write)
-            self._flush_if_due()
-            with self._changed:
-                self._busy -= 1
-                self._finished.append(Written(write.tag, outcome))
-                self._changed.notify_all()
-
-    def _write(self, write: Write) -> Outcome:
+    def _run(self, write: Write) -> Written:
         if all(self._backend.write(key, page) for key, page in write.parts):
-            return Outcome.KEPT
-        return Outcome.DECLINED if self._backend.is_full else Outcome.FAILED
+            outcome = Outcome.KEPT
+        else:
+            outcome = Outcome.DECLINED if self._backend.is_full else Outcome.FAILED
+        self._flush_if_due()
+        return Written(write.tag, outcome)
 
     def _flush_if_due(self) -> None:
         with self._changed:

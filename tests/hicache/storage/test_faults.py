@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -25,7 +26,8 @@ from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
 from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher, PrefetchPolicy, Slot
+from vllm_graft.hicache.storage.tier.loader import Slot
+from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 FAULTS = 10_000
@@ -190,8 +192,7 @@ def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) ->
         for key in KEYS:
             store.write(key, memoryview(page_of(key)))
         first = rng.randrange(len(KEYS))
-        wanted = PrefetchPolicy.WAIT_COMPLETE
-        operation = prefetcher.start(str(number), KEYS[first : first + 10], wanted)
+        operation = prefetcher.start(str(number), KEYS[first : first + 10], math.inf)
         if rng.random() < 0.3:
             threading.Thread(target=operation.cancel).start()
         assert prefetcher.wait(operation, 30)

@@ -43,8 +43,6 @@ class Geometry:
     """Sizes and roles on which all processes of an engine agree.
 
     Attributes:
-        groups: pools that are cached.
-        shape: sizes of the host pool.
         shared_name: name of the shared region's file, unique to this engine. Rank 0 creates the
             file. None if one process uses the memory alone.
         num_workers: number of ranks.
@@ -75,7 +73,6 @@ class Geometry:
         return rank // self.replicas
 
     def is_writer(self, rank: int) -> bool:
-        """Whether this rank writes its shard."""
         return rank % self.replicas == 0
 
     @classmethod
@@ -123,9 +120,6 @@ def _region_name(transfer: Any, parallel: Any) -> str:
 
     Data-parallel engines share one configuration, and so one nonce. vLLM gives each of them its own
     id and index. The name holds a digest because a user may choose any text as the id.
-
-    Raises:
-        ConfigError: if the configuration has no nonce. An id alone does not tell engines apart.
     """
     nonce = nonce_of(transfer.kv_connector_extra_config)
     if nonce is None:
@@ -176,11 +170,7 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
 
 
 def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
-    """The dtype of all K/V that the host shall keep as fp8.
-
-    Raises:
-        ConfigError: if a pool cannot be converted, or the pools have several dtypes.
-    """
+    """The dtype of all K/V that the host shall keep as fp8."""
     found: set[torch.dtype] = set()
     for group in groups:
         whole: Any = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec

@@ -23,9 +23,7 @@ read, and part of each namespace."""
 
 
 class PageKey(NamedTuple):
-    """Names a page within a namespace.
-
-    It is a tuple because thousands of keys are looked up within one step.
+    """Names a page within a namespace. It is a tuple, as thousands are looked up within one step.
 
     Attributes:
         hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
@@ -39,14 +37,10 @@ class PageKey(NamedTuple):
 
 
 def salted(block_hash: bytes, salt: bytes) -> bytes:
-    """The hash of a page that only those find who know the salt.
+    """The hash of a page that only those find who know the salt, of up to 64 bytes.
 
     A namespace says what an engine has started with. Its pages get a random salt once that is no
-    longer true, because weights were replaced or may have been.
-
-    Args:
-        block_hash: vLLM's, 1 to :data:`MAX_HASH_BYTES` bytes.
-        salt: up to 64 bytes; empty as long as the namespace is true.
+    longer true, because weights were replaced or may have been; until then the salt is empty.
     """
     if not salt:
         return block_hash

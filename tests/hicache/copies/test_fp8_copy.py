@@ -30,8 +30,8 @@ from vllm_graft.hicache.copies import fp8_kernel
 from vllm_graft.hicache.copies.page_kernel import fits
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages import geometry
-from vllm_graft.hicache.pages.inputs import INPUTS
 from vllm_graft.hicache.pages.layout import Copies, group_layers, pages_bytes
+from vllm_graft.hicache.pages.namespace import INPUTS
 
 GAP = 64
 

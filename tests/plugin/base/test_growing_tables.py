@@ -58,7 +58,7 @@ BOUNDED = {
         spec_decode/verification/context.py:TreeContext._made
         hicache/copies/streams.py:StreamCopyEngine._layer_events
         hicache/copies/strided.py:StridedPlanner.columns
-        hicache/pages/inputs.py:Engine.layout hicache/pages/inputs.py:Engine.options""",
+        hicache/pages/namespace.py:Engine.layout hicache/pages/namespace.py:Engine.options""",
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
         spec_decode/targets/latent/latent_attention.py:latent_tile
         spec_decode/targets/latent/own_latents.py:own_tile

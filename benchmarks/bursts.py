@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+from benchmarks import timing
 from benchmarks.engine_processes import (
     Plan,
     answer,
@@ -33,7 +34,7 @@ from benchmarks.engine_processes import (
     start,
 )
 from vllm_graft.base import markdown
-from vllm_graft.bench.common import report, timing
+from vllm_graft.bench.common import report
 
 ARMS = ["block:4+fp8", "auto:63+fp8+ngram"]
 SIZES = [1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512]

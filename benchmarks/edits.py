@@ -30,12 +30,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.arm import is_ours
-from vllm_graft.bench.common.arm_rows import Row, table
+from vllm_graft.bench.common.arm import Row, is_ours, table
 from vllm_graft.bench.common.closed_loop import Call
 from vllm_graft.bench.trees import command
-from vllm_graft.bench.trees.arm_engines import start
-from vllm_graft.bench.trees.turns import measure_cases
+from vllm_graft.bench.trees.turns import measure_cases, start
 
 WORKLOADS = ("edit", "prose")
 

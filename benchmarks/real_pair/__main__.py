@@ -38,8 +38,8 @@ from typing import Any
 
 from benchmarks.real_pair import cells
 from benchmarks.real_pair.targets import TARGETS, target_of
+from benchmarks.timing import Deadline
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.timing import Deadline
 
 PROMPTS, PROMPT_CHARACTERS = 128, 240
 

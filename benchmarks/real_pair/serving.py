@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_pair.cells import Cell, Measured, most_requests
+from benchmarks.timing import Deadline
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees.arm_names import read_arm
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing.vllm_server import VLLM, VllmServer

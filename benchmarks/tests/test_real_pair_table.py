@@ -13,8 +13,8 @@ import pytest
 from benchmarks.real_pair import __main__ as command
 from benchmarks.real_pair import cells, serving
 from benchmarks.real_pair.cells import Cell, Measured
+from benchmarks.timing import Deadline
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.timing import Deadline
 
 ONE, SIXTEEN = Cell(0.0, 1), Cell(0.0, 16)
 

@@ -1,8 +1,7 @@
 """The benchmarks behind ``vllm-graft bench``; nothing heavy is imported before one runs.
 
 A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
-``run``. To add one, write the module and a line in :data:`BENCHMARKS`. Its rows go through
-:mod:`vllm_graft.bench.common.report`, which makes the table, the JSON file and the plot.
+``run``, and a line in :data:`BENCHMARKS`.
 """
 
 from __future__ import annotations
@@ -46,14 +45,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-graft bench", description="measure; see vllm-graft bench BENCHMARK --help"
     )
-    _add_parsers(parser)
-    given = parser.parse_args(arguments)
-    status: int = given.command(given)
-    return status
-
-
-def _add_parsers(parser: argparse.ArgumentParser) -> None:
-    """Add a sub-command for each benchmark."""
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     for name in BENCHMARKS:
         benchmark = load(name)
@@ -67,6 +58,9 @@ def _add_parsers(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", metavar="FILE", help="write what was measured here")
         sub.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
         sub.set_defaults(command=partial(_run, name))
+    given = parser.parse_args(arguments)
+    status: int = given.command(given)
+    return status
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:

@@ -17,14 +17,14 @@ import torch
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
+from benchmarks.timing import Deadline
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees.arm_engines import engine_options
 from vllm_graft.bench.trees.arm_names import read_arm
+from vllm_graft.bench.trees.turns import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -280,15 +280,6 @@ def test_what_the_tuner_chose() -> None:
     assert node_counts.line(found) == "nodes 3 67 % 2.33 in 10.0 ms, 7 33 % 7.00"
     assert node_counts.line({}) == ""
     assert node_counts.nodes_used(None, 2) == {}
-
-
-def test_a_tuner_that_is_held_stays_held_behind_a_watch() -> None:
-    tuner: Any = NodeTuner([0, 1, 3, 7], 64)
-    tuner.observe = silent = lambda *args, **rest: None
-    watch = node_counts.Watch(tuner)
-    tuner.observe(3, [4, 2], 0.010)
-    assert watch.end().observe is silent
-    assert [step.tokens for step in watch.steps] == [6]
 
 
 class Core:

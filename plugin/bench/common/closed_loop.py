@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
-from vllm_graft.bench.common.calling_core import calling_table, calling_tuner
-from vllm_graft.bench.common.node_counts import Nodes, nodes_used, watch_nodes
+from vllm_graft.bench.common.node_counts import Nodes, calling_table, nodes_used, watch_nodes
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Case:
     """The load of one measurement.
 
     Attributes:
-        temperature: the sampling temperature of all requests.
         batch: requests in flight.
         requests: requests in all, at least `batch`.
         max_tokens: tokens of each answer; the first ones have fewer, so as not to end together.
@@ -56,11 +54,12 @@ class Call:
 class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
-    `sent` is a checksum of the prompts and their parameters, the seeds among them. `step` is a
-    step's mean time in seconds, 0 where it is unknown, and `held` the mean number of tokens of the
-    requests in flight, prompts among them. `drafted` is the mean number of drafts that a request
-    verified in a step, 0 where it is unknown, and `nodes` what `shape: auto` chose and expects, if
-    it is on.
+    Attributes:
+        sent: a checksum of the prompts and their parameters, the seeds among them.
+        step: a step's mean time in seconds, 0 where it is unknown.
+        held: mean number of tokens of the requests in flight, prompts among them.
+        drafted: mean number of drafts that a request verified in a step, 0 where it is unknown.
+        nodes: what `shape: auto` chose and expects, if it is on.
     """
 
     rate: float
@@ -73,19 +72,11 @@ class Measured:
 
 
 class TooFewRequests(CannotAnswer):
-    """A case's requests came to their end before so many of them decoded at a time.
-
-    They are too few or too short, or the engine's K/V cache does not hold the batch.
-    """
+    """A case's requests are too few or too short, or the K/V cache does not hold the batch."""
 
 
 class ClosedLoop:
-    """Sends prompts to an engine and counts what comes back.
-
-    Args:
-        llm: a ``vllm.LLM`` with ``disable_log_stats=False``.
-        prompts: prompts that are taken in turn, the same ones in each measurement.
-    """
+    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back."""
 
     def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
@@ -94,7 +85,6 @@ class ClosedLoop:
         self._sent = self._checksum = 0
 
     def __call__(self, wish: Case | Ask | Call) -> Any:
-        """Answer what an arm's process is sent: a measurement, answers, or a worker's result."""
         if isinstance(wish, Call):
             return self._llm.collective_rpc(wish.function, args=wish.arguments)[0]
         return self.answers(wish) if isinstance(wish, Ask) else self.measure(wish)
@@ -205,7 +195,6 @@ class ClosedLoop:
         return tokens, ended
 
     def _held(self) -> int:
-        """Tokens of the requests in flight, as far as they have answered."""
         return sum(self._prompt_tokens.values()) + sum(self._emitted.values())
 
     def _stop(self) -> None:
@@ -228,22 +217,3 @@ def fix_drafts(worker: Any, drafts: int) -> None:
             "no scheduler in the worker's process: give each length an arm of its own"
         )
     table[:] = [drafts] * len(table)
-
-
-def hold_nodes(worker: Any, nodes: int | None) -> None:
-    """Make every step of ``shape: auto`` draft `nodes` nodes and learn nothing, in the worker.
-
-    None lets the engine choose and learn again.
-
-    Raises:
-        RuntimeError: the scheduler is not there, or it does not choose among such numbers.
-    """
-    tuner = calling_tuner()
-    if tuner is None or not (nodes is None or tuner.knows(nodes)):
-        raise RuntimeError(f"no scheduler in the worker's process chooses {nodes} nodes")
-    own = vars(tuner)
-    for name in ("begin_step", "observe"):
-        own.pop(name, None)
-    if nodes is not None:
-        own["begin_step"] = lambda batch: nodes
-        own["observe"] = lambda *args, **kwargs: None

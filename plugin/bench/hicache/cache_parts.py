@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from vllm_graft.bench.common.timing import percentile
+from vllm_graft.bench.common.arm import percentile
 from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
 from vllm_graft.bench.hicache.work_sizes import Sizes
 
@@ -29,7 +29,6 @@ class Parts:
         self._driver = Driver(llm)
 
     def __call__(self, wish: tuple[str, int, int]) -> Figures:
-        """Answer what an arm's process is sent."""
         name, number, size = wish
         measured: Figures = getattr(self, name)(number, size)
         return measured
@@ -84,7 +83,7 @@ class Parts:
         }
 
     def _converse(self, sessions: int, deadline: float) -> list[tuple[int, Answer]]:
-        """Return (turn, answer) for every turn that ended before `deadline`."""
+        """The turn and the answer of every turn that ended before `deadline`."""
         sizes, driver = self._sizes, self._driver
         session_of: dict[str, tuple[int, int]] = {}
         for session in range(sessions):
@@ -102,7 +101,7 @@ class Parts:
         return answers
 
     def _counted(self) -> Figures:
-        """Read our connector's counters; empty for the other arms."""
+        """Our connector's counters; empty for the other arms."""
         prefix = "vllm:graft_hicache_"
         return {
             name: float(getattr(metric, "value", 0))

@@ -26,8 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_graft.bench.common import arm_processes, report
-from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
 from vllm_graft.bench.hicache.cache_parts import Figures, Parts
 from vllm_graft.bench.hicache.work_sizes import Sizes, add_sizes, read_sizes
 
@@ -178,10 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
     report.require_plotting(arguments.plot)
     rows = compare(arguments)
     print(table(rows, cell), flush=True)
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
-    if arguments.plot:
-        first = [row for row in rows if "cached" in row.figures]
-        drawn = {"first_token_ms": "ms to the first token"}
-        report.plot(arguments.plot, panels(first, "size", drawn))
+    first = [row for row in rows if "cached" in row.figures]
+    drawn = panels(first, "size", {"first_token_ms": "ms to the first token"})
+    write_files(arguments, rows, drawn)
     return 1 if any(row.figures.get("errors") for row in rows) else 0

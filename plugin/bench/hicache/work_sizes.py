@@ -3,54 +3,38 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-HELP = {
-    "vocab": "prompts are random token ids in [16, vocab)",
-    "block": "tokens of a block of the device's K/V cache",
-    "gpu_tokens": "tokens that the K/V cache of the device holds",
-    "host_gib": "GiB of the host cache, ours and vLLM's",
-    "suffix": "new tokens behind a prefix that the host has",
-    "requests": "requests that decode at a time",
-    "prompt": "tokens of their prompts",
-    "tokens": "tokens of their answers",
-    "sessions": "sessions at a time, with more K/V than the device holds",
-    "turns": "turns of a session",
-    "turn_tokens": "tokens of the user per turn",
-    "reply": "tokens of an answer in a session",
-    "seconds": "longest time of a round of sessions",
-}
+
+def _size(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The amount of work; lengths are in tokens."""
+    """The amount of work, with the help of each flag."""
 
-    vocab: int = 8000
-    block: int = 16
-    gpu_tokens: int = 28_672
-    host_gib: float = 16.0
-    suffix: int = 512
-    requests: int = 32
-    prompt: int = 512
-    tokens: int = 256
-    sessions: int = 64
-    turns: int = 4
-    turn_tokens: int = 384
-    reply: int = 64
-    seconds: float = 60.0
-
-    @property
-    def session_tokens(self) -> int:
-        """Tokens of all sessions at their end."""
-        return self.sessions * self.turns * (self.turn_tokens + self.reply)
+    vocab: int = _size(8000, "prompts are random token ids in [16, vocab)")
+    block: int = _size(16, "tokens of a block of the device's K/V cache")
+    gpu_tokens: int = _size(28_672, "tokens that the K/V cache of the device holds")
+    host_gib: float = _size(16.0, "GiB of the host cache, ours and vLLM's")
+    suffix: int = _size(512, "new tokens behind a prefix that the host has")
+    requests: int = _size(32, "requests that decode at a time")
+    prompt: int = _size(512, "tokens of their prompts")
+    tokens: int = _size(256, "tokens of their answers")
+    sessions: int = _size(64, "sessions at a time, with more K/V than the device holds")
+    turns: int = _size(4, "turns of a session")
+    turn_tokens: int = _size(384, "tokens of the user per turn")
+    reply: int = _size(64, "tokens of an answer in a session")
+    seconds: float = _size(60.0, "longest time of a round of sessions")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each size."""
     for each in fields(Sizes):
-        flag, kind = "--" + each.name.replace("_", "-"), type(each.default)
-        parser.add_argument(flag, type=kind, default=each.default, help=HELP[each.name])
+        flag, text = "--" + each.name.replace("_", "-"), each.metadata["help"]
+        parser.add_argument(flag, type=type(each.default), default=each.default, help=text)
 
 
 def read_sizes(arguments: argparse.Namespace) -> Sizes:

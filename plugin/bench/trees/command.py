@@ -49,13 +49,11 @@ import json
 from pathlib import Path
 
 from vllm_graft.bench.common import arm_processes, report
-from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.arm_rows import Row, panels, table
+from vllm_graft.bench.common.arm import Arm, Row, panels, table, write_files
 from vllm_graft.bench.common.closed_loop import Call
 from vllm_graft.bench.common.step_bytes import step_bytes, step_cell
-from vllm_graft.bench.trees.arm_engines import start
 from vllm_graft.bench.trees.arm_names import METHODS, draft_folder, read_arm
-from vllm_graft.bench.trees.turns import check_answers, measure_cases
+from vllm_graft.bench.trees.turns import check_answers, measure_cases, start
 
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Options that part the workers from the scheduler, whose table of lengths `fix_drafts` sets."""
@@ -163,8 +161,5 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(rows, rate_cell), flush=True)
     print("a step's time, tokens per read of the target's weights, bandwidth used:")
     print(table(rows, time_cell, compare=False), flush=True)
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
-    if arguments.plot:
-        report.plot(arguments.plot, panels(rows, "batch", DRAWN))
+    write_files(arguments, rows, panels(rows, "batch", DRAWN))
     return 0

@@ -1,4 +1,4 @@
-"""Turns of arms: one arm after another measures a case, or answers the same prompts."""
+"""Engines of arms, and their turns: one after another measures a case, or answers prompts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,39 @@ import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from multiprocessing.connection import Connection
+from typing import Any
 
+from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
-from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.arm_rows import Row, median_row
-from vllm_graft.bench.common.closed_loop import Ask, Case, Measured
+from vllm_graft.bench.common.arm import Arm, Row, median_row
+from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
 from vllm_graft.bench.common.step_bytes import StepBytes
+
+
+def engine_options(arm: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``vllm.LLM`` for an arm."""
+    options = arm_processes.with_options(arm.options, arguments.options)
+    options["max_model_len"] = arguments.max_model_len
+    options["max_num_seqs"] = max(arguments.batch)
+    if arguments.fp8_target:
+        options |= {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
+    if arguments.sizes:
+        compilation = options.get("compilation_config", {})
+        options["compilation_config"] = compilation | {"cudagraph_capture_sizes": arguments.sizes}
+    return options
+
+
+def start(
+    arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
+) -> dict[Arm, Connection]:
+    """Start the engines of arms; each answers a `Case`, an `Ask` or a `Call`."""
+    options = {arm: engine_options(arm, arguments) for arm in arms}
+    loop = partial(ClosedLoop, prompts=prompts)
+    return arm_processes.start(options, arguments.pair / "target", loop, arguments.kv_cache_bytes)
 
 
 def check_answers(pipes: dict[Arm, Connection], arguments: argparse.Namespace) -> None:
@@ -49,8 +73,7 @@ def rounds(
 ) -> list[Case]:
     """The load of each round; the first round only warms up.
 
-    All rounds ask for the same prompts. With `first`, the number of the first request, each goes on
-    where the one before ended.
+    With `first`, the number of the first request, each goes on where the one before ended.
     """
     requests = max(arguments.requests, 3 * batch)
     case = Case(temperature, batch, requests, arguments.tokens)
@@ -71,30 +94,26 @@ def take_turns(
 ) -> list[Row]:
     """Measure one case on every column in turn; see `rounds` for `first`.
 
-    `needed` is what a step of each arm must read; without it no bandwidth is computed. A column
-    that can't hold the case is told, and has no row.
+    `needed` is what a step of each arm must read. A column that can't hold the case has no row.
     """
-    turns = [
-        (column, pipe, drafts)
-        for arm, pipe in pipes.items()
-        for column, drafts in arm.columns.items()
-    ]
-    found: dict[str, list[Measured]] = {column: [] for column, _, _ in turns}
-    of_column = {column: arm for arm in pipes for column in arm.columns}
+    turns = [(arm, column, drafts) for arm in pipes for column, drafts in arm.columns.items()]
+    found: dict[str, list[Measured]] = {column: [] for _, column, _ in turns}
     for number, case in enumerate(rounds(arguments, temperature, batch, first)):
-        for column, pipe, drafts in turns:
+        for arm, column, drafts in turns:
             if column not in found:
                 continue
-            pipe.send(replace(case, drafts=drafts))
-            measured = pipe.recv()
+            pipes[arm].send(replace(case, drafts=drafts))
+            measured = pipes[arm].recv()
             if isinstance(measured, str):
                 del found[column]
                 print(f"{column} is left out at {batch} in flight: {measured}", flush=True)
             elif number:
                 found[column].append(measured)
+    asked = {"temperature": temperature, "batch": batch}
     rows = [
-        make_row(column, temperature, batch, results, (needed or {}).get(of_column[column]))
-        for column, results in found.items()
+        make_row(column, asked, found[column], (needed or {}).get(arm))
+        for arm, column, _ in turns
+        if column in found
     ]
     for row in rows:
         print(json.dumps(row.flat()), flush=True)
@@ -102,11 +121,7 @@ def take_turns(
 
 
 def make_row(
-    column: str,
-    temperature: float,
-    batch: int,
-    results: list[Measured],
-    needed: StepBytes | None,
+    column: str, case: dict[str, Any], results: list[Measured], needed: StepBytes | None
 ) -> Row:
     """Take the medians of a column's rounds; `nodes` are of its last round."""
     rounds = [
@@ -119,5 +134,4 @@ def make_row(
         }
         for measured in results
     ]
-    case = {"temperature": temperature, "batch": batch}
     return median_row(column, case, rounds, nodes=results[-1].nodes)

@@ -27,8 +27,7 @@ from typing import Any
 from vllm_graft.bench.common import arm_processes, report
 from vllm_graft.bench.common.answers import Answer, Comparison
 from vllm_graft.bench.common.answers import compare as compare_answers
-from vllm_graft.bench.common.arm import Arm, is_ours
-from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+from vllm_graft.bench.common.arm import Arm, Row, is_ours, median_row, panels, table, write_files
 from vllm_graft.bench.vision.image_requests import Look, Looking, Seen
 
 SUMMARY = "time in a vision encoder: eager, in vLLM's encoder graphs, in ours"
@@ -146,9 +145,6 @@ def run(arguments: argparse.Namespace, looking: type[Looking] = Looking) -> int:
     report.require_plotting(arguments.plot)
     rows, comparisons = compare(arguments, looking)
     print(table(rows, cell), flush=True)
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
-    if arguments.plot:
-        report.plot(arguments.plot, panels(rows, "px", DRAWN))
+    write_files(arguments, rows, panels(rows, "px", DRAWN))
     wrong = [margin for each in comparisons for margin in each.margins if margin > NEAR_TIE]
     return 1 if wrong else 0

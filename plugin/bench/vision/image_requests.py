@@ -13,13 +13,7 @@ QUESTION = "What is it?"
 
 @dataclass(frozen=True)
 class Look:
-    """A request with one image of noise.
-
-    Attributes:
-        size: edge of the image, in pixels.
-        seed: of the noise.
-        tokens: length of the answer.
-    """
+    """A request of `tokens` with one image of noise, of `size` pixels by edge."""
 
     size: int
     seed: int
@@ -47,7 +41,6 @@ class Looking:
         self._llm, self._prompt = llm, prompt
 
     def __call__(self, wish: Look | str) -> Any:
-        """Answer what an arm's process is sent."""
         return self.look(wish) if isinstance(wish, Look) else self.counters()
 
     def look(self, wish: Look) -> Seen:

@@ -1,4 +1,4 @@
-"""Clocks and statistics of measurements."""
+"""Limits and statistics of measurements."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least ``share`` (0 to 1) of the values do not exceed.
-
-    Raises:
-        ValueError: there are no values, or ``share`` is no share.
-    """
-    if not values or not 0 <= share <= 1:
-        raise ValueError(f"percentile {share} of {len(values)} values")
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+from vllm_graft.bench.common.arm import percentile
 
 
 @dataclass(frozen=True)
@@ -29,16 +20,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Compute the spread of at least one value."""
         return cls(statistics.median(values), percentile(values, 0.99))
 
 
 class Deadline:
-    """A limit in seconds from now; ``None`` never passes.
-
-    Attributes:
-        seconds: the whole limit.
-    """
+    """A limit in seconds from now; ``None`` never passes."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -54,5 +40,4 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the limit is reached."""
         return self.left == 0

@@ -19,7 +19,7 @@ from tests.support.vision import vision_models
 from tests.support.vision.random_towers import TOWERS
 from vllm_graft.bench.common.report import exit_status
 from vllm_graft.bench.vision import command
-from vllm_graft.bench.vision.image_requests import Looking
+from vllm_graft.bench.vision.command import Looking
 
 TEXT = {
     "hidden_size": 4096,

@@ -16,12 +16,9 @@ from vllm_graft.bench.common.report import Panel
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """An engine, and the columns of the table that it fills.
+    """An engine with options of ``vllm.LLM``, and the columns of the table that it fills.
 
-    Attributes:
-        name: the name as it was given.
-        options: options of ``vllm.LLM``.
-        drafts: lengths of its chains, one column each; empty if the engine itself decides.
+    `drafts` are lengths of its chains, one column each; empty if the engine itself decides.
     """
 
     name: str
@@ -44,11 +41,9 @@ def is_ours(column: str) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """What one column did in one case.
+    """What one column (`arm`) did in one case, which all arms were asked alike.
 
     Attributes:
-        arm: the column.
-        case: what all arms were asked alike, by name.
         figures: medians of the rounds by name, None where one is unknown. Arms are compared by the
             first; of a name that ends in ``_ms`` the shorter one is better.
         rounds: the first figure in each round.
@@ -93,11 +88,7 @@ def median_row(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` (0 to 1) of the values do not exceed.
-
-    Raises:
-        ValueError: there are no values, or ``share`` is no share.
-    """
+    """The smallest value that at least ``share`` (0 to 1) of the values do not exceed."""
     if not values or not 0 <= share <= 1:
         raise ValueError(f"percentile {share} of {len(values)} values")
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

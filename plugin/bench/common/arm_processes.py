@@ -95,13 +95,8 @@ def start(
 ) -> dict[Arm, Connection]:
     """Start the engines of arms one after another, because vLLM measures how much memory is left.
 
-    With `kv_cache_bytes` of each engine it need not, and they start together.
-
-    Args:
-        arms: each arm with its engine's options of ``vllm.LLM``; all share the GPU.
-        target: the checkpoint of all arms.
-        make: makes of an engine what answers; it is pickled.
-        kv_cache_bytes: of each engine.
+    With `kv_cache_bytes` of each engine it need not, and they start together. `make` makes of an
+    engine what answers; it is pickled.
 
     Raises:
         BenchmarkError: an engine did not start.
@@ -137,11 +132,7 @@ def wait(arm: Arm, pipe: Connection) -> None:
 
 
 def answer(arm: Arm, pipe: Connection, otherwise: str = "its engine ended") -> Any:
-    """The next answer of an arm's process.
-
-    Raises:
-        BenchmarkError: the process ended.
-    """
+    """The next answer of an arm's process, or a `BenchmarkError` that it has ended."""
     try:
         return pipe.recv()
     except EOFError:

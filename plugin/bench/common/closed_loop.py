@@ -54,12 +54,9 @@ class Call:
 class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
-    Attributes:
-        sent: a checksum of the prompts and their parameters, the seeds among them.
-        step: a step's mean time in seconds, 0 where it is unknown.
-        held: mean number of tokens of the requests in flight, prompts among them.
-        drafted: mean number of drafts that a request verified in a step, 0 where it is unknown.
-        nodes: what `shape: auto` chose and expects, if it is on.
+    `sent` is a checksum of prompts, parameters and seeds. Means of steps, 0 where unknown, are
+    `step` in seconds, `held` tokens of the requests in flight with their prompts, and `drafted`
+    drafts that a request verified. `nodes` is what `shape: auto` chose and expects.
     """
 
     rate: float
@@ -90,11 +87,7 @@ class ClosedLoop:
         return self.answers(wish) if isinstance(wish, Ask) else self.measure(wish)
 
     def measure(self, case: Case) -> Measured:
-        """Run one case; time it from when all requests decode until one ends and none follows.
-
-        Raises:
-            TooFewRequests: all requests have been sent before the whole batch decodes.
-        """
+        """Run one case; time it from when all requests decode until one ends and none follows."""
         from vllm_graft.testing import spec_metrics
 
         if case.drafts is not None:
@@ -104,16 +97,13 @@ class ClosedLoop:
             self._send(*next(waiting))
         while not all(self._emitted.values()):
             _, ended = self._step()
-            following = list(islice(waiting, ended))
-            if len(following) < ended:
+            if not self._follow(waiting, ended):
                 self._stop()
                 raise TooFewRequests(
                     f"{case.requests} requests of {case.max_tokens} tokens came to their end "
                     f"before {case.batch} of them decoded at a time: have more, or longer ones, "
                     "or a K/V cache that holds so many"
                 )
-            for request in following:
-                self._send(*request)
         self._llm.collective_rpc(watch_nodes)
         before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
         steps = held = 0
@@ -123,10 +113,7 @@ class ClosedLoop:
             # A call that returns before the device's step is through emits nothing.
             steps += emitted > 0
             held += self._held() if emitted else 0
-            following = list(islice(waiting, ended))
-            for request in following:
-                self._send(*request)
-            if len(following) < ended:
+            if not self._follow(waiting, ended):
                 break
         seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
         nodes = self._llm.collective_rpc(nodes_used, args=(case.batch,))[0]
@@ -173,6 +160,13 @@ class ClosedLoop:
             self._checksum = zlib.crc32(sent.encode(), self._checksum)
             yield prompt, params
 
+    def _follow(self, waiting: Iterator[tuple[str, Any]], ended: int) -> bool:
+        """Send a request for each that has ended; False if there are too few."""
+        following = list(islice(waiting, ended))
+        for request in following:
+            self._send(*request)
+        return len(following) == ended
+
     def _send(self, prompt: str, params: Any) -> None:
         self._sent += 1
         self._emitted[str(self._sent)] = 0
@@ -206,11 +200,7 @@ class ClosedLoop:
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:
-    """Make every step draft `drafts` tokens; it runs in the worker.
-
-    Raises:
-        RuntimeError: the scheduler is not there, or has no table of drafts by batch size.
-    """
+    """Make every step draft `drafts` tokens; it runs in the worker."""
     table = calling_table()
     if table is None:
         raise RuntimeError(

@@ -27,8 +27,7 @@ from typing import Any
 
 from vllm_graft.bench.common import arm_processes, report
 from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
-from vllm_graft.bench.hicache.cache_parts import Figures, Parts
-from vllm_graft.bench.hicache.work_sizes import Sizes, add_sizes, read_sizes
+from vllm_graft.bench.hicache.cache_parts import Figures, Parts, Sizes, add_sizes, read_sizes
 
 SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load"
 PARTS = {
@@ -51,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arm(name: str, sizes: Sizes) -> Arm:
-    """Make the arm of a name.
-
-    Raises:
-        BenchmarkError: the name can't be read.
-    """
+    """Make the arm of a name."""
     kind, _, given = name.partition(":")
     size = int(sizes.host_gib * 2**30)
     try:
@@ -88,15 +83,12 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 def _native(size: int) -> dict[str, Any]:
     """The configuration of vLLM's own connector, which keeps K/V in ``/dev/shm`` where it fits."""
-    if shutil.disk_usage("/dev/shm").free >= size:
-        return {"cpu_bytes_to_use": size}
-    print("native: /dev/shm is too small, its host memory is private", flush=True)
-    module = "vllm_graft.bench.hicache.native_arm"
-    return {
-        "cpu_bytes_to_use": size,
-        "spec_name": "PrivateMemorySpec",
-        "spec_module_path": module,
-    }
+    extra: dict[str, Any] = {"cpu_bytes_to_use": size}
+    if shutil.disk_usage("/dev/shm").free < size:
+        print("native: /dev/shm is too small, its host memory is private", flush=True)
+        extra["spec_name"] = "PrivateMemorySpec"
+        extra["spec_module_path"] = "vllm_graft.bench.hicache.native_arm"
+    return extra
 
 
 def engine_options(arm: Arm, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def read_arm(
         topk: topk of trees.
         steps: steps of trees; with ``auto`` the most steps.
         max_num_seqs: the engine's limit; a batch size stands for each of several lengths of chains.
-        method: vLLM's method of the draft, ``eagle3``, ``mtp`` or ``dspark`` for example.
+        method: vLLM's method of the draft.
 
     Raises:
         BenchmarkError: the name can't be read, or the tree can't hold so many nodes.

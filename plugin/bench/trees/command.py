@@ -16,30 +16,25 @@ and batch size, `--rounds` times; the table has the medians. An arm is
   in vLLM's own form, `tree:31@[[1,1,31],[2,8,15]]`;
 - `auto:N`, `shape: auto` with up to N nodes, `--topk` and `--auto-steps`.
 
-`+fp8` behind a name asks for a draft in FP8, `+fp8head` behind a tree for its output head alone in
-FP8, `+ngram` behind a tree for n-grams of the requests' texts beside the draft's tokens
-(`graft.tree.ngram`), `+hot8192` for drafts that are chosen from so many learned tokens
-(`graft.tree.hot_tokens`), `+window2048` for a draft that sees a window of so many tokens
-(`graft.tree.draft_window`), `+states` for recurrent layers that leave states
-(`graft.tree.recurrent_form`). `+pdl` behind any name lets kernels that PyTorch's compiler writes
-begin before the ones before them have ended (programmatic dependent launch).
-`--fp8-target` puts the target and the K/V of all arms into FP8.
+`+fp8` behind a name asks for a draft in FP8, `+pdl` for kernels of PyTorch's compiler that begin
+before the ones before them have ended (programmatic dependent launch). Behind a tree, `+fp8head`
+asks for its output head alone in FP8, `+ngram` for `graft.tree.ngram`, `+hot8192` for
+`graft.tree.hot_tokens`, `+window2048` for `graft.tree.draft_window`, and `+states` for
+`graft.tree.recurrent_form`. `--fp8-target` puts the target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
 
-As many requests as the batch are in flight all the time: when one ends, the next begins. Prompts
-and seeds are the same in every arm, and in every round and case. With `--new-prompts` each round
-goes on with the prompts behind those of the round before, so that nothing learns from an answer
-that comes again (`hot_tokens` and n-grams do); the prompts begin anew behind the last one.
+As many requests as the batch are in flight all the time. Prompts and seeds are the same in every
+arm, round and case. With `--new-prompts` each round goes on with the prompts behind those of the
+round before, so that nothing learns from an answer that comes again (`hot_tokens` and n-grams do).
 
 With `shape: auto`, the printed lines and the JSON file have, for each number of nodes, its share of
 the last round's steps, its tokens and milliseconds, and what the tuner expects of it.
 
-A second table says how long a step takes, how many tokens one pass over the target's weights yields
-for all requests together, and which share of the memory's bandwidth a step uses: the time in which
-what must be read once (the weights of target and draft, and the K/V in flight) could be copied,
-over the step's time. It is left out for targets with experts, as each step reads other ones.
+A second table has a step's time, the tokens of all requests per pass over the target's weights,
+and the share of the memory's bandwidth that a step uses: the time in which what must be read once
+(weights and K/V in flight) could be copied, over the step's. Targets with experts have no share.
 """
 
 from __future__ import annotations

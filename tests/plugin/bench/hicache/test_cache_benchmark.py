@@ -13,9 +13,8 @@ import pytest
 from vllm_graft.bench.common.arm import Arm, table
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.hicache import command
-from vllm_graft.bench.hicache.cache_parts import Parts
+from vllm_graft.bench.hicache.cache_parts import Parts, Sizes, read_sizes
 from vllm_graft.bench.hicache.prompt_driver import random_prompt
-from vllm_graft.bench.hicache.work_sizes import Sizes, read_sizes
 from vllm_graft.testing import cpu_engine, write_llama
 
 SMALL = Sizes(

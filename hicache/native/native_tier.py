@@ -69,8 +69,6 @@ class SegmentsTier(SecondaryTierManager):
         path: this and the next three are those of
             :class:`~vllm_graft.hicache.storage.segments.store.SegmentsOptions`.
         weights: identity of the weights. If given, the checkpoint is not read.
-        n_read_threads: number of threads for loads.
-        n_write_threads: number of threads for stores.
         enable_kv_events: whether to emit an event for each stored job, if vLLM's events are on.
         locality: ``"LOCAL"`` or ``"REMOTE"``, for the events.
 
@@ -229,8 +227,7 @@ def page_key(key: OffloadKey, salt: bytes = b"") -> PageKey:
 def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None, core: Any) -> bytes:
     """The namespace of a tier's chunks: the inputs of K/V, and what vLLM tells a tier of chunks.
 
-    The inputs are read from the engine core. It is None outside of an engine, where ``weights`` has
-    to stand for them.
+    Without an engine core to read the inputs from, ``weights`` has to stand for them.
 
     Raises:
         ConfigError: if the inputs cannot be told, and ``weights`` is not given.
@@ -269,11 +266,7 @@ def _inputs(model: str, weights: str | None, core: Any) -> dict[str, Any]:
 
 
 def _geometry(config: Any) -> dict[str, int]:
-    """How chunks are divided among ranks, unless all ranks hold the same bytes.
-
-    Data-parallel replicas have different namespaces, because one process at a time may have a
-    namespace's directory open.
-    """
+    """How chunks are divided among ranks, unless all ranks hold the same bytes."""
     parallel = config.parallel
     names = ["tp_size", "pp_size", "pcp_size", "dcp_size"]
     if parallel.is_parallelism_agnostic or config.replicated_layout:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.connector_options import option_flag
 
 PROCESSORS = ("*processor*.json", "tekken.json")
-"""Files that say how images, video and sound are prepared. A name may stand for several."""
+"""Files that say how images, video and sound are prepared."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -66,10 +66,6 @@ Range = tuple[Path, int, int]
 def weights_of(model: Any, engine: Any) -> str:
     """The identity of a model's weights: the user's, a commit's, or a fingerprint of the files.
 
-    Args:
-        model: vLLM's ``ModelConfig``.
-        engine: see :class:`vllm_graft.hicache.pages.namespace.Engine`.
-
     Raises:
         ConfigError: if the weights are not on a local disk, and the user gave no identity.
     """
@@ -99,16 +95,6 @@ def commit_of(model: Any) -> str | None:
     return folder.name if folder and known and _COMMIT.fullmatch(folder.name) else None
 
 
-def processor_files(model: Any) -> dict[str, str]:
-    """Hashes of the processors' files of a model, by name."""
-    return _hashes(model, PROCESSORS)
-
-
-def code_files(model: Any) -> dict[str, str]:
-    """Hashes of the Python files of a model, by name, if they are run."""
-    return _hashes(model, ("*.py",)) if getattr(model, "trust_remote_code", False) else {}
-
-
 def folder_of(model: Any) -> Path | None:
     """The local folder with a model's files; None if there is none, as for one file."""
     try:
@@ -118,7 +104,8 @@ def folder_of(model: Any) -> Path | None:
     return place if place.is_dir() else None
 
 
-def _hashes(model: Any, names: tuple[str, ...]) -> dict[str, str]:
+def file_hashes(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """Hashes of a model's files by name. Each of ``names`` may stand for several."""
     folder = folder_of(model)
     if folder is None:
         return {}
@@ -141,12 +128,7 @@ def _asked_commit(model: Any) -> str | None:
 
 
 def _place(model: Any) -> Path:
-    """The local file or folder of a model, which may be a snapshot in the Hugging Face cache.
-
-    Raises:
-        OSError: if it cannot be found without the network.
-        ValueError: if the model's name is none of the Hub's.
-    """
+    """The local file or folder of a model; an OSError or ValueError if it has none."""
     path = Path(model.model)
     if path.exists():
         return path
@@ -159,8 +141,7 @@ def checkpoint_fingerprint(path: Path, load_format: str = "auto") -> bytes:
     """The fingerprint, 16 bytes, of the checkpoint at ``path``, a file or a directory.
 
     Raises:
-        FileNotFoundError: if there are no weights.
-        OSError: if a file cannot be read.
+        OSError: if there are no weights, or a file cannot be read.
     """
     files = weight_files(path, load_format)
     if not files:

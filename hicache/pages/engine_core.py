@@ -87,13 +87,11 @@ def core_of(model: str) -> Any:
 
 
 def attention_of(worker: Any) -> dict[str, list[str]]:
-    """The layers of a rank by the attention that they really run with. It runs in each worker.
+    """The names of a rank's layers by the attention that they really run with.
 
-    Flags say what was asked for. What runs may differ: trees on a CPU replace vLLM's attention
-    after the pools were made, and vLLM's own CPU kernels pack K by the machine's instruction set.
-
-    Returns:
-        The names of layers, by the backend's class and the instruction set (only CPUs have one).
+    It runs in each worker. Attention is the backend's class and a CPU's instruction set. Flags say
+    what was asked for, but trees on a CPU replace vLLM's attention after the pools were made, and
+    vLLM's own CPU kernels pack K by the instruction set.
     """
     layers = worker.vllm_config.compilation_config.static_forward_context
     found: dict[str, list[str]] = {}

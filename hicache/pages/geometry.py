@@ -45,17 +45,14 @@ class Geometry:
     Attributes:
         shared_name: name of the shared region's file, unique to this engine. Rank 0 creates the
             file. None if one process uses the memory alone.
-        num_workers: number of ranks.
         replicas: number of consecutive ranks that hold the same KV.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
-        convert_from: dtype of the device's K/V if the host keeps it as fp8. None if the host keeps
-            the device's bytes.
-        fails_blocks: whether vLLM can end just the requests that have read invalid blocks. It
-            cannot with several groups, because it cannot tell which request a block belongs to.
-            It cannot either if its policy is to recompute: Model Runner V2 keeps the positions of
-            a running request on the device and does not set them back, and the next step may have
-            been scheduled already.
+        convert_from: dtype of the device's K/V if the host keeps it as fp8, else None.
+        fails_blocks: whether vLLM can end just the requests that have read invalid blocks. With
+            several groups it cannot tell which request a block belongs to. Nor can it recompute:
+            Model Runner V2 keeps the positions of a running request on the device and does not set
+            them back, and the next step may have been scheduled already.
     """
 
     groups: tuple[Group, ...]
@@ -170,7 +167,6 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
 
 
 def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
-    """The dtype of all K/V that the host shall keep as fp8."""
     found: set[torch.dtype] = set()
     for group in groups:
         whole: Any = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec

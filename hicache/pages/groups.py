@@ -31,11 +31,9 @@ class HitPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group.
+    """One KV cache group, ``index`` in vLLM's list.
 
     Attributes:
-        index: its number in vLLM's list of groups.
-        block_tokens: tokens per block.
         hashes_per_block: hashes that vLLM computes per block, at least 1.
         window: tokens that attention looks back, the current one included. It counts only with
             TRAILING_PAGES.

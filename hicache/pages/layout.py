@@ -28,9 +28,8 @@ class LayerPages:
     Attributes:
         address: address of block 0 on the device.
         block_stride: bytes from one block to the next.
-        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page. Offsets are
-            from the start of the block and of the slot. Bytes are those on the host, which differ
-            from the device's if the host keeps another dtype.
+        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page, from the
+            start of the block and of the slot. Bytes are the host's, which may keep another dtype.
     """
 
     name: str
@@ -56,12 +55,9 @@ class Copies:
 
 
 def page_runs(shape: Sequence[int], strides: Sequence[int], item: int) -> list[tuple[int, int]]:
-    """The contiguous runs of bytes that one block of a view consists of.
+    """The contiguous runs ``(offset, bytes)`` of one block of a view, by increasing offset.
 
     ``strides`` are in elements of ``item`` bytes. The first dimension counts blocks.
-
-    Returns:
-        ``(offset, bytes)`` of each run, from the start of the block, by increasing offset.
     """
     dims = sorted(
         ((stride * item, size) for size, stride in zip(shape[1:], strides[1:]) if size > 1),
@@ -90,14 +86,9 @@ def group_layers(
 ) -> tuple[LayerPages, ...]:
     """Describe the pages of one group, by layer in the order in which layers run.
 
-    A layer that shares the bytes of another one is left out.
-
-    Args:
-        layers: names of the group's layers.
-        caches: each layer's tensor by name. Its first dimension counts blocks, or the parts into
-            which the attention kernel divides blocks.
-        num_blocks: number of blocks of the cache.
-        host_itemsize: bytes per element on the host; None if it is the device's.
+    A layer that shares the bytes of another one is left out. The first dimension of a layer's
+    tensor counts blocks, or the parts into which the attention kernel divides blocks.
+    ``host_itemsize`` is bytes per element on the host; None if it is the device's.
 
     Raises:
         GraftError: if a tensor's first dimension is no multiple of ``num_blocks``.
@@ -165,10 +156,7 @@ def layer_copies(
 ) -> tuple[Copies, dict[str, tuple[int, int]]]:
     """Addresses of pages, one layer after the other. Nothing is merged.
 
-    Args:
-        parts: for each group its layers, block ids, and one slot for each block.
-        slot_bytes: bytes from one slot to the next.
-        host_address: address of slot 0.
+    ``parts`` has for each group its layers, block ids, and one slot for each block.
 
     Returns:
         All copies, and for each layer's name the range ``(begin, end)`` of its copies.

@@ -16,10 +16,10 @@ from typing import Any
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.checkpoint import (
-    code_files,
+    PROCESSORS,
     commit_of,
     file_hash,
-    processor_files,
+    file_hashes,
     weights_of,
 )
 from vllm_graft.hicache.pages.page_key import FORMAT, NAMESPACE_BYTES
@@ -38,8 +38,7 @@ class Engine:
         weights: the user's own identity of the weights; None to read the checkpoint.
         options: options of the user that change the pages.
         kv_cache_config: vLLM's; None before the model is loaded.
-        attention: see :func:`~vllm_graft.hicache.pages.engine_core.ask_attention`; None if the
-            ranks were not asked.
+        attention: see :func:`~vllm_graft.hicache.pages.engine_core.ask_attention`.
         layout: how the host lays pages out, and what else only a loaded model tells.
         holds_adapters: whether pages of LoRA adapters go to storage as well.
     """
@@ -68,10 +67,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Input:
-    """One input of K/V, which JSON or :func:`str` can write.
+    """One input of K/V, which JSON or :func:`str` can write, and its text in ``docs/hicache.md``.
 
-    ``says`` is its text in ``docs/hicache.md``. ``early`` ones are known before the model is
-    loaded.
+    ``early`` ones are known before the model is loaded.
     """
 
     name: str
@@ -121,7 +119,8 @@ def _loader(model: Any, engine: Engine) -> list[Any]:
 
 
 def _code(model: Any, engine: Engine) -> list[Any]:
-    return [code_files(model), getattr(model, "model_impl", None)]
+    runs = getattr(model, "trust_remote_code", False)
+    return [file_hashes(model, ["*.py"]) if runs else {}, getattr(model, "model_impl", None)]
 
 
 def _quantization(model: Any, engine: Engine) -> list[Any]:
@@ -143,7 +142,7 @@ def _modalities(model: Any, engine: Engine) -> Any:
         "mm_encoder_fp8_scale_path",
     )
     return [
-        processor_files(model),
+        file_hashes(model, PROCESSORS),
         transformers.__version__,
         [getattr(settings, name, None) for name in names],
         file_hash(getattr(settings, "mm_encoder_fp8_scale_path", None)),
@@ -336,12 +335,9 @@ def namespace(engine: Engine) -> bytes:
 
 
 def namespace_start(engine: Engine) -> bytes:
-    """The first :data:`NAMESPACE_START` bytes of a namespace; the model need not be loaded.
+    """The first half of a namespace; the model need not be loaded. It raises as :func:`namespace`.
 
-    Engines share them if they differ only in what is known of a loaded model.
-
-    Raises:
-        ConfigError: as :func:`namespace`.
+    Engines share it if they differ only in what is known of a loaded model.
     """
     late = [row.name for row in INPUTS if not row.early]
     return digest(inputs(engine, without=late))[:NAMESPACE_START]

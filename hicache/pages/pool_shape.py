@@ -75,11 +75,7 @@ class PoolShape:
 
 
 def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
-    """The least bytes that a page of a target or a draft takes on all ranks together.
-
-    It is 0 if the layers differ, so that the configuration alone gives no bound. ``host_dtype`` is
-    the option of that name.
-    """
+    """The least bytes of a page of a target or a draft on all ranks; 0 if its layers differ."""
     model = target_of(vllm_config)
     if model is None or not _is_even(model):
         return 0

@@ -160,11 +160,7 @@ def require_folder(path: Path, max_bytes: int) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory, and those above it, for this user alone. An existing one is narrowed.
-
-    Raises:
-        OSError: if that is impossible, or it is a link or belongs to another user.
-    """
+    """Make a directory, and those above it, for this user alone. An existing one is narrowed."""
     for folder in reversed((path, *path.parents)):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)

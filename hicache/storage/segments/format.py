@@ -121,10 +121,8 @@ class HeaderCheck(enum.Enum):
 class Entry:
     """An entry of the index: the place of a record, or the note that a page was removed.
 
-    Attributes:
-        key: key of the page.
-        offset: offset of the record's header in the data file; 0 if the page was removed.
-        length: bytes of the page; 0 if it was removed.
+    ``offset`` is that of the record's header in the data file, ``length`` counts the page's bytes;
+    both are 0 if the page was removed.
     """
 
     key: PageKey

@@ -95,11 +95,7 @@ def claim_times(path: Path) -> dict[str, int]:
 
 
 def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
-    """Delete ``excess`` bytes of closed namespaces, the oldest segments of the first ones.
-
-    Returns:
-        Bytes deleted: up to a segment more, or fewer if files cannot be deleted.
-    """
+    """Delete about ``excess`` bytes of closed namespaces, oldest segments first; return how many."""
     deleted = 0
     for one in closed:
         if deleted >= excess:

@@ -72,7 +72,6 @@ class Segment:
         self.committing = 0
         self.writing = 0
         self._namespace = namespace
-        self._directory = directory
         self._index_path = index_path(directory, number)
         self._fd: int | None = fd
 
@@ -161,10 +160,6 @@ class Segment:
         # An error does not matter, because the next write overwrites the remains.
         with contextlib.suppress(OSError):
             os.truncate(self._file(), size)
-
-    def unlink(self) -> bool:
-        """Delete both files; False if the medium refused."""
-        return unlink_segment(self._directory, self.number)
 
     def close(self) -> None:
         """Close the data file. No thread may use it any more."""

@@ -175,18 +175,22 @@ class Space:
                 del self.index[key]
                 self._counters.add("dropped_pages")
         self.close_unused(segment)
-        if deleted := (self._directory.removed() or segment.unlink()):
+        place = self._directory
+        if deleted := (place.removed() or unlink_segment(place.path, segment.number)):
             self._counters.add("deleted_segments")
         return deleted
 
     def drop_all(self) -> bool:
         """Delete all segments of the namespace, even unknown ones; False if a file remains."""
-        self.seal()
-        for segment in list(self.sealed.values()):
-            self.drop(segment)
+        self._drop_known()
         if self._directory.removed() and not self._directory.renew():
             return False
         return self._directory.delete_files()
+
+    def _drop_known(self) -> None:
+        self.seal()
+        for segment in list(self.sealed.values()):
+            self.drop(segment)
 
     def close(self) -> None:
         """Forget all pages, and close each file as soon as no thread uses it."""
@@ -278,9 +282,7 @@ class Space:
 
     def _renew(self, files: Files) -> bool:
         """Give up what was in a removed directory, and make it anew."""
-        self.seal()
-        for segment in list(self.sealed.values()):
-            self.drop(segment)
+        self._drop_known()
         self._counters.add("renewed_directories")
         logger.warning("%s was removed; it is made anew.", self._directory.path)
         if not self._directory.renew():

@@ -12,8 +12,6 @@ from vllm_graft.hicache.storage.backend import ReadStatus
 class PrefetchOperation:
     """The load of a request's pages from storage into host memory.
 
-    A page is useful only with all pages before it.
-
     Attributes:
         deadline: time on the clock, in seconds, at which the request stops waiting and uses the
             pages loaded by then; infinite to wait for all pages, None not to wait.

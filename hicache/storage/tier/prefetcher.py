@@ -20,7 +20,7 @@ from typing import Protocol
 from vllm_graft.base.counters import Counters
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
+from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Slot
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 
 MOST_LOADS = 256
@@ -51,10 +51,8 @@ class SlotAllocator(Protocol):
 class Prefetcher:
     """Runs prefetch operations with I/O threads and a budget of bytes.
 
-    Args:
-        budget_bytes: bytes of slots that all operations together may have in flight. A larger page
-            is loaded alone.
-        clock: monotonic seconds.
+    All operations together have at most ``budget_bytes`` of slots in flight; a larger page is
+    loaded alone. ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -114,19 +112,6 @@ class Prefetcher:
             ended = [operation for operation in self._active if operation.ended]
             self._active = [operation for operation in self._active if not operation.ended]
             return ended
-
-    def wait(self, operation: PrefetchOperation, timeout: float) -> bool:
-        """Poll until ``operation`` has ended; False if it has not after ``timeout`` seconds."""
-        end = time.monotonic() + timeout
-        while not operation.ended:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self._loader.wait_finished(min(left, 0.05))
-            ended = self.poll()
-            # They are kept for the owner's next poll, which reports each operation once.
-            self._active.extend(ended)
-        return True
 
     def close(self, timeout: float = 30.0) -> bool:
         """Cancel all operations, wait for reads in flight, and give back all slots.

@@ -14,10 +14,9 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.tier.loader import Slot
+from vllm_graft.hicache.storage.tier.io_threads import Outcome, Slot, Write, WriteBehind
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
-from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
 
 DRAIN_SECONDS = 30.0
 """Most seconds that a shutdown waits for writes, and again for reads."""
@@ -80,10 +79,8 @@ class StorageTier:
     def errors(self) -> int:
         """Number of lookups, reads, writes and flushes that failed."""
         reads = self._prefetcher.counters.snapshot()
-        failed_reads = sum(
-            reads.get(status.value, 0) for status in (ReadStatus.ERROR, ReadStatus.CORRUPT)
-        )
-        failed = failed_reads + self._failed_writes + self._writer.failed_flushes
+        failed = sum(reads.get(each.value, 0) for each in (ReadStatus.ERROR, ReadStatus.CORRUPT))
+        failed += self._failed_writes + self._writer.failed_flushes
         return failed + self.backend.failed_lookups
 
     @property

@@ -12,8 +12,14 @@ import pytest
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
-from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.io_threads import (
+    Load,
+    Loader,
+    Outcome,
+    Slot,
+    Write,
+    WriteBehind,
+)
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
 
 KEYS = [page_key(number) for number in range(3)]
@@ -93,7 +99,8 @@ def test_a_load_finishes_whatever_a_read_does(
     for key in KEYS:
         load = Load(key, slot())
         loader.submit(load)
-        loader.wait_finished(30)
+        with loader._changed:
+            assert loader._changed.wait_for(lambda: loader._finished, 30)
         assert loader.take_finished() == [load]
         assert load.status is ReadStatus.ERROR
     assert all(thread.is_alive() for thread in loader._threads)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.host_cache.prefetches import wait_for
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
@@ -20,7 +21,7 @@ from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.tier import prefetcher
-from vllm_graft.hicache.storage.tier.loader import Slot
+from vllm_graft.hicache.storage.tier.io_threads import Slot
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of
@@ -125,7 +126,7 @@ class Bench:
         return self.prefetcher.start(f"{first}-{end}", KEYS[first:end], timeout)
 
     def wait(self, operation: PrefetchOperation) -> None:
-        assert self.prefetcher.wait(operation, 30)
+        wait_for(self.prefetcher, operation)
 
     def begun(self, reads: int) -> None:
         for _ in range(reads):

@@ -95,7 +95,7 @@ def claim_times(path: Path) -> dict[str, int]:
 
 
 def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
-    """Delete about ``excess`` bytes of closed namespaces, oldest segments first; return how many."""
+    """Delete ``excess`` bytes of closed namespaces, oldest segments first; return how many."""
     deleted = 0
     for one in closed:
         if deleted >= excess:

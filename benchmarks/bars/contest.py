@@ -28,7 +28,7 @@ from benchmarks.timing import Deadline
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
-from vllm_graft.bench.trees import turns as tree_turns
+from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.arm_names import draft_folder, is_chain, read_arm
 
 WARM_UP_TOKENS = 16
@@ -44,7 +44,7 @@ class Bars:
 
     Args:
         pipes: how to reach `chain`, stock's engine, `ours`, and others by the names of their arms;
-            they answer as `trees.turns.start` says.
+            they answer as `trees.command.start` says.
         tokens: tokens of each answer.
         json: written after each window; None for nowhere.
     """
@@ -216,7 +216,7 @@ def start(arguments: argparse.Namespace) -> Bars:
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    pipes = tree_turns.start(list(arms.values()), arguments, prompts)
+    pipes = command.start(list(arms.values()), arguments, prompts)
     bars = Bars({role: pipes[arm] for role, arm in arms.items()}, arguments.tokens, arguments.json)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars

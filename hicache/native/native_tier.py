@@ -9,10 +9,8 @@
             "type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier",
             "path": "/var/cache/graft", "max_bytes": "500GiB"}]}
 
-It replaces vLLM's tier ``fs``. It has a byte limit, checks every load, recovers after a crash, and
-its pages belong to certain weights.
-
-vLLM's API for tiers is experimental, and a tier is not told that the cache was reset or that
+It replaces vLLM's tier ``fs``: it has a byte limit, checks every load, recovers after a crash, and
+its pages belong to certain weights. vLLM does not tell a tier that the cache was reset or that
 weights were replaced. Ours hears of it from the engine core. From then on it finds no page of
 before, and stores new ones where no other engine finds them.
 """
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-
 Transfer = Callable[[PageKey, memoryview], bool]
 
 
@@ -64,7 +61,6 @@ class SegmentsTier(SecondaryTierManager):
     are immediate, so none returns RETRY.
 
     Args:
-        offloading_spec: vLLM's spec. Its model, pools and geometry determine the namespace.
         primary_kv_view: host memory of the primary tier, ``[chunks, bytes]``.
         path: this and the next three are those of
             :class:`~vllm_graft.hicache.storage.segments.store.SegmentsOptions`.

@@ -1,21 +1,17 @@
 """The files of a model that decide its K/V: weights, code and processors.
 
-:func:`checkpoint_fingerprint` takes well under a second. It covers, for each file with weights:
+:func:`checkpoint_fingerprint` covers, for each file with weights:
 
-* its name, size, time of modification and time of change (``ctime``);
+* its name, size, time of modification and time of change (``ctime``), which no tool can set;
 * the header of a safetensors file, which names every tensor, its dtype, shape and place;
 * samples of :data:`SAMPLE_BYTES` bytes at up to :data:`SAMPLES` places of the checkpoint: at least
   one in each tensor of a safetensors file, and more in larger tensors. Other files (gguf, .bin,
   .pt) are sampled as one tensor. A checkpoint of up to 8 MiB is read completely.
 
-No tool can set the time of change, so it tells rows that were mended in place although the time of
-modification was kept. The number of the inode is left out, as file systems such as FUSE mounts
-number inodes anew whenever they are mounted. A file that links into the Hugging Face cache is named
-there after the hash of its content, so its bytes are not read.
-
-Because of the times, a mere copy of a checkpoint gets another fingerprint too. That costs a cold
-cache, while the opposite mistake would cost wrong tokens. Users who want copies to share pages set
-the option ``weights``.
+Inodes are left out, as file systems such as FUSE mounts number them anew. A file that links into
+the Hugging Face cache is named there after the hash of its content, so its bytes are not read. A
+mere copy gets another fingerprint because of its times. That costs a cold cache, while the opposite
+mistake would cost wrong tokens.
 """
 
 from __future__ import annotations
@@ -187,24 +183,20 @@ def _content(file: Path, size: int) -> tuple[list[Range], list[Range]]:
     """The header of a file, which is read completely, and its tensors, which are sampled."""
     if file.suffix == ".safetensors" and (header := _safetensors_header(file, size)) is not None:
         start, tensors = header
-        places = sorted(tensors.values())
-        return [(file, 0, start)], [(file, start + begin, end - begin) for begin, end in places]
+        return [(file, 0, start)], [(file, start + begin, end - begin) for begin, end in tensors]
     return [], [(file, 0, size)]
 
 
-def _safetensors_header(file: Path, size: int) -> tuple[int, dict[str, tuple[int, int]]] | None:
-    """The offset of the data, and each tensor's range in it; None without a valid header."""
+def _safetensors_header(file: Path, size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """The offset of the data, and the tensors' ranges in it; None without a valid header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
             return None
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
-            tensors = {
-                name: (int(value["data_offsets"][0]), int(value["data_offsets"][1]))
-                for name, value in header.items()
-                if name != "__metadata__"
-            }
+            places = [one["data_offsets"] for name, one in header.items() if name != "__metadata__"]
+            tensors = sorted((int(place[0]), int(place[1])) for place in places)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return None
     return 8 + length, tensors

@@ -51,8 +51,7 @@ class Geometry:
         convert_from: dtype of the device's K/V if the host keeps it as fp8, else None.
         fails_blocks: whether vLLM can end just the requests that have read invalid blocks. With
             several groups it cannot tell which request a block belongs to. Nor can it recompute:
-            Model Runner V2 keeps the positions of a running request on the device and does not set
-            them back, and the next step may have been scheduled already.
+            Model Runner V2 does not set back the positions of a running request on the device.
     """
 
     groups: tuple[Group, ...]
@@ -76,11 +75,7 @@ class Geometry:
     def of(
         cls, config: HiCacheConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> Geometry:
-        """Derive the geometry from an engine's configuration.
-
-        Raises:
-            ConfigError: if the host cache does not support the model.
-        """
+        """Derive the geometry from an engine's configuration; a ConfigError for other models."""
         parallel = vllm_config.parallel_config
         groups = cached_groups(kv_cache_config)
         convert_from = None
@@ -113,11 +108,7 @@ class Geometry:
 
 
 def _region_name(transfer: Any, parallel: Any) -> str:
-    """The name of the shared region, which only the processes of this engine can derive.
-
-    Data-parallel engines share one configuration, and so one nonce. vLLM gives each of them its own
-    id and index. The name holds a digest because a user may choose any text as the id.
-    """
+    """The name of the shared region, which only the processes of this engine can derive."""
     nonce = nonce_of(transfer.kv_connector_extra_config)
     if nonce is None:
         raise ConfigError(
@@ -125,16 +116,13 @@ def _region_name(transfer: Any, parallel: Any) -> str:
             "configuration of this engine was made without vllm-graft, or changed afterwards: run "
             "`vllm-graft doctor`, and see that VLLM_PLUGINS, if it is set, has 'graft'."
         )
+    # Data-parallel engines share one nonce; vLLM gives each its own id, which may be any text.
     engine = f"{nonce} {transfer.engine_id} {parallel.data_parallel_index}"
     return REGION_PREFIX + hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups whose pages make up a cached prefix.
-
-    Raises:
-        ConfigError: if the model has no such group, or a kind of cache that is not supported.
-    """
+    """The groups whose pages make up a cached prefix; a ConfigError if there is none, or an unknown."""
     specs = kv_cache_config.kv_cache_groups
     indices = kv_cache_config.prefix_cacheable_group_ids
     if not indices:

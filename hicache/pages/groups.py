@@ -21,10 +21,8 @@ class HitPolicy(enum.Enum):
 
     ALL_PAGES = "all"
     """Every page. Full attention and MLA need this."""
-
     TRAILING_PAGES = "trailing"
     """The pages that overlap the window before the prefix's end."""
-
     LAST_PAGE = "last"
     """The page that ends with the prefix. It holds a recurrent state."""
 

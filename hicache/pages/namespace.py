@@ -198,7 +198,7 @@ def _hash_blocks(engine: Engine) -> list[Any]:
 
 
 def _ranks(engine: Engine) -> Any:
-    """What the ranks run. An engine that was not asked shares its pages with nobody."""
+    """An engine that was not asked what its ranks run shares its pages with nobody."""
     return nobody_else() if engine.attention is None else dict(engine.attention)
 
 
@@ -321,10 +321,7 @@ INPUTS: tuple[Input, ...] = (
 def namespace(engine: Engine) -> bytes:
     """The namespace of an engine, whose model is loaded. It reads the checkpoint: call it once.
 
-    The first half is that of :func:`namespace_start`; the second half covers everything.
-
-    Raises:
-        ConfigError: if the weights are not on a local disk, and the user gave no identity.
+    Its first half is that of :func:`namespace_start`; it raises as :func:`weights_of`.
     """
     parts = inputs(engine)
     early = {row.name: parts[row.name] for row in INPUTS if row.early}
@@ -335,7 +332,7 @@ def namespace(engine: Engine) -> bytes:
 
 
 def namespace_start(engine: Engine) -> bytes:
-    """The first half of a namespace; the model need not be loaded. It raises as :func:`namespace`.
+    """The first half of a namespace; the model need not be loaded. It raises as :func:`weights_of`.
 
     Engines share it if they differ only in what is known of a loaded model.
     """

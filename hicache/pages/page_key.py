@@ -27,8 +27,7 @@ class PageKey(NamedTuple):
 
     Attributes:
         hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
-            the tokens of the whole prefix, but not the weights: those are in the namespace, or in
-            a salt; see :func:`salted`.
+            the tokens of the whole prefix; the weights are in the namespace, or in a salt.
         pool: number of the pool (KV cache group) that the page belongs to, 0 to :data:`MAX_POOL`.
     """
 

@@ -21,13 +21,10 @@ class ReadStatus(enum.Enum):
 
     HIT = "hit"
     """The buffer holds the page, and the checksum was compared after the page was read."""
-
     MISS = "miss"
     """The store does not have the page, or no longer."""
-
     CORRUPT = "corrupt"
     """Bytes, length, key or namespace differ from those written. The store forgets the key."""
-
     ERROR = "error"
     """The medium failed. The store forgets the key."""
 

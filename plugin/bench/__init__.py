@@ -1,7 +1,7 @@
 """The benchmarks behind ``vllm-graft bench``; nothing heavy is imported before one runs.
 
 A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
-``run``, and a line in :data:`BENCHMARKS`.
+``run``, and a line in :data:`BENCHMARKS`. Importing it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import argparse
 import importlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Any
 
-from vllm_graft.bench.common.report import exit_status, require_folder
+from vllm_graft.bench.common.report import exit_status, require_folder, require_plotting
 
 BENCHMARKS = {
     "trees": "vllm_graft.bench.trees.command",
@@ -22,22 +22,9 @@ BENCHMARKS = {
 """Name on the command line, and the module."""
 
 
-class Benchmark(Protocol):
-    """The interface of a benchmark's module. Importing it must import neither torch nor vLLM."""
-
-    SUMMARY: str
-    __doc__: str | None
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Measure and report; returns the exit status."""
-
-
-def load(name: str) -> Benchmark:
-    """Import the benchmark of that name."""
-    return cast(Benchmark, importlib.import_module(BENCHMARKS[name]))
+def load(name: str) -> Any:
+    """Import the module of a benchmark."""
+    return importlib.import_module(BENCHMARKS[name])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,6 +54,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     def work() -> int:
         require_folder("--json", arguments.json)
         require_folder("--plot", arguments.plot)
+        require_plotting(arguments.plot)
         return load(name).run(arguments)
 
     return exit_status(f"vllm-graft bench {name}", work)

@@ -24,7 +24,7 @@ from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.trees.arm_names import read_arm
-from vllm_graft.bench.trees.turns import engine_options
+from vllm_graft.bench.trees.command import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 

@@ -44,8 +44,6 @@ class Comparison:
     """A comparison of an arm's answers with the first arm's, ``against``.
 
     Attributes:
-        answers: how many answers were compared.
-        equal: how many of them are equal.
         tokens: for each other answer, the place of its first different token.
         margins: how far the first arm's best token was above its next there, in nats.
     """

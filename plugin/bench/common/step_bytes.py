@@ -22,12 +22,10 @@ before, as it does in a step."""
 class StepBytes:
     """What a step of an engine reads at least, in bytes.
 
-    Attributes:
-        target: weights of the target with its output head. Of the embedding a step reads some rows.
-        draft: weights of the draft with its output head, once, however many passes there are.
-        token: K/V of a token in all layers.
-        copy_rate: bytes per second, read and written, of a large copy; 0 where there is no GPU, and
-            where the target has experts, of which a step reads nobody knows how many.
+    `target` and `draft` are weights with the output head, but without the embedding, of which a
+    step reads some rows. `token` is the K/V of one in all layers. `copy_rate` is of a large copy,
+    bytes read and written per second; 0 where there is no GPU, and where the target has experts,
+    of which a step reads nobody knows how many.
     """
 
     target: int

@@ -26,7 +26,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.answers import Answer, Comparison
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.arm import Arm, Row, is_ours, median_row, panels, table, write_files
@@ -207,7 +207,6 @@ def cell(row: Row) -> str:
 
 def run(arguments: argparse.Namespace, looking: type[Looking] = Looking) -> int:
     """Measure, print the table, write the files; status 1 if an answer differs beyond a tie."""
-    report.require_plotting(arguments.plot)
     rows, comparisons = compare(arguments, looking)
     print(table(rows, cell), flush=True)
     write_files(arguments, rows, panels(rows, "px", DRAWN))

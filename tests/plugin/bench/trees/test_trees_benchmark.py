@@ -18,7 +18,7 @@ from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.step_bytes import StepBytes
 from vllm_graft.bench.trees import arm_names as arms
 from vllm_graft.bench.trees import command
-from vllm_graft.bench.trees.turns import take_turns
+from vllm_graft.bench.trees.command import take_turns
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 

@@ -122,7 +122,7 @@ def _region_name(transfer: Any, parallel: Any) -> str:
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups whose pages make up a cached prefix; a ConfigError if there is none, or an unknown."""
+    """The groups whose pages make up a cached prefix; a ConfigError if one cannot be cached."""
     specs = kv_cache_config.kv_cache_groups
     indices = kv_cache_config.prefix_cacheable_group_ids
     if not indices:

@@ -77,7 +77,7 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, directory: Path, number: int, namespace: bytes) -> Segment:
-        """Create an empty segment, and make its files' names durable; if it fails, no file is left."""
+        """Create an empty segment with durable names; if it fails, no file is left."""
         data, index = data_path(directory, number), index_path(directory, number)
         fd = files.create(data)
         try:

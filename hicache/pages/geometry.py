@@ -139,10 +139,7 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
     by_layer: dict[str, Any] = {}
     if isinstance(spec, UniformTypeKVCacheSpecs):
         by_layer = spec.kv_cache_specs
-        kind = next(iter(by_layer.values()))
-    else:
-        kind = spec
-    policy, window = _hit_policy(kind)
+    policy, window = _hit_policy(next(iter(by_layer.values()), spec))
     return Group(
         index=index,
         block_tokens=spec.block_size,

@@ -46,8 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         sub.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
         sub.set_defaults(command=partial(_run, name))
     given = parser.parse_args(arguments)
-    status: int = given.command(given)
-    return status
+    return int(given.command(given))
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:

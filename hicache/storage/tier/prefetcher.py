@@ -70,15 +70,11 @@ class Prefetcher:
         self._clock = clock
         self._loader = Loader(backend, threads)
         self._loads: dict[PageKey, Load] = {}
-        self._bytes = 0
+        self.bytes_in_flight = 0
         self._active: list[PrefetchOperation] = []
         self._waiting: deque[tuple[PrefetchOperation, int]] = deque()
         self._owner = threading.RLock()
         self._closed = False
-
-    @property
-    def bytes_in_flight(self) -> int:
-        return self._bytes
 
     def start(
         self, request_id: str, keys: Sequence[PageKey], timeout: float | None = None
@@ -148,7 +144,7 @@ class Prefetcher:
                     self._waiting.popleft()
                     operation.resolve(index, ReadStatus.HIT)
                     continue
-                if self._bytes >= self._budget or len(self._loads) >= MOST_LOADS:
+                if self.bytes_in_flight >= self._budget or len(self._loads) >= MOST_LOADS:
                     break
                 load = self._begin(key)
                 if load is None:
@@ -169,7 +165,7 @@ class Prefetcher:
             return None
         load = Load(key, slot)
         self._loads[key] = load
-        self._bytes += slot.buffer.nbytes
+        self.bytes_in_flight += slot.buffer.nbytes
         return load
 
     def _abandon(self) -> None:
@@ -181,7 +177,7 @@ class Prefetcher:
     def _settle(self, load: Load) -> None:
         """Publish or release the slot of a finished load."""
         del self._loads[load.key]
-        self._bytes -= load.slot.buffer.nbytes
+        self.bytes_in_flight -= load.slot.buffer.nbytes
         wanted = any(operation.wants(index) for operation, index in load.waiters)
         if load.status is ReadStatus.HIT and wanted:
             self.counters.add("published")

@@ -14,29 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, and their margins if logprobs were asked for."""
+    """The tokens of an answer, and for those with logprobs the best one's margin in nats."""
 
     tokens: list[int]
     margins: list[float]
 
     @classmethod
     def of(cls, completion: Any) -> Answer:
-        return cls(list(completion.token_ids), token_margins(completion))
-
-
-def token_margins(completion: Any) -> list[float]:
-    """For each token with logprobs, how far the best one is above the next, in nats."""
-    margins = []
-    for logprobs in completion.logprobs or []:
-        best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
-        margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
-    return margins
-
-
-def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first place where two answers of one length differ; None if they are equal."""
-    pairs = enumerate(zip(tokens, others, strict=True))
-    return next((place for place, (a, b) in pairs if a != b), None)
+        """Read an answer from vLLM's ``CompletionOutput``."""
+        margins = []
+        for logprobs in completion.logprobs or []:
+            best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
+            margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
+        return cls(list(completion.token_ids), margins)
 
 
 @dataclass(frozen=True)
@@ -73,12 +63,12 @@ def compare(answers: Mapping[str, Sequence[Answer]]) -> list[Comparison]:
     (against, wanted), *others = answers.items()
     compared = []
     for arm, found in others:
-        places = [
-            (place, reference.margins[place])
-            for mine, reference in zip(found, wanted, strict=True)
-            if (place := first_difference(mine.tokens, reference.tokens)) is not None
-        ]
-        tokens, margins = [place for place, _ in places], [margin for _, margin in places]
-        equal = len(wanted) - len(places)
+        tokens, margins = [], []
+        for mine, reference in zip(found, wanted, strict=True):
+            pairs = enumerate(zip(mine.tokens, reference.tokens, strict=True))
+            if (place := next((at for at, (a, b) in pairs if a != b), None)) is not None:
+                tokens.append(place)
+                margins.append(reference.margins[place])
+        equal = len(wanted) - len(tokens)
         compared.append(Comparison(arm, against, len(wanted), equal, tokens, margins))
     return compared

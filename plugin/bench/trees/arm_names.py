@@ -32,8 +32,7 @@ _CHAINS: dict[str, dict[str, Any]] = {
 """Chains of stock vLLM, and the keys that they add to the speculative configuration."""
 
 _NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously. On answers of
-a small model, lengths of 2 to 4 were accepted most."""
+"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously."""
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from benchmarks.bars.windows import (
     step_table,
     table,
 )
-from benchmarks.timing import Deadline
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
@@ -61,11 +61,11 @@ class Bars:
         self._needed: dict[str, StepBytes | None] = {}
         self._warm: set[tuple[int, bool]] = set()
 
-    def measure(self, cells: Sequence[Cell], rounds: int, deadline: Deadline) -> None:
+    def measure(self, cells: Sequence[Cell], rounds: int, until: float) -> None:
         """Go round the cells, leaving out the windows that don't fit into the time left."""
         turns = itertools.product(range(rounds), cells)
         for number, cell in sorted(turns, key=lambda turn: turn[1].batch >= LARGE):
-            if deadline.left > self._took.get(cell, 0.0):
+            if until - time.perf_counter() > self._took.get(cell, 0.0):
                 self._window(cell, number)
 
     def measure_device(self, with_kernels: bool) -> None:
@@ -226,11 +226,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Start the engines, measure, print the table."""
     report.require_folder("--json", arguments.json)
     bars = start(arguments)
-    deadline = Deadline(arguments.seconds)
+    until = time.perf_counter() + (math.inf if arguments.seconds is None else arguments.seconds)
     try:
         if arguments.device == "first":
             bars.measure_device(with_kernels=False)
-        bars.measure(arguments.cells, arguments.rounds, deadline)
+        bars.measure(arguments.cells, arguments.rounds, until)
         # Profiling comes last: launches of a process take longer after it was profiled.
         if arguments.device == "last" or arguments.kernels:
             bars.measure_device(arguments.kernels)

@@ -14,5 +14,6 @@ def wait_for(prefetcher: Prefetcher, operation: PrefetchOperation) -> None:
         if operation.ended:
             return
         time.sleep(0.001)
-        prefetcher._active.extend(prefetcher.poll())
+        ended = prefetcher.poll()
+        prefetcher._active.extend(ended)
     raise AssertionError("the prefetch has not ended")

@@ -89,12 +89,9 @@ def _each(read: Callable[[Any, Engine], Any]) -> Callable[[Engine], Any]:
 
 def _field(owner: str, *names: str) -> Callable[[Engine], Any]:
     """Read fields of a configuration; None for those that this vLLM does not have."""
-
-    def read(engine: Engine) -> list[Any]:
-        config = getattr(engine.vllm_config, owner, None)
-        return [getattr(config, name, None) for name in names]
-
-    return read
+    return lambda engine: [
+        getattr(getattr(engine.vllm_config, owner, None), name, None) for name in names
+    ]
 
 
 def _config(model: Any, engine: Engine) -> dict[str, Any]:

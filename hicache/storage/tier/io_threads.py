@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from vllm_graft.base.log import logger
+from vllm_graft.hicache.host.index import Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
@@ -144,9 +145,9 @@ class Loader(JobQueue[Load, Load]):
 
 @dataclass(frozen=True)
 class Write:
-    """A page to write: the caller's number, and key and bytes of each shard's part."""
+    """A page of host memory to write, with key and bytes of each shard's part."""
 
-    tag: int
+    page: Page
     parts: tuple[tuple[PageKey, memoryview], ...]
 
 
@@ -163,15 +164,7 @@ class Outcome(enum.Enum):
     """The cache was reset while the write was waiting."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """A write that has ended."""
-
-    tag: int
-    outcome: Outcome
-
-
-class WriteBehind(JobQueue[Write, Written]):
+class WriteBehind(JobQueue[Write, tuple[Page, Outcome]]):
     """A bounded queue of writes; more than ``capacity`` that wait are declined."""
 
     def __init__(self, backend: StorageBackend, threads: int, capacity: int) -> None:
@@ -198,7 +191,7 @@ class WriteBehind(JobQueue[Write, Written]):
     def drop(self) -> None:
         """Drop all waiting writes. Writes that a thread has begun go on."""
         with self._changed:
-            self._finished += [Written(write.tag, Outcome.DROPPED) for write in self._queue]
+            self._finished += [(write.page, Outcome.DROPPED) for write in self._queue]
             self._queue.clear()
 
     def wait_idle(self) -> None:
@@ -222,13 +215,13 @@ class WriteBehind(JobQueue[Write, Written]):
             self._closed = True
         return self._join(max(0.1, end - time.monotonic()))
 
-    def _run(self, write: Write) -> Written:
+    def _run(self, write: Write) -> tuple[Page, Outcome]:
         if all(self._backend.write(key, page) for key, page in write.parts):
             outcome = Outcome.KEPT
         else:
             outcome = Outcome.DECLINED if self._backend.is_full else Outcome.FAILED
         self._flush_if_due()
-        return Written(write.tag, outcome)
+        return write.page, outcome
 
     def _flush_if_due(self) -> None:
         with self._changed:

@@ -69,8 +69,6 @@ class StorageTier:
         )
         capacity = max(1, geometry.shape.num_slots // 4)
         self._writer = WriteBehind(self.backend, options.threads, capacity)
-        self._writing: dict[int, Page] = {}
-        self._next_write = 0
         self._incoming: dict[PageKey, _Incoming] = {}
         self._reset: threading.Thread | None = None
         self._cleared = True
@@ -138,15 +136,15 @@ class StorageTier:
 
     def poll(self) -> list[PrefetchOperation]:
         """Take in finished reads and writes; return the prefetches that have newly ended."""
-        for written in self._writer.take_finished():
-            self._index.release([self._writing.pop(written.tag)])
-            self.written += written.outcome is Outcome.KEPT
-            self.declined += written.outcome is Outcome.DECLINED
-            self.dropped += written.outcome is Outcome.DROPPED
-            self._failed_writes += written.outcome is Outcome.FAILED
+        for page, outcome in self._writer.take_finished():
+            self._index.release([page])
+            self.written += outcome is Outcome.KEPT
+            self.declined += outcome is Outcome.DECLINED
+            self.dropped += outcome is Outcome.DROPPED
+            self._failed_writes += outcome is Outcome.FAILED
         ended = self._prefetcher.poll()
         # If a prefetch ended between two shards of a page, no one will read the other shards.
-        for whole in [key for key, page in self._incoming.items() if not page.reading]:
+        for whole in [key for key, found in self._incoming.items() if not found.reading]:
             self._drop(whole)
         return ended
 
@@ -243,11 +241,9 @@ class StorageTier:
             (self._part(page.key, shard), self._pool.page(shard, page.slot, size))
             for shard in range(self._shards)
         )
-        tag, self._next_write = self._next_write, self._next_write + 1
         self._index.hold([page])
-        self._writing[tag] = page
-        if not self._writer.submit(Write(tag, parts)):
-            self._index.release([self._writing.pop(tag)])
+        if not self._writer.submit(Write(page, parts)):
+            self._index.release([page])
             self.declined += 1
 
     def _part(self, key: PageKey, shard: int) -> PageKey:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.hicache.host.index import Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
@@ -130,10 +131,10 @@ def test_a_lookup_may_answer_with_other_truths(
 def test_a_write_finishes_whatever_the_store_does(fault: Callable[..., Any]) -> None:
     writer = WriteBehind(store(write=fault, flush=fault), 1, 10)
     writer._last_flush = -100.0
-    for tag in range(3):
-        assert writer.submit(Write(tag, ((KEYS[tag], memoryview(b"page")),)))
+    for slot_number, key in enumerate(KEYS):
+        assert writer.submit(Write(Page(key, slot_number), ((key, memoryview(b"page")),)))
     assert writer.close(30)
-    assert [one.outcome for one in writer.take_finished()] == [Outcome.FAILED] * 3
+    assert [outcome for _, outcome in writer.take_finished()] == [Outcome.FAILED] * 3
     assert writer.failed_flushes >= 1
 
 

@@ -119,7 +119,6 @@ BOUNDED = {
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
         hicache/storage/tier/prefetcher.py:Prefetcher._loads
         hicache/storage/tier/storage_tier.py:StorageTier._incoming
-        hicache/storage/tier/storage_tier.py:StorageTier._writing
         hicache/storage/tier/storage_tier.py:_Incoming.came""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts

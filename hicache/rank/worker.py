@@ -367,5 +367,6 @@ def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> Non
 
 def _numa_node(device: torch.device) -> int | None:
     properties = torch.cuda.get_device_properties(device)
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    place: list[Any] = [getattr(properties, name, None) for name in names]
     return None if None in place else node_of_gpu("{:04x}:{:02x}:{:02x}.0".format(*place))

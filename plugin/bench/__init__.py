@@ -54,6 +54,6 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         require_folder("--json", arguments.json)
         require_folder("--plot", arguments.plot)
         require_plotting(arguments.plot)
-        return load(name).run(arguments)
+        return int(load(name).run(arguments))
 
     return exit_status(f"vllm-graft bench {name}", work)

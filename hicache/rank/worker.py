@@ -197,7 +197,6 @@ class HiCacheWorker:
             self._load_later()
 
     def wait_layer(self, layer: str) -> None:
-        """Let later work of the compute stream wait for the load of ``layer``."""
         self.engine.wait_layer(layer)
 
     def after_forward(self) -> None:

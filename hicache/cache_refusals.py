@@ -20,7 +20,7 @@ from vllm_graft.hicache.config.connector_options import flags_below
 from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes
+from vllm_graft.hicache.pages.pool_shape import least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hooks import manager
 
@@ -89,8 +89,7 @@ def _open_store(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     it is unknown which replica this is, so nothing is checked. In all cases that are not decided
     here, opening the store will fail if another process has it open.
     """
-    from vllm_graft.hicache.pages.inputs import Engine
-    from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace_start
+    from vllm_graft.hicache.pages.namespace import NAMESPACE_START, Engine, namespace_start
 
     held = _held(config, vllm_config)
     if not held or vllm_config.parallel_config.data_parallel_size > 1:

@@ -22,8 +22,7 @@ from vllm_graft.hicache.messages.cache_stats import HiCacheProm, HiCacheStats
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
-from vllm_graft.hicache.rank import early_loads
-from vllm_graft.hicache.rank.worker import HiCacheWorker
+from vllm_graft.hicache.rank.worker import HiCacheWorker, hook_early_loads
 from vllm_graft.hicache.setup import make_injector, make_scheduler, require_storage_room
 from vllm_graft.seams.compare import require_seams
 
@@ -59,7 +58,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
         else:
-            early_loads.hook()
+            hook_early_loads()
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
             staging_bytes = int(config.staging_bytes)
             self.worker = HiCacheWorker(geometry, rank, num_blocks, make_injector(), staging_bytes)
@@ -106,7 +105,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.before_step(_ours(kv_connector_metadata))
 
     def begin_loads(self, metadata: HiCacheMetadata) -> None:
-        """Begin a step's loads before vLLM prepares its inputs; see :mod:`early_loads`."""
+        """Begin a step's loads before vLLM prepares its inputs; see ``hook_early_loads``."""
         self.worker.begin_loads(metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -15,8 +15,7 @@ from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hicache.pages.geometry import Geometry
-from vllm_graft.hicache.pages.inputs import Engine
-from vllm_graft.hicache.pages.namespace import namespace
+from vllm_graft.hicache.pages.namespace import Engine, namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.faulty import inject

@@ -12,7 +12,7 @@ from vllm_graft.hicache.pages.groups import HitPolicy, longest_hit
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.request_state import RequestState
-from vllm_graft.hicache.storage.tier.prefetcher import PrefetchOperation
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host import machine_memory as memory
 from vllm_graft.hicache.pages import namespace
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes
-from vllm_graft.hicache.pages.pool_shape import PAGE
+from vllm_graft.hicache.pages.pool_shape import PAGE, least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hooks.entries import StorageBackend as Entry

@@ -19,7 +19,7 @@ from tests.support.engines.cache_engines import (
 )
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.messages.operation import Direction
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes
+from vllm_graft.hicache.pages.pool_shape import least_page_bytes
 from vllm_graft.hicache.storage.segments import store
 from vllm_graft.testing import cpu_engine, model_runner
 

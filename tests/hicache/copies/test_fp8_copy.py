@@ -31,7 +31,6 @@ from vllm_graft.hicache.copies.copy_engine import fp8_copy
 from vllm_graft.hicache.copies.page_kernel import fits, launch
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages import geometry
-from vllm_graft.hicache.pages.inputs import INPUTS
 from vllm_graft.hicache.pages.layout import (
     Copies,
     LayerPages,
@@ -40,6 +39,7 @@ from vllm_graft.hicache.pages.layout import (
     layer_copies,
     pages_bytes,
 )
+from vllm_graft.hicache.pages.namespace import INPUTS
 from vllm_graft.testing import compile_cases
 
 GAP = 64

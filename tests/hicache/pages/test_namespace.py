@@ -15,8 +15,13 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import change_a_tensor, tensors, write_parts
 from tests.support.vllm_configs import model_at, vllm_config_at
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.pages.inputs import INPUTS, Engine
-from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace, namespace_start
+from vllm_graft.hicache.pages.namespace import (
+    INPUTS,
+    NAMESPACE_START,
+    Engine,
+    namespace,
+    namespace_start,
+)
 
 
 @pytest.fixture
@@ -129,7 +134,7 @@ def with_other_weights(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPa
 MODEL = "model_config"
 LONG_ROPE = {"rope_type": "longrope"}
 CHANGES: dict[str, list[Change]] = {
-    "format": [patch("vllm_graft.hicache.pages.inputs.FORMAT", 2)],
+    "format": [patch("vllm_graft.hicache.pages.namespace.FORMAT", 2)],
     "vLLM": [patch("vllm.__version__", "0.99")],
     "device": [patch("vllm.platforms.current_platform.device_type", "tpu")],
     "weights": [with_other_weights, fields(weights="v1")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.host_cache.prefetches import wait_for
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.faults.injector import (
     FaultInjector,
@@ -24,7 +26,8 @@ from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
 from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher, PrefetchPolicy, Slot
+from vllm_graft.hicache.storage.tier.io_threads import Slot
+from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 FAULTS = 10_000
@@ -189,11 +192,10 @@ def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) ->
         for key in KEYS:
             store.write(key, memoryview(page_of(key)))
         first = rng.randrange(len(KEYS))
-        wanted = PrefetchPolicy.WAIT_COMPLETE
-        operation = prefetcher.start(str(number), KEYS[first : first + 10], wanted)
+        operation = prefetcher.start(str(number), KEYS[first : first + 10], math.inf)
         if rng.random() < 0.3:
             threading.Thread(target=operation.cancel).start()
-        assert prefetcher.wait(operation, 30)
+        wait_for(prefetcher, operation)
     prefetcher.close()
     assert len(pool.free) == 8
     assert prefetcher.bytes_in_flight == 0

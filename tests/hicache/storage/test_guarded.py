@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 
 from tests.support.host_cache.third_stores import GoodStore, raising
+from vllm_graft.hicache.host.index import Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
-from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.io_threads import (
+    Load,
+    Loader,
+    Outcome,
+    Slot,
+    Write,
+    WriteBehind,
+)
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
 
 KEYS = [page_key(number) for number in range(3)]
@@ -61,7 +68,8 @@ def test_a_load_finishes_whatever_a_read_does(
     for key in KEYS:
         load = Load(key, slot())
         loader.submit(load)
-        loader.wait_finished(30)
+        with loader._changed:
+            assert loader._changed.wait_for(lambda: loader._finished, 30)
         assert loader.take_finished() == [load]
         assert load.status is ReadStatus.ERROR
     assert all(thread.is_alive() for thread in loader._threads)
@@ -89,10 +97,10 @@ def test_a_lookup_may_answer_with_other_truths(loaders: Callable[[StorageBackend
 def test_a_write_finishes_whatever_the_store_does(fault: Callable[..., Any]) -> None:
     writer = WriteBehind(store(write=fault, flush=fault), 1, 10)
     writer._last_flush = -100.0
-    for tag in range(3):
-        assert writer.submit(Write(tag, ((KEYS[tag], memoryview(b"page")),)))
+    for slot_number, key in enumerate(KEYS):
+        assert writer.submit(Write(Page(key, slot_number), ((key, memoryview(b"page")),)))
     assert writer.close(30)
-    assert [one.outcome for one in writer.take_finished()] == [Outcome.FAILED] * 3
+    assert [outcome for _, outcome in writer.take_finished()] == [Outcome.FAILED] * 3
     assert writer.failed_flushes >= 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.record import encode_header, verify
+from vllm_graft.hicache.storage.segments.format import encode_header, verify
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import (
     NAMESPACE,

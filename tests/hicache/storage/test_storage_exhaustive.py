@@ -24,8 +24,7 @@ from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.segments import directory, space
 from vllm_graft.hicache.storage.segments.neighbours import read_claim
-from vllm_graft.hicache.storage.segments.segment_options import SegmentsOptions
-from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hicache.storage.segments.store import SegmentsBackend, SegmentsOptions
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 State = dict[str, bytes]

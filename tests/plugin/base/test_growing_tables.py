@@ -58,7 +58,7 @@ BOUNDED = {
         spec_decode/verification/context.py:TreeContext._made
         hicache/copies/streams.py:StreamCopyEngine._layer_events
         hicache/copies/strided.py:StridedPlanner.columns
-        hicache/pages/inputs.py:Engine.layout hicache/pages/inputs.py:Engine.options""",
+        hicache/pages/namespace.py:Engine.layout hicache/pages/namespace.py:Engine.options""",
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
         spec_decode/targets/latent/latent_attention.py:latent_tile
         spec_decode/targets/latent/own_latents.py:own_tile
@@ -119,7 +119,6 @@ BOUNDED = {
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
         hicache/storage/tier/prefetcher.py:Prefetcher._loads
         hicache/storage/tier/storage_tier.py:StorageTier._incoming
-        hicache/storage/tier/storage_tier.py:StorageTier._writing
         hicache/storage/tier/storage_tier.py:_Incoming.came""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts

@@ -23,8 +23,8 @@ from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hicache.storage.tier import io_threads
 from vllm_graft.hicache.storage.tier import storage_tier as tier_module
-from vllm_graft.hicache.storage.tier import write_behind
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 SHARDS, SLOTS, SIZE = 2, 16, 100
@@ -240,7 +240,7 @@ def test_writes_that_a_reset_drops_are_no_errors(
 def test_a_flush_that_raises_is_counted_and_ends_no_thread(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(io_threads, "FLUSH_SECONDS", 0.0)
     stock = rig.backend.flush
     monkeypatch.setattr(rig.backend, "flush", raising(OSError("gone")))
     # These are more stores than there are threads.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+from vllm_graft.bench.common.arm import Row, median_row, panels, table
 
 
 def row(arm: str, part: str, name: str, value: float) -> Row:

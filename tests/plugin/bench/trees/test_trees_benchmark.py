@@ -13,13 +13,12 @@ import pytest
 
 from vllm_graft.bench.common import answers, arm_processes, closed_loop
 from vllm_graft.bench.common.arm import Arm as NamedArm
-from vllm_graft.bench.common.arm_rows import Row, panels, table
+from vllm_graft.bench.common.arm import Row, panels, table
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.step_bytes import StepBytes
 from vllm_graft.bench.trees import arm_names as arms
 from vllm_graft.bench.trees import command
-from vllm_graft.bench.trees.turns import take_turns
-from vllm_graft.spec_decode.tuning.scheduling import TunedLookup
+from vllm_graft.bench.trees.command import take_turns
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
@@ -335,37 +334,6 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
     assert core.scheduler.dynamic_sd_lookup == [5, 5, 5, 5]
     with pytest.raises(RuntimeError, match="an arm of its own"):
         closed_loop.fix_drafts(None, 5)
-
-
-def test_nodes_are_held_and_nothing_is_learned_meanwhile() -> None:
-    tuner = NodeTuner([7, 7, 3], 64)
-    told: list[int | None] = []
-
-    class Chooser(Core):
-        def __init__(self) -> None:
-            self.scheduler = SimpleNamespace(dynamic_sd_lookup=TunedLookup([7, 7, 3], tuner))
-
-        def collective_rpc(self) -> None:
-            closed_loop.hold_nodes(None, told[-1])
-
-    core = Chooser()
-    free = tuner.begin_step(1)
-    told.append(10 - free)
-    core.collective_rpc()
-    assert [core.scheduler.dynamic_sd_lookup[1] for _ in range(20)] == [10 - free] * 20
-    tuner.observe(10 - free, [9], 1e-6, batch=1)
-    assert tuner.report()[10 - free] == {"acceptance_length": 0.0}
-    told.append(None)
-    core.collective_rpc()
-    assert core.scheduler.dynamic_sd_lookup[1] == free
-    # Control: now it learns.
-    tuner.observe(10 - free, [3], 1e-6, batch=1)
-    assert tuner.report()[10 - free]["acceptance_length"] == 3.0
-    told.append(5)
-    with pytest.raises(RuntimeError, match="chooses 5 nodes"):
-        core.collective_rpc()
-    with pytest.raises(RuntimeError, match="chooses 7 nodes"):
-        closed_loop.hold_nodes(None, 7)
 
 
 class Engine:

@@ -9,7 +9,6 @@ A process either interprets or compiles, so the compiler runs in a child process
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -97,19 +96,6 @@ def compile_cases(
     if child.returncode:
         raise GraftError(f"the kernels of {cases} could not be compiled:\n{child.stderr[-4000:]}")
     return [Compiled(**json.loads(line)) for line in child.stdout.splitlines()]
-
-
-def launched_kernels(package: ModuleType) -> set[str]:
-    """Jitted ``*_kernel`` functions of a package and what is below it, named as in `KernelCase`."""
-    root = Path(package.__path__[0])
-    return {
-        f"{'.'.join((package.__name__, *file.relative_to(root).with_suffix('').parts))}:{node.name}"
-        for file in root.rglob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.endswith("_kernel")
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,31 +92,6 @@ def write_llama(folder: Path, shape: TinyShape = TINY, seed: int = 0) -> Path:
     config = model_config(shape, shape.num_layers, "LlamaForCausalLM")
     write_checkpoint(folder, weights, config)
     write_tokenizer(folder, vocab)
-    return folder
-
-
-def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 3) -> Path:
-    """A copy of a checkpoint with noise in its matrices: a draft model that is often right.
-
-    Args:
-        source: as `write_llama` left it.
-        folder: written.
-        noise: standard deviation, as a share of each matrix's own.
-        seed: of the noise.
-    """
-    import torch
-    from safetensors.torch import load_file
-
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: tensor
-        if tensor.ndim < 2
-        else tensor + torch.randn(tensor.shape, generator=generator) * tensor.std() * noise
-        for name, tensor in load_file(source / "model.safetensors").items()
-    }
-    write_checkpoint(folder, weights, json.loads((source / "config.json").read_text()))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder / name)
     return folder
 
 

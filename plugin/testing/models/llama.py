@@ -170,11 +170,7 @@ def layer_weights(
 
 
 def write_configs(folder: Path) -> tuple[Path, Path]:
-    """Write a target and an EAGLE-3 head without weights, for what only reads configurations.
-
-    Returns:
-        Their two folders.
-    """
+    """Write a target and an EAGLE-3 head without weights; returns their folders."""
     draft = {**_BARE, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     configs = {"target": _BARE, "draft": {**draft, "draft_vocab_size": 64}}
     for name, config in configs.items():

@@ -17,27 +17,18 @@ _PACKAGE = "vllm"
 _DEPTH = 12
 """Imports that are followed to where a symbol is defined."""
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
 
 @dataclass(frozen=True)
 class Found:
-    """A symbol where it is defined.
-
-    Attributes:
-        module: below ``vllm``, dotted; empty for the package itself.
-        node: its definition; an assignment for a variable, None for a module.
-    """
+    """A symbol where it is defined: a definition or an assignment; None for a module itself."""
 
     module: str
+    """Below ``vllm``, dotted; empty for the package."""
     node: ast.stmt | None
 
 
 class Sources:
-    """Python files below ``vllm``.
-
-    Args:
-        path: a wheel, or a folder that holds ``vllm``.
+    """Python files below ``vllm``, in a wheel or in a folder that holds it.
 
     Raises:
         ConfigError: if there is no vLLM in it.
@@ -58,14 +49,12 @@ class Sources:
         if self.path.suffix == ".whl":
             return self.path.name.split("-")[1]
         for node in self._tree("_version").body if self.file("_version") else ():
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(
-                node.value, ast.Constant
-            ):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if any(
-                    getattr(target, "id", "") in ("version", "__version__") for target in targets
-                ):
-                    return str(node.value.value)
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.Constant):
+                targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+                names = {getattr(target, "id", "") for target in targets}
+                if names & {"version", "__version__"}:
+                    return str(value.value)
         return ""
 
     def file(self, module: str) -> str | None:
@@ -231,15 +220,14 @@ def _name_of_statement(node: ast.stmt) -> str:
 
 def _defined(tree: ast.Module, name: str) -> ast.stmt | None:
     """A module's definition of a name, also one within ``if``, ``try`` or ``with``."""
-    waiting: list[ast.stmt] = list(tree.body)
+    waiting = list(tree.body)
     while waiting:
         node = waiting.pop(0)
         if _name_of_statement(node) == name:
             return node
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             inner = [*node.body, *getattr(node, "orelse", ())]
-            for handler in getattr(node, "handlers", ()):
-                inner += handler.body
+            inner += (each for handler in getattr(node, "handlers", ()) for each in handler.body)
             waiting = inner + waiting
     return None
 

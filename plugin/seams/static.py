@@ -1,8 +1,7 @@
 """The ledger against a vLLM that is not installed, from its source files alone.
 
-What `compare` finds out by importing, this reads from syntax trees, in the same notation. What a
-syntax tree does not tell (members that another package's base class brings) is said to be unknown,
-never to be right.
+What `compare` finds out by importing, this reads from syntax trees, in the same notation. Members
+that another package's base class may bring are said to be unknown, never to be right.
 """
 
 from __future__ import annotations
@@ -10,7 +9,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from vllm_graft.seams.compare import SeamReport, in_order, normalized_hash
+from vllm_graft.seams.compare import (
+    SeamReport,
+    assigned_in,
+    in_order,
+    normalized_hash,
+    parameters_of,
+)
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.sources import Found, Sources, name_of
 
@@ -70,19 +75,7 @@ def _parameters(found: Found, sources: Sources) -> str:
         return _parameters(init, sources).removeprefix("self, ").replace("self", "no parameter")
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return f"{UNKNOWN}no function"
-    given = node.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
-    shown = [f"{each.arg}{'=' if default else ''}" for each, default in zip(positional, defaults)]
-    if given.vararg:
-        shown.append(f"*{given.vararg.arg}")
-    shown += [
-        f"{each.arg}{'=' if default else ''}"
-        for each, default in zip(given.kwonlyargs, given.kw_defaults)
-    ]
-    if given.kwarg:
-        shown.append(f"**{given.kwarg.arg}")
-    return ", ".join(shown) or "no parameter"
+    return parameters_of(node)
 
 
 def _fields(found: Found, sources: Sources) -> Iterator[str]:
@@ -121,6 +114,7 @@ def _collect(
     """Add the members of a class and of its bases, and what its methods assign to ``self``."""
     if not isinstance(found.node, ast.ClassDef) or depth == 0:
         return
+    names |= assigned_in(found.node)
     for node in ast.walk(found.node):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
@@ -128,13 +122,6 @@ def _collect(
             names.add(node.target.id)
         elif isinstance(node, ast.Assign):
             names.update(each.id for each in node.targets if isinstance(each, ast.Name))
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            names.add(node.attr)
     for base in sources.bases(found):
         if isinstance(base, Found):
             _collect(base, sources, names, foreign, depth - 1)

@@ -29,7 +29,7 @@ class Support(enum.Enum):
 
 
 def support_of(version: str, reports: Sequence[SeamReport]) -> Support:
-    """What holds for a vLLM whose symbols were compared with the ledger."""
+    """The support of a vLLM whose symbols were compared with the ledger."""
     try:
         engine_for(version)
     except SeamError:
@@ -55,12 +55,7 @@ def moved(*parts: str) -> str:
 
 
 def moved_in(path: Path, version: str, parts: Collection[str]) -> str:
-    """The first symbol of a vLLM that is not as some parts expect it; empty if all are.
-
-    Args:
-        path: a wheel, or a folder that holds ``vllm``.
-        version: of that vLLM.
-        parts: rooms of the ledger.
+    """The first symbol of the vLLM at a path that is not as some parts expect it; empty if none.
 
     Raises:
         GraftError: if there is no vLLM, or one that is too old.

@@ -14,7 +14,7 @@ from vllm_graft import activation
 from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
 from vllm_graft.seams import compare as seams
-from vllm_graft.seams.compose import compose
+from vllm_graft.seams.wrap import compose
 
 
 @pytest.fixture(autouse=True)

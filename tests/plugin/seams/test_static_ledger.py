@@ -13,9 +13,7 @@ import pytest
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams import support
 from vllm_graft.seams.compare import ledger_at, vllm_version
-from vllm_graft.seams.ledger.entry import Kind, Seam
-from vllm_graft.seams.ledger.minor import minor_of
-from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
 from vllm_graft.seams.sources import Sources
 from vllm_graft.seams.static import is_unknown, read_seams
 

@@ -54,10 +54,7 @@ def diagnose(manager: Manager) -> list[Finding]:
 
 
 def diagnose_wheel(path: Path) -> list[Finding]:
-    """The ledger against a vLLM that is not installed, from its source files alone.
-
-    Args:
-        path: a wheel, or a folder that one was unpacked to.
+    """The ledger against a vLLM that is not installed: a wheel, or an unpacked one's folder.
 
     Raises:
         ConfigError: if there is no vLLM in it.
@@ -79,18 +76,15 @@ def exit_status(findings: list[Finding]) -> int:
 def render(findings: list[Finding]) -> str:
     """The report for people."""
     rows = [(_STATE[finding.ok], finding.check, finding.detail) for finding in findings]
-    lines = [table(("", "", ""), rows, _STYLES)]
     problems = sum(not finding.ok for finding in findings)
-    lines.append("no problem found" if not problems else f"{problems} to mend")
-    return "".join(lines)
+    end = f"{problems} to mend" if problems else "no problem found"
+    return table(("", "", ""), rows, _STYLES) + end
 
 
 def as_dict(findings: list[Finding]) -> dict[str, object]:
     """The report for programs."""
-    return {
-        "ok": all(finding.ok for finding in findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
+    well = all(finding.ok for finding in findings)
+    return {"ok": well, "findings": [asdict(finding) for finding in findings]}
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -138,7 +132,6 @@ def _seams() -> Iterator[Finding]:
 
 
 def _seams_of_families(manager: Manager) -> Iterator[Finding]:
-    """What third parties' families of targets rely on."""
     for offer in manager.offers("graft_target_families"):
         family = offer.entry
         if isinstance(family, TargetFamily) and family.seams:

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_graft.cli import main
 from vllm_graft.scaffold.new_plugin import write
-from vllm_graft.scaffold.templates import KINDS
+from vllm_graft.scaffold.new_plugin import KINDS
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.cli import main
-from vllm_graft.scaffold.new_plugin import write
-from vllm_graft.scaffold.new_plugin import KINDS
+from vllm_graft.scaffold.new_plugin import KINDS, write
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 

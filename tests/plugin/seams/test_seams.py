@@ -151,9 +151,7 @@ def test_only_the_parts_asked_for_are_checked(ledger: Callable[..., None]) -> No
         require_seams("core", "vision")
 
 
-def test_a_source_hash_ignores_comments_and_indentation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_source_hash_ignores_comments_and_indentation(monkeypatch: pytest.MonkeyPatch) -> None:
     def hashed(source: str) -> str:
         monkeypatch.setattr(inspect, "getsource", lambda function: source)
         return seams._source_hash(None)

@@ -254,63 +254,50 @@ def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
     assert "tree" in decided.on
 
 
-def test_a_tree_is_made_narrower_where_its_levels_would_not_fit(config: Any) -> None:
-    config.scheduler_config.max_num_batched_tokens = 1024
-    decided = start(config)
-    assert tree_of(config)["topk"] == 4
-    assert "but: A level of the draft has 2048 rows" in decided.on["tree"]
-    assert config.scheduler_config.max_num_batched_tokens == 1024
+LONG = "scheduler_config.long_prefill_token_threshold"
+ROWS = "scheduler_config.max_num_batched_tokens"
+DEPTH = "speculative_config.num_speculative_tokens"
 
 
-def test_no_tree_of_one_branch(config: Any) -> None:
-    config.scheduler_config.max_num_batched_tokens = 511
-    assert start(config).off["tree"].startswith("A level of the draft has 2048 rows")
-    assert drafts(config) == 7
-
-
-def test_a_shallow_tree_has_the_nodes_that_it_holds(config: Any) -> None:
-    config.speculative_config.num_speculative_tokens = 1
-    start(config)
-    assert tree_of(config)["nodes"] == config.speculative_config.num_speculative_tokens == 8
-
-
-def test_with_lora_a_tree_has_the_rows_that_fit(config: Any) -> None:
-    config.lora_config = object()
-    assert "tree" in start(config).on
-    assert tree_of(config)["nodes"] == 7
-
-
-def test_a_fixed_tree_has_the_rows_that_the_threshold_leaves_whole(config: Any) -> None:
-    config.additional_config = {"graft": "latency"}
-    config.scheduler_config.long_prefill_token_threshold = 32
-    decided = start(config)
-    assert {"shape": "fixed", "nodes": 31}.items() <= tree_of(config).items()
-    assert "but: --long-prefill-token-threshold is 32." in decided.on["tree"]
-
-
-@pytest.mark.parametrize(("preset", "threshold"), [("latency", 64), ("auto", 32)])
-def test_other_trees_are_as_large_as_without_a_threshold(
-    config: Any, preset: str, threshold: int
+@pytest.mark.parametrize(
+    ("preset", "path", "value", "tree", "words"),
+    [
+        ("auto", ROWS, 1024, {"topk": 4}, "but: A level of the draft has 2048 rows"),
+        ("auto", DEPTH, 1, {"nodes": 8}, ""),
+        ("auto", "lora_config", object(), {"nodes": 7}, ""),
+        ("latency", LONG, 32, {"shape": "fixed", "nodes": 31},
+         "but: --long-prefill-token-threshold is 32."),
+        ("latency", LONG, 64, {"nodes": 63}, None),
+        ("auto", LONG, 32, {"nodes": 63}, None),
+        ("auto", "parallel_config.data_parallel_size", 2, {"shape": "fixed", "nodes": 15},
+         "shape is 'auto' and --data-parallel-size is 2. vLLM"),
+    ],
+)  # fmt: skip
+def test_a_tree_is_made_to_fit(
+    config: Any, preset: str, path: str, value: Any, tree: dict[str, Any], words: str | None
 ) -> None:
-    config.additional_config = {"graft": preset}
-    config.scheduler_config.long_prefill_token_threshold = threshold
-    assert "the preset wants" not in start(config).on["tree"].lower()
-    assert tree_of(config)["nodes"] == 63
+    """Without `words` it is as large as without the limit."""
+    change(config, {"additional_config": {"graft": preset}, path: value})
+    told = start(config).on["tree"]
+    assert tree.items() <= tree_of(config).items()
+    assert drafts(config) == tree_of(config)["nodes"]
+    assert words in told if words is not None else "the preset wants" not in told.lower()
+    assert path == DEPTH or value == functools.reduce(getattr, path.split("."), config)
 
 
-def test_no_tree_where_the_threshold_leaves_no_row_for_a_node(config: Any) -> None:
-    config.additional_config = {"graft": "latency"}
-    config.scheduler_config.long_prefill_token_threshold = 1
+@pytest.mark.parametrize(
+    ("preset", "path", "value", "words"),
+    [
+        ("auto", ROWS, 511, "A level of the draft has 2048 rows"),
+        ("latency", LONG, 1, "--long-prefill-token-threshold is 1, but a full tree has 2 rows. "),
+        ("auto", DEPTH, 40, "got 40: set it to 1..32"),
+    ],
+)
+def test_no_tree_fits(config: Any, preset: str, path: str, value: int, words: str) -> None:
+    change(config, {"additional_config": {"graft": preset}, path: value})
     off = start(config).off["tree"]
-    assert off.startswith("--long-prefill-token-threshold is 1, but a full tree has 2 rows. ")
-    assert drafts(config) == 7
-
-
-def test_replicas_get_a_small_fixed_tree(config: Any) -> None:
-    config.parallel_config.data_parallel_size = 2
-    decided = start(config)
-    assert {"shape": "fixed", "nodes": 15}.items() <= tree_of(config).items()
-    assert "shape is 'auto' and --data-parallel-size is 2. vLLM" in decided.on["tree"]
+    assert words in off if path == DEPTH else off.startswith(words)
+    assert drafts(config) == (value if path == DEPTH else 7)
 
 
 @pytest.mark.parametrize(
@@ -443,17 +430,20 @@ def test_the_gated_delta_rule_gets_small_trees(
     assert ("of recurrent states per node and request" in decided.on["tree"]) is is_smaller
 
 
-def test_nothing_is_filled_in_for_recurrent_layers_on_other_devices(config: Any, on: Any) -> None:
-    on(platform("xpu"))
-    _delta_rule(config)
-    assert "whose trees need an NVIDIA GPU" in start(config).off["tree"]
-    assert drafts(config) == 4
-
-
-def test_other_drafts_of_the_gated_delta_rule_were_not_measured(config: Any) -> None:
-    _delta_rule(config, "eagle3")
-    decided = start(config)
-    assert "speculative_config.method is 'eagle3': set it to 'mtp'" in decided.off["tree"]
+@pytest.mark.parametrize(
+    ("device", "method", "words"),
+    [
+        ("xpu", "mtp", "whose trees need an NVIDIA GPU"),
+        # Other drafts were not measured.
+        ("cuda", "eagle3", "speculative_config.method is 'eagle3': set it to 'mtp'"),
+    ],
+)
+def test_other_devices_and_drafts_of_the_gated_delta_rule_get_no_trees(
+    config: Any, on: Any, device: str, method: str, words: str
+) -> None:
+    on(platform(device))
+    _delta_rule(config, method)
+    assert words in start(config).off["tree"]
     assert drafts(config) == 4
 
 
@@ -520,11 +510,6 @@ def test_a_table_of_the_users_counts_drafts_of_a_chain(config: Any) -> None:
     config.speculative_config.num_speculative_tokens_per_batch_size = table
     assert "counts drafts of a chain" in start(config).off["tree"]
     assert config.speculative_config.num_speculative_tokens_per_batch_size is table
-
-
-def test_a_depth_that_no_tree_has(config: Any) -> None:
-    config.speculative_config.num_speculative_tokens = 40
-    assert "got 40: set it to 1..32" in start(config).off["tree"]
 
 
 def test_a_draft_with_mla_gets_trees(config: Any) -> None:

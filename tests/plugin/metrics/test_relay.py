@@ -40,7 +40,8 @@ def carrying(**numbers: Any) -> Output:
 
 def sent(relay: Relay, output: Output | None = None, **stats: Any) -> dict[str, Any]:
     """What one step sends, which is something."""
-    found = sent(relay, output, **stats)
+    found = message(relay, output, **stats)
+    assert found is not None
     return found
 
 

@@ -119,3 +119,15 @@ def fake_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
         return module
 
     return make
+
+
+@pytest.fixture
+def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
+    """Run on another platform."""
+
+    def choose(platform: Any, batch_invariant: bool = False) -> None:
+        envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=batch_invariant)
+        fake_module("vllm", envs=envs)
+        fake_module("vllm.platforms", current_platform=platform)
+
+    return choose

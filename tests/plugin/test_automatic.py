@@ -7,8 +7,7 @@ import functools
 import importlib.metadata
 import json
 import logging
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 # Some tests replace the module `vllm`, behind which a preset asks this one for a state's bytes.
 import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
 
+from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
 from vllm_graft.base.decision import decision_of, told
@@ -25,41 +25,14 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
 
 
-def platform(device_type: str = "cuda", capability: tuple[int, int] = (9, 0)) -> Any:
-    """A stand-in for vLLM's, which asks NVML."""
-    major, minor = capability
-    found = SimpleNamespace(major=major, minor=minor, as_version_str=lambda: f"{major}.{minor}")
-    return SimpleNamespace(
-        device_type=device_type,
-        is_cuda=lambda: device_type == "cuda",
-        get_device_capability=lambda: found if device_type == "cuda" else None,
-        get_device_total_memory=lambda: 80 << 30,
-        support_static_graph_mode=lambda: device_type == "cuda",
-    )
-
-
 @pytest.fixture
-def on(
-    fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Any], None]:
-    """Run on another platform; the fixture itself is Hopper with a vLLM that fits."""
-
-    def choose(current: Any) -> None:
-        envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=False)
-        fake_module("vllm", envs=envs)
-        fake_module("vllm.platforms", current_platform=current)
-
+def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``, on a Hopper."""
     monkeypatch.setattr(automatic, "moved", lambda *parts: "")
     log.info_once.cache_clear()
     log.warning_once.cache_clear()
     info.clear()
-    choose(platform())
-    return choose
-
-
-@pytest.fixture
-def config(vllm_config: Any, on: Any) -> Any:
-    """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``."""
+    on(platform())
     change(
         vllm_config,
         {

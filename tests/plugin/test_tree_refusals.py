@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.platforms import platform
 from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.markers import hookimpl
@@ -603,44 +604,18 @@ def test_a_wrong_number_of_hot_tokens_is_refused(
     _refusal(config, words, f"vocabulary of {draft_vocab or 1000} tokens", hot_tokens=size)
 
 
-def _platform(device_type: str, capability: tuple[int, int] | None, cuda: bool = True) -> Any:
-    """Make a stand-in for vLLM's platform, which asks NVML."""
-    found = None
-    if capability is not None:
-        major, minor = capability
-        found = SimpleNamespace(major=major, minor=minor, as_version_str=lambda: f"{major}.{minor}")
-    return SimpleNamespace(
-        device_type=device_type,
-        is_cuda=lambda: cuda and device_type == "cuda",
-        get_device_capability=lambda: found,
-    )
-
-
-@pytest.fixture
-def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
-    """Run on another platform."""
-    envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=False)
-
-    def choose(platform: Any, batch_invariant: bool = False) -> None:
-        envs.VLLM_BATCH_INVARIANT = batch_invariant
-        fake_module("vllm", envs=envs)
-        fake_module("vllm.platforms", current_platform=platform)
-
-    return choose
-
-
-HOPPER, ROCM = _platform("cuda", (9, 0)), _platform("cuda", (9, 4), cuda=False)
+HOPPER, ROCM = platform(), platform("cuda", (9, 4), nvidia=False)
 
 
 def test_an_fp8_head_needs_a_device_that_multiplies_them(
     config: Any, on: Callable[..., None]
 ) -> None:
     for capability in ((8, 9), (9, 0), (12, 0), None):
-        on(_platform("cuda", capability))
+        on(platform("cuda", capability))
         _serve(config, head_dtype="fp8")
-    on(_platform("cpu", None))
+    on(platform("cpu"))
     _serve(config, head_dtype="fp8")
-    on(_platform("cuda", (8, 6)))
+    on(platform("cuda", (8, 6)))
     words = "has capability 8.6. FP8 products need an NVIDIA GPU of compute capability 8.9"
     words += f"|graft.tree.head_dtype is 'fp8'|set {KEY}.head_dtype to 'auto'"
     _refusal(config, words, head_dtype="fp8")
@@ -651,21 +626,21 @@ def test_an_fp8_head_needs_a_device_that_multiplies_them(
 
 
 @pytest.mark.parametrize(
-    ("platform", "options", "words"),
+    ("current", "options", "words"),
     [
-        (_platform("cpu", None), {}, "the platform cpu has no FlashAttention 3"),
+        (platform("cpu"), {}, "the platform cpu has no FlashAttention 3"),
         (ROCM, {}, "the platform cuda has no FlashAttention 3"),
-        (_platform("cuda", (8, 0)), {}, "for compute capability 9, and this device has 8.0"),
-        (_platform("cuda", (10, 0)), {}, "for compute capability 9, and this device has 10.0"),
+        (platform("cuda", (8, 0)), {}, "for compute capability 9, and this device has 8.0"),
+        (platform("cuda", (10, 0)), {}, "for compute capability 9, and this device has 10.0"),
         (HOPPER, {"flash_attn_version": 2}, "flash_attn_version is 2, not 3"),
         (HOPPER, {"backend": SimpleNamespace(name="TRITON_ATTN")},
          "the attention backend is TRITON_ATTN, not FLASH_ATTN"),
     ],
 )  # fmt: skip
 def test_flash_is_refused_where_there_is_none(
-    config: Any, on: Callable[..., None], platform: Any, options: dict[str, Any], words: str
+    config: Any, on: Callable[..., None], current: Any, options: dict[str, Any], words: str
 ) -> None:
-    on(platform)
+    on(current)
     vars(config.attention_config).update(options)
     _refusal(config, "graft.tree.attention is 'flash', but |" + words, attention="flash")
     _serve(config, attention="auto")

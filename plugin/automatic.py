@@ -18,7 +18,7 @@ from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
-from vllm_graft.seams.support import moved
+from vllm_graft.seams.versions import moved
 
 _FILLED_IN = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 """What parts fill in of vLLM's speculative config."""

@@ -17,9 +17,8 @@ from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health, TargetFamily
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
 from vllm_graft.seams.compare import SeamReport, check_seams, ledger_at, vllm_version
-from vllm_graft.seams.sources import Sources
-from vllm_graft.seams.static import is_unknown, read_seams
-from vllm_graft.seams.support import Support, support_of
+from vllm_graft.seams.sources import Sources, is_unknown, read_seams
+from vllm_graft.seams.versions import Support, support_of
 
 ENTRY_POINT = "vllm_graft:register"
 SUPPORT = "support"

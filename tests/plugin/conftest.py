@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.hooks import manager
+from vllm_graft.seams import post_import
+from vllm_graft.seams.wrap import BuiltClasses
+
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -131,3 +135,19 @@ def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
         fake_module("vllm.platforms", current_platform=platform)
 
     return choose
+
+
+@pytest.fixture
+def unhooked_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, Any], manager.Manager]:
+    """Stand a part in a process where nothing is hooked, without third parties; return those."""
+
+    def prepare(module: ModuleType, part: Any) -> manager.Manager:
+        monkeypatch.setattr(module, "require_seams", lambda *parts: None)
+        monkeypatch.setattr(part, "built", BuiltClasses("drafts"))
+        monkeypatch.setattr(post_import, "_finder", post_import._Finder())
+        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        plugins = manager.Manager()
+        monkeypatch.setattr(manager, "manager", lambda: plugins)
+        return plugins
+
+    return prepare

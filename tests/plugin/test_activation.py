@@ -19,7 +19,7 @@ from vllm_graft.base.errors import ConfigError, HookError, NotActiveError, SeamE
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
 from vllm_graft.seams import post_import
-from vllm_graft.seams.wrap import BuiltClasses, is_hooked, wrap
+from vllm_graft.seams.wrap import is_hooked, wrap
 from vllm_graft.spec_decode import tree_part
 from vllm_graft.spec_decode.verification.context import Counters
 
@@ -29,7 +29,7 @@ WORKER = "vllm.v1.worker.worker_base"
 
 
 @pytest.fixture
-def unhooked(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
+def unhooked(fake_module: Any, unhooked_part: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fake vLLM of one test."""
 
     class Platform:
@@ -75,14 +75,9 @@ def unhooked(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyP
     fake_module(WORKER, WorkerWrapperBase=WorkerWrapperBase)
     fake_module("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
     fake_module("vllm.v1.worker.gpu.cudagraph_utils", CudaGraphManager=CudaGraphManager)
-    plugins = manager.Manager()
+    plugins = unhooked_part(tree_part, tree_part.TREES)
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, Tree))
-    monkeypatch.setattr(manager, "manager", lambda: plugins)
     monkeypatch.setattr(activation, "_registered", False)
-    monkeypatch.setattr(tree_part.TREES, "built", BuiltClasses("drafts"))
-    monkeypatch.setattr(tree_part, "require_seams", lambda *parts: None)
-    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     log.info_once.cache_clear()
     log.warning_once.cache_clear()
     classes = {"platform": Platform, "stock": EagleSpeculator, "tree": Tree}

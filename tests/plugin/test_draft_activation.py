@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +11,6 @@ import pytest
 from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError, HookError, NotActiveError
 from vllm_graft.config import GraftConfig
-from vllm_graft.hooks import manager
-from vllm_graft.seams import post_import
-from vllm_graft.seams.wrap import BuiltClasses
 from vllm_graft.spec_decode import chain_part
 from vllm_graft.spec_decode.chain_part import CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
@@ -36,7 +31,7 @@ def config(vllm_config: Any) -> Any:
 
 
 @pytest.fixture
-def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(fake_module: Any, unhooked_part: Any) -> Any:
     class StandaloneARSpeculator:
         def __init__(self, vllm_config: Any, device: str) -> None:
             self.device = device
@@ -49,12 +44,7 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module("vllm.platforms", current_platform=platform)
     fake_module(SPECULATOR, StandaloneARSpeculator=StandaloneARSpeculator)
     fake_module("vllm_graft.spec_decode.drafters.standalone.chain", ChainSpeculator=ChainSpeculator)
-    plugins = manager.Manager()
-    monkeypatch.setattr(manager, "manager", lambda: plugins)
-    monkeypatch.setattr(chain_part, "require_seams", lambda *parts: None)
-    monkeypatch.setattr(CHAINS, "built", BuiltClasses("drafts"))
-    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    unhooked_part(chain_part, CHAINS)
     CHAINS.install()
     return SimpleNamespace(stock=StandaloneARSpeculator, chain=ChainSpeculator, platform=platform)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +14,7 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision import vision_part
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.graph_runners.vision.vision_part import VISION
-from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import VisionAdapter, VitGraphRunner
-from vllm_graft.seams import post_import
-from vllm_graft.seams.wrap import BuiltClasses
 
 MANAGER = "vllm.v1.worker.encoder_cudagraph"
 V2 = "vllm.v1.worker.gpu.model_states.interface"
@@ -27,7 +22,7 @@ V1 = "vllm.v1.worker.gpu_model_runner"
 
 
 @pytest.fixture
-def unhooked(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
+def unhooked(fake_module: Any, unhooked_part: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fake vLLM of one test."""
 
     class EncoderCudaGraphManager:
@@ -80,17 +75,12 @@ def unhooked(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyP
         VisionAdapter=Adapter,
         attach=lambda model, adapter: setattr(model, "speaks", True),
     )
-    plugins = manager.Manager()
     entries = {
         "graft_vit_graph_runners": [VitGraphRunner("cuda_graph", lambda: Runner, "")],
         "graft_vision_adapters": [VisionAdapter("Adapted", lambda: Adapter, "")],
     }
+    plugins = unhooked_part(vision_part, VISION)
     monkeypatch.setattr(plugins, "_entries", lambda hook, provider: entries.get(hook, []))
-    monkeypatch.setattr(manager, "manager", lambda: plugins)
-    monkeypatch.setattr(VISION, "built", BuiltClasses("encodes"))
-    monkeypatch.setattr(vision_part, "require_seams", lambda *parts: None)
-    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     classes = {"stock": EncoderCudaGraphManager, "runner": Runner, "v1": GPUModelRunner}
     return SimpleNamespace(**classes, state=ModelState, entries=entries, platform=graphs)
 

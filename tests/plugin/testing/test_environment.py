@@ -117,7 +117,7 @@ def server(site, tmp_path, monkeypatch):
     variables = {"VLLM_GRAFT_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     variables["PYTHONPATH"] = str(site)
     with VllmServer([str(target), *flags], tmp_path / "serve.log", variables) as running:
-        running.wait_ready(120)
+        running.wait_ready()
         yield running
 
 

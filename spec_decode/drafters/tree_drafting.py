@@ -16,8 +16,8 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
-from vllm_graft.seams import compose
 from vllm_graft.seams.kept_memory import kept_memory
+from vllm_graft.seams.wrap import compose
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters import growth_graphs
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
@@ -211,7 +211,7 @@ class TreeDrafting(DraftModelSpeculator):
             self.allocate_context(served.attending)
             self.allocate_growths(served.attending)
             served.attach(self.context)
-        compose.compose(target_model, engine, TreeModelState.bind(self.context, served))
+        compose(target_model, engine, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
 
     def allocate_context(self, layers: Mapping[str, Any]) -> None:

@@ -44,7 +44,6 @@ class TreePolicyContract:
     def test_shape_is_within_its_bounds(
         self, policy: TreePolicy, config: TreeConfig, num_nodes: int
     ) -> None:
-        """A tree has nodes and levels, and no more nodes than the engine verifies."""
         shape = policy(config, num_nodes)
         assert shape.topk >= 1
         assert shape.steps >= 1
@@ -58,18 +57,13 @@ class TreePolicyContract:
 
 
 class DraftTree(NamedTuple):
-    """The draft of one request.
-
-    Attributes:
-        tokens: Target token of each drafted node, ``[num_nodes]``.
-        parents: Parent of each, ``[num_nodes]``; node 0 is the root (the last accepted token), so
-            ``tokens[i]`` is that of node ``i + 1``.
-        scores: Cumulative log-probability of each, ``[num_nodes]``.
-    """
+    """The draft of one request; each is ``[num_nodes]``."""
 
     tokens: Sequence[int]
+    """Target tokens. The root, node 0, has none here: ``tokens[i]`` is that of node ``i + 1``."""
     parents: Sequence[int]
     scores: Sequence[float]
+    """Cumulative log-probabilities."""
 
 
 class DrafterContract:
@@ -92,7 +86,6 @@ class DrafterContract:
     def test_tokens_are_those_of_the_target(
         self, trees: Sequence[DraftTree], vocab_size: int
     ) -> None:
-        """Ids of a reduced draft vocabulary must have been mapped."""
         assert all(0 <= token < vocab_size for tree in trees for token in tree.tokens)
 
     def test_tree_is_not_too_large(self, trees: Sequence[DraftTree]) -> None:

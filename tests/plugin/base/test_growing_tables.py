@@ -30,7 +30,7 @@ BOUNDED = {
         plugin/hooks/manager.py:manager plugin/metrics/board.py:Board._states
         plugin/metrics/board.py:Series._children plugin/metrics/increments.py:Increments._known
         plugin/metrics/relay.py:Relay._reported plugin/seams/compare.py:_assigned
-        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/support.py:moved
+        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:moved
         plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/targets/dense/chunked_metadata.py:_keeping
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds

@@ -193,12 +193,8 @@ def test_control_characters_of_labels_are_escaped(ask: Ask, escape: str) -> None
     [
         *("http://127.0.0.1:1", "nonsense", "http://[::1", "ftp://127.0.0.1:1", "", "\x1b[2J"),
         *("file:///etc/hostname", "http://a b/", "http://127.0.0.1:99999", "http://127.0.0.1:abc"),
-        *(
-            "http://\ud800",
-            "x" * 100_000,
-            "http://127.0.0.1:1/\r\nX: y",
-            "http://127.0.0.1:1/?s3cret",
-        ),
+        *("http://\ud800", "x" * 100_000, "http://127.0.0.1:1/\r\nX: y"),
+        "http://127.0.0.1:1/?s3cret",
         *("http://user:s3cret@127.0.0.1:1", "http://user:s3c/s3cret@[::1", "u:s3cret@127.0.0.1:1"),
         *("http://a:s3cret@b:s3cret@127.0.0.1:abc", "http:u:s3cret@127.0.0.1"),
     ],

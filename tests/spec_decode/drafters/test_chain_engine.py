@@ -13,9 +13,9 @@ import torch
 
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
+from tests.support.checkpoints import write_likeness
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import TinyShape, write_llama
-from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.answers.finished_trees import finish_and_compare
 from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.checkpoints import write_likeness
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -20,7 +21,6 @@ from tests.support.engines.pairs import (
 )
 from tests.support.watches.emitted import emitted
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
-from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

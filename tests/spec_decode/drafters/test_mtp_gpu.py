@@ -14,8 +14,9 @@ import torch
 from tests.support.answers.text_requests import TEXTS
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import model_runner, spec_metrics, write_glm4_moe, write_mimo
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -7,13 +7,13 @@ import pytest
 from tests.support.kernel_cases import (
     compiled,
     history_kernels,
+    launched_kernels,
     plan_kernels,
     rare_plans,
     recurrent_kernels,
     tree_kernels,
 )
 from vllm_graft.spec_decode import kernels, targets
-from vllm_graft.testing.compiling import launched_kernels
 
 _NIGHTLY = pytest.mark.nightly
 ROOMS = (tree_kernels, history_kernels, recurrent_kernels)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 import vllm_graft.graph_runners.vision.fused as fused
-from tests.support.kernel_cases import compiled, vision_kernels
-from vllm_graft.testing.compiling import launched_kernels
+from tests.support.kernel_cases import compiled, launched_kernels, vision_kernels
 
 
 def test_every_kernel_has_a_case() -> None:

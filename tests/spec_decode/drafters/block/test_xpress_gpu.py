@@ -11,8 +11,9 @@ from tests.support.engines import gpu_blocks
 from tests.support.engines.gpu_blocks import GREEDY, SEEDED, share_alike
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Answer, answer_all, differing
+from tests.support.models.block_drafts import write_xpress
 from tests.support.models.block_pairs import FROM_LAST
-from vllm_graft.testing import spec_metrics, write_xpress
+from vllm_graft.testing import spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -16,10 +16,11 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
+from tests.support.models.mtp_targets import write_mimo
 from tests.support.references.windowed_reference import compared
 from tests.support.watches.drafted import Drafted, drafted
 from vllm_graft.spec_decode.targets.dense import draft_window
-from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama, write_mimo
+from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -1,10 +1,8 @@
 """Tiny targets whose own module for one token more (MTP) drafts well by construction.
 
-A target's next token depends on the last token and on those 1 and 3 before it, which its two
-attention heads look up by their distance. The module is a copy of the target's one layer. It sees
-the same tokens one position earlier, which rotary embeddings do not notice, so that it predicts
-what the target will. Only the first few positions of a text differ, as a module never sees the
-first token.
+The next token depends on the last one and on those 1 and 3 before it, which two attention heads
+look up by distance. The module is a copy of the target's one layer, and sees the same tokens one
+position earlier. So it predicts what the target will, but for the first positions of a text.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ EXPERTS = 4
 _DISTANCES = (1, 3)
 """How far back each attention head looks, in tokens."""
 
-_SHARP = 40.0
+SHARP = 40.0
 """Scale of the attention scores: what lies one token beside the wanted distance has no weight."""
 
-_THETA = 10000.0
-_FAST = 4
+THETA = 10000.0
+FAST = 4
 """Pairs of a head's dimensions that turn so fast that they tell one distance from the next."""
 
 
@@ -46,15 +44,12 @@ def write_mimo(
     """Write a MiMo, whose layers are Qwen2's.
 
     Args:
-        folder: written.
-        shape: sizes of target and module; one layer and two heads.
-        seed: of the weights.
-        from_states: weight with which the target's states, which a perfect draft would not need,
-            are mixed into the module's input. Above 0 the module errs, and how it errs depends on
-            the states.
+        shape: of target and module; one layer and two heads.
+        from_states: weight of the target's states, which a perfect draft would not need, in the
+            module's input. Above 0 the module errs, and how depends on the states.
 
     Returns:
-        ``folder``, which serves as the target and as the draft of ``method: mtp``.
+        ``folder``, the target and also the draft of ``method: mtp``.
     """
     torch, randn = random_weights(seed, shape)
     target = _around_the_layer(shape, torch, randn)
@@ -117,6 +112,22 @@ def write_glm4_moe(
     return folder
 
 
+def look_up(shape: TinyShape, distances: tuple[int, ...], rotary: int) -> tuple[Any, Any]:
+    """Queries ``[num_heads, head_dim]`` and one key that attend to one distance each."""
+    import torch
+
+    half = rotary // 2
+    angles = torch.tensor([THETA ** (-pair / half) for pair in range(FAST)])
+    queries = torch.zeros(shape.num_heads, shape.head_dim)
+    for head, distance in enumerate(distances):
+        # Rotated to their positions, query and key differ by the angle of their distance.
+        queries[head, :FAST] = torch.cos(angles * distance)
+        queries[head, half : half + FAST] = -torch.sin(angles * distance)
+    key = torch.zeros(shape.head_dim)
+    key[:FAST] = SHARP * math.sqrt(shape.head_dim)
+    return queries, key
+
+
 def _ones(shape: TinyShape, torch: Any) -> Any:
     return torch.ones(shape.hidden_size)
 
@@ -146,7 +157,7 @@ def _config(shape: TinyShape, architecture: str) -> dict[str, Any]:
     return {
         **model_config(shape, shape.num_layers, architecture),
         "num_nextn_predict_layers": 1,
-        "rope_parameters": {"rope_theta": _THETA, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
     }
 
 
@@ -155,19 +166,11 @@ def _lookup_layer(shape: TinyShape, rotary: int, torch: Any, randn: Any) -> dict
     weights = layer_weights("", shape, shape.hidden_size, torch, randn)
     weights = {name.removeprefix("."): weight for name, weight in weights.items()}
     weights["input_layernorm.weight"] = _ones(shape, torch)
-    half = rotary // 2
-    angles = torch.tensor([_THETA ** (-pair / half) for pair in range(_FAST)])
-    queries = torch.zeros(shape.num_heads, shape.head_dim)
-    for head, distance in enumerate(_DISTANCES):
-        # Rotated to their positions, query and key differ by the angle of their distance.
-        queries[head, :_FAST] = torch.cos(angles * distance)
-        queries[head, half : half + _FAST] = -torch.sin(angles * distance)
-    key = torch.zeros(shape.num_kv_heads, shape.head_dim)
-    key[:, :_FAST] = _SHARP * math.sqrt(shape.head_dim)
+    queries, key = look_up(shape, _DISTANCES, rotary)
     for name in ("q_proj", "k_proj"):
         weights[f"self_attn.{name}.weight"].zero_()
     return weights | {
         "self_attn.q_proj.bias": queries.flatten(),
-        "self_attn.k_proj.bias": key.flatten(),
+        "self_attn.k_proj.bias": key.repeat(shape.num_kv_heads),
         "self_attn.v_proj.bias": torch.zeros(shape.num_kv_heads * shape.head_dim),
     }

@@ -1,10 +1,9 @@
 """A tiny target and drafts of blocks of positions that predict it by construction.
 
-A token of the target's texts depends on the tokens 9 and 12 places before it, which two attention
-heads look up by their distance, and on the last token as much as it is asked to. A draft that
-predicts up to 8 tokens at once finds both of the former in the text so far. It has the target's one
-layer, so that it looks up the same, and a term of its own for the last token if it is of a kind
-that has one. What a draft lacks, or errs in, shows in what is accepted of it.
+A token depends on those 9 and 12 places before it, which two attention heads look up by distance,
+and on the last token as much as it is asked to. A draft has the same layer, so that it looks up the
+same, and a term for the last token if its kind has one. What a draft lacks, or errs in, shows in
+what is accepted of it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.models.mtp_targets import FAST, SHARP, THETA, look_up
 from vllm_graft.testing.models.llama import (
     TINY,
     TinyShape,
@@ -32,11 +32,6 @@ DEPTH = 8
 _DISTANCES = (8, 11)
 """How far each head looks back from the token before the predicted one."""
 
-_SHARP = 40.0
-_THETA = 10000.0
-_FAST = 4
-"""As in `mtp_targets`: scale of the attention's scores, and what tells distances apart."""
-
 _LOOKED_UP = 6.0
 _RANK = 32
 
@@ -44,16 +39,12 @@ _RANK = 32
 def write_block_target(
     folder: Path, shape: TinyShape = BLOCK_LAYER, seed: int = 0, *, from_last: float = 0.0
 ) -> Path:
-    """Write the target, a Qwen2.
+    """Write the target, a Qwen2; returns ``folder``.
 
     Args:
-        folder: written.
-        shape: sizes of target and draft; one layer, two heads and a hidden size of 64.
+        shape: of target and draft; one layer, two heads and a hidden size of 64.
         seed: of the weights; the drafts of a target take the same.
         from_last: weight of the last token in the logits, beside 1 for the tokens looked up.
-
-    Returns:
-        ``folder``.
     """
     torch, _ = random_weights(seed, shape)
     embedding, rows = _tables(shape, seed, from_last)
@@ -78,17 +69,11 @@ def write_dflash(
     error: float = 0.0,
     causal: bool = False,
 ) -> Path:
-    """Write a DFlash draft of the target of the same shape and seed, with its output head.
+    """Write a DFlash draft of the target of the same shape and seed; returns ``folder``.
 
     Args:
-        folder: written.
-        shape: sizes.
-        seed: of the target's weights.
         error: noise in what the draft reads of the target's states; above 0 it errs.
         causal: whether a position sees no later one. TRITON_ATTN has nothing else.
-
-    Returns:
-        ``folder``.
     """
     weights = _draft(shape, seed, error, extra_distance=1)
     _write_draft(folder, shape, weights, "DFlashDraftModel", causal)
@@ -107,8 +92,8 @@ def write_dflash2(
 ) -> Path:
     """Write a DFlash 2 draft, whose scores of pairs know how the last token counts.
 
-    Arguments are those of `write_block_target` and `write_dflash`, and ``top_k``: the candidates of
-    a position. With an error its convolutions mix neighbouring positions, too.
+    With an error its convolutions mix neighbouring positions, too. ``top_k``: candidates of a
+    position.
     """
     torch, randn = random_weights(seed + 2, shape)
     weights = _draft(shape, seed, error, extra_distance=1)
@@ -146,10 +131,7 @@ def write_lilicorr(
     causal: bool = False,
     top_k: int = 4,
 ) -> Path:
-    """Write a LiLiCorr draft, whose attention between candidates is random, so that it errs.
-
-    Arguments are those of `write_dflash`, and ``top_k``: the candidates of a position.
-    """
+    """Write a LiLiCorr draft, whose attention between candidates is random, so that it errs."""
     torch, randn = random_weights(seed + 3, shape)
     weights = _draft(shape, seed, error, extra_distance=1)
     hidden, heads, factors, features = shape.hidden_size, 2, 8, 5
@@ -208,8 +190,7 @@ def write_dspark(
 ) -> Path:
     """Write a DSpark draft, whose bias by the last token is the target's.
 
-    Arguments are those of `write_block_target` and `write_dflash`, and ``from_anchor``: whether the
-    last token's position predicts the next token, instead of a mask behind it.
+    ``from_anchor``: the last token's position predicts the next token, not a mask behind it.
     """
     embedding, rows = _tables(shape, seed, from_last)
     weights = _draft(shape, seed, error, extra_distance=0 if from_anchor else 1)
@@ -238,9 +219,8 @@ def write_xpress(
 ) -> Path:
     """Write an XPress draft, whose refiner knows how the last token counts. VLLM 0.33 serves it.
 
-    Arguments are those of `write_block_target` and `write_dflash`, and ``topc``: the candidates of
-    a position, 0 for the whole vocabulary, and ``passes``: those of vLLM's chain. With an error the
-    refiner's bias depends on all tokens of a path and on the block's states.
+    With an error the refiner's bias depends on all tokens of a path and on the block's states.
+    ``topc``: candidates of a position, 0 for all; ``passes``: those of vLLM's chain.
     """
     torch, randn = random_weights(seed + 4, shape)
     embedding, rows = _tables(shape, seed, from_last)
@@ -295,14 +275,7 @@ def _layer(shape: TinyShape, distances: tuple[int, ...], torch: Any) -> dict[str
     """A layer whose heads look up the tokens at two distances, and that does nothing else."""
     hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.head_dim
     half = size // 2
-    angles = torch.tensor([_THETA ** (-pair / half) for pair in range(_FAST)])
-    queries = torch.zeros(shape.num_heads, size)
-    for head, distance in enumerate(distances):
-        # Rotated to their positions, query and key differ by the angle of their distance.
-        queries[head, :_FAST] = torch.cos(angles * distance)
-        queries[head, half : half + _FAST] = -torch.sin(angles * distance)
-    key = torch.zeros(size)
-    key[:_FAST] = _SHARP * math.sqrt(size)
+    queries, key = look_up(shape, distances, size)
     # The norm before makes a token's embedding longer by this factor.
     value = torch.cat([torch.eye(_RANK), torch.zeros(_RANK, _RANK)], 1) / math.sqrt(2)
     output = torch.zeros(hidden, 2 * size)
@@ -331,8 +304,8 @@ def _draft(shape: TinyShape, seed: int, error: float, *, extra_distance: int) ->
     near, far = _DISTANCES
     layer = _layer(shape, (near + extra_distance, far + extra_distance), torch)
     # Queries and keys are constant, so that their norms can be given back to them.
-    rms = math.sqrt(_FAST / shape.head_dim)
-    key = _SHARP * math.sqrt(shape.head_dim) * rms
+    rms = math.sqrt(FAST / shape.head_dim)
+    key = SHARP * math.sqrt(shape.head_dim) * rms
     layer |= {
         "self_attn.q_norm.weight": torch.full((shape.head_dim,), rms),
         "self_attn.k_norm.weight": torch.full((shape.head_dim,), key),
@@ -350,7 +323,7 @@ def _draft(shape: TinyShape, seed: int, error: float, *, extra_distance: int) ->
 def _config(shape: TinyShape, architecture: str) -> dict[str, Any]:
     return {
         **model_config(shape, shape.num_layers, architecture),
-        "rope_parameters": {"rope_theta": _THETA, "rope_type": "default"},
+        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
     }
 
 

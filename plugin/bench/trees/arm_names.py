@@ -145,7 +145,7 @@ def _check_tree(name: str, tree: dict[str, Any], nodes: int) -> None:
     Raises:
         BenchmarkError: if they are wrong.
     """
-    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).max_nodes
+    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).num_candidates
     if nodes > holds:
         raise BenchmarkError(
             f"--arms {name!r}: a tree of topk {tree['topk']} and {tree['steps']} steps holds "

@@ -26,7 +26,7 @@ from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
 from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.begin import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers

@@ -29,7 +29,7 @@ def _rank_kernel(
 ):
     """Write each candidate of one block to the node of its rank; the best candidate is node 1.
 
-    One program per block computes ranks; a single program would do all comparisons serially.
+    A single program would do all comparisons serially.
     """
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -121,18 +121,18 @@ def finish_tree(
     Nodes are ordered by score, highest first, ties by lower candidate index.
 
     Args:
-        table: Candidates of ``steps_done`` levels.
-        num_reqs: Batch rows.
-        steps_done: Levels in the table.
-        num_nodes: Draft nodes, at most 63 and at most the number of candidates.
+        table: candidates of ``steps_done`` levels.
+        num_reqs: batch rows.
+        steps_done: levels in the table.
+        num_nodes: drafts, at most `MAX_NODES` and at most the number of candidates.
         idx_mapping: i64 ``[num_reqs]``, request-state index; a negative one (padding of a graph)
             leaves ``tree`` untouched.
-        tree: Receives the topology at the request-state indices.
+        tree: receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
-        num_extra: Candidates of other sources in the columns behind those of the levels; where
-            there is none, the score is -inf.
-        extra_nodes: i64 ``[max_reqs]``, receives at the request-state indices which nodes are such
-            candidates: bit ``j`` is set if node ``j`` is one. Required together with `num_extra`.
+        num_extra: columns of other sources behind those of the levels; their score is -inf where
+            there is no candidate.
+        extra_nodes: i64 ``[max_reqs]``, receives at the request-state indices a mask of the nodes
+            that are such candidates. Required together with `num_extra`.
 
     Raises:
         ValueError: if ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.

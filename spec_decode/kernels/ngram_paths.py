@@ -135,20 +135,14 @@ def insert_paths(
     Paths are one as far as their tokens are equal, as in the tries of SuffixDecoding (Oliaro et
     al., arXiv 2411.04975). A match of n tokens goes on with the rate of n, and its path is taken
     where the paths of better matches are not: a node's log-probability is that of the rate of its
-    best match, and of ``1 - rate`` for each better sibling.
+    best match, and of ``1 - rate`` for each better sibling. See `insert_ngrams` for the arguments.
 
     Args:
         table: ``depth * state.matches`` columns from ``first`` on are written: column
             ``first + (d - 1) * matches + m`` is the node of match ``m`` at depth ``d``. It has a
             score of -inf if a better match has the same node, or if there is no match ``m``.
-        state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written, for
-            the best match alone.
-        total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
-        idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        num_reqs: Batch rows.
-        first: First column that is written; it lies behind the drafts' candidates.
-        depth: Tokens of each path.
-        vocab_size: Tokens of the target. What is none of them is replaced by token 0, which ranks
+        state: ``notes`` and ``pending`` are written for the best match alone.
+        vocab_size: tokens of the target. What is none of them is replaced by token 0, which ranks
             behind all others, and so does the path below it.
 
     Raises:

@@ -22,8 +22,7 @@ class TreeRows:
     """Which rows of a batch belong to trees, and what each of them sees. Addresses are stable.
 
     Attributes:
-        num_drafts: i32 ``[max_reqs]`` by batch row, drafts that a request verifies; 0 for a plain
-            request.
+        num_drafts: i32 ``[max_reqs]`` by batch row; 0 for a plain request.
         row_masks: i64 ``[max_tokens]``; bit ``j`` is set if the row sees the request's ``j``-th
             tree row.
         row_depths: i32 ``[max_tokens]``, position of the row behind the first of its request's
@@ -33,10 +32,9 @@ class TreeRows:
             row before. Rows of longer plain queries than the tree kernel computes keep old numbers.
         num_rows: i32 ``[max_reqs]`` by batch row, how many of the query's last rows the tree
             kernel computes.
-        prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 for a request
-            without such rows.
-        plain_lens: i32 ``[max_reqs]`` by batch row, keys that the platform's attention reads. It is
-            0 where all rows belong to a tree, so that the platform's attention skips them.
+        prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 without such rows.
+        plain_lens: i32 ``[max_reqs]`` by batch row, keys that the platform's attention reads: 0
+            where all rows belong to a tree, so that it skips them.
     """
 
     num_drafts: torch.Tensor
@@ -49,7 +47,6 @@ class TreeRows:
 
     @classmethod
     def allocate(cls, max_reqs: int, max_tokens: int, device: torch.device | str) -> TreeRows:
-        """Zeroed tensors for at most ``max_reqs`` requests and ``max_tokens`` rows in a batch."""
 
         def per_request() -> torch.Tensor:
             return torch.zeros(max_reqs, dtype=torch.int32, device=device)
@@ -139,9 +136,8 @@ class VerifiedBatch(Protocol):
 
     Attributes:
         idx_mapping: i64 ``[num_reqs]``, request-state index.
-        query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
-        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request. A request has one
-            more logits row than drafts.
+        query_start_loc: i32 ``[>= num_reqs + 1]``.
+        cu_num_logits: i32 ``[num_reqs + 1]``; a request has one more logits row than drafts.
         positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
         num_reqs: batch rows in use.
         num_reqs_after_padding: batch rows of the graph; the rest get 0 rows.
@@ -171,16 +167,16 @@ def prepare_rows(
     one is left to the platform's attention.
 
     Args:
-        tree: Topology by request-state index.
-        batch: The engine's batch; its positions of tree rows are overwritten.
+        tree: topology by request-state index.
+        batch: its positions of tree rows are overwritten.
         num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
-        rows: Receives what attention reads about each row and request.
-        plain_rows: Whether the tree kernel also computes plain requests that fit, as it must where
+        rows: receives what attention reads.
+        plain_rows: whether the tree kernel also computes plain requests that fit, as it must where
             a FULL graph holds no other attention.
-        max_rows: Longest plain query that fits, at most 64.
+        max_rows: longest plain query that fits.
 
     Raises:
-        ValueError: if ``max_rows`` is out of range.
+        ValueError: if ``max_rows`` is not 1 to 64.
     """
     if not 1 <= max_rows <= MASK_BITS:
         raise ValueError(f"max_rows must be 1 to {MASK_BITS}, got {max_rows}")

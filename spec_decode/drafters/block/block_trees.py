@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.drafters.block.lattice import Lattice
     from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.kernels.noise import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 

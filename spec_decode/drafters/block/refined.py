@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import Noise, biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.candidates import CandidateTable

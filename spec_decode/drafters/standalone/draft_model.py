@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.kernels.noise import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 

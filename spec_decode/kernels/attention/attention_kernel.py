@@ -69,12 +69,9 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 def _merged_weights(logits, lse, sink):
     """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to.
 
-    Rows that see no key at all have weights of 0, no NaN.
-
-    Args:
-        logits: f32, in units of log 2; -inf where a row sees no such key.
-        lse: f32, log-sum-exp of the prefix, natural logarithm; -inf where there is none.
-        sink: f32, a logit without a value, natural; None where there is none.
+    Rows that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse`
+    (the prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
+    natural.
     """
     prefix_peak = lse * 1.4426950408889634
     top = tl.maximum(tl.max(logits, 1), prefix_peak)

@@ -1,8 +1,8 @@
 """The plan of a launch of tree attention, by sizes that the host knows before it.
 
-The rule for devices with asynchronous copies into a large shared memory (sm_90, sm_10x) follows
-what a search on an H200 found (``python -m benchmarks.attention.search``). Elsewhere,
-for float32 and in the interpreter, programs load without stages.
+The rule for sm_90 and sm_10x follows what a search on an H200 found
+(``python -m benchmarks.attention.search``). Elsewhere, for float32 and in the interpreter, programs
+load without stages.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import MAX_TILE, Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
-from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE, Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import (
     MIN_DRAFT_SPLIT_KEYS,
     MIN_SPLIT_KEYS,
@@ -44,20 +43,18 @@ class Sizes(NamedTuple):
     """What the rule looks at.
 
     Attributes:
-        rows: Query rows of a request, times the heads that share K/V.
-        head: Elements of a head, padded to a power of 2.
-        dtype: Dtype that is computed in: the query's, or fp16 if that is e4m3.
-        num_reqs: Requests.
-        kv_heads: Heads of K and V.
-        keys: Upper bound of the paged keys that a request's rows see, so that all lengths that a
+        rows: query rows of a request, times the heads that share K/V.
+        head: elements of a head, padded to a power of 2.
+        dtype: computed in: the query's, or fp16 if that is e4m3.
+        keys: upper bound of the paged keys that a request's rows see, so that all lengths that a
             graph serves have one plan.
-        window: Whether the rows have windows or chunks.
-        draft: Whether it is a level of a draft.
-        mixed: Whether most requests have far fewer rows.
-        most_splits: Splits that there is memory for.
-        multiprocessors: Multiprocessors of the device; 0 without a workspace.
-        capability: Compute capability of an NVIDIA device, else zeros.
-        native: How an e4m3 query and cache are multiplied; None in other dtypes.
+        window: whether the rows have windows or chunks.
+        draft: whether it is a level of a draft.
+        mixed: whether most requests have far fewer rows.
+        most_splits: splits that there is memory for.
+        multiprocessors: of the device; 0 without a workspace.
+        capability: compute capability of an NVIDIA device, else zeros.
+        native: how an e4m3 query and cache are multiplied; None in other dtypes.
     """
 
     rows: int
@@ -87,7 +84,6 @@ class Sizes(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """Most rows of a tile."""
         return min(self.rows, _MIXED_TILE if self.mixed else MAX_TILE)
 
     def programs(self, tile: Tile) -> int:
@@ -97,12 +93,7 @@ class Sizes(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def choose_plan(sizes: Sizes, splits: int | None = None) -> Plan:
-    """How to compute a launch.
-
-    Args:
-        sizes: What is computed, and where.
-        splits: Forces their number.
-    """
+    """How to compute a launch, with a forced number of splits if one is given."""
     if not sizes.staged:
         found = _plain_splits(sizes) if splits is None else splits
         return Plan(_plain_tile(sizes, split=found > 1), found)
@@ -112,13 +103,7 @@ def choose_plan(sizes: Sizes, splits: int | None = None) -> Plan:
 
 
 def staged_plan(sizes: Sizes, tile: Tile, splits: int) -> Plan:
-    """A plan of such a tile and of so many splits, with the options that were found to help.
-
-    Args:
-        sizes: What is computed, on a device that loads in stages.
-        tile: What a program holds at a time.
-        splits: Programs that share a request's keys.
-    """
+    """A plan of such a tile and of so many splits, with the options that were found to help."""
     plan = Plan(tile, splits, ahead=tile.stages > 1, edges=sizes.window and not sizes.draft)
     if splits == 1:
         return plan
@@ -137,13 +122,7 @@ def combine_warps(splits: int, width: int) -> int:
 
 
 def shared_bytes(tile: Tile, head: int, itemsize: int = 2) -> int:
-    """About the shared memory of a program, from sm_90 on.
-
-    Args:
-        tile: What it holds at a time.
-        head: Elements of a head, padded.
-        itemsize: Bytes of an element of K and V.
-    """
+    """About the shared memory of a program, from sm_90 on; `head` is padded."""
     # Products of 64 rows and more are asynchronous, and hold one stage more.
     stages = max(tile.stages - (tile.rows < 64), 1)
     return (stages * 2 * tile.keys + tile.rows) * head * itemsize
@@ -189,7 +168,6 @@ def _splits(sizes: Sizes) -> int:
 
 
 def _two_fit(sizes: Sizes, tile: Tile) -> bool:
-    """Whether two programs fit a multiprocessor."""
     if not sizes.native:
         return shared_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
     # Eight warps that hold 128 rows take the registers of the whole multiprocessor.
@@ -211,7 +189,6 @@ def _native_tile(sizes: Sizes, native: Native) -> Tile:
 
 
 def _tile(sizes: Sizes, *, split: bool) -> Tile:
-    """The tile of a program that loads in stages."""
     if sizes.draft and (split or sizes.head > 128 or sizes.rows > 32):
         # The keys of the prefix are few then, and those of the scratch begin a second loop.
         return _plain_tile(sizes, split=split)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE
+from vllm_graft.spec_decode.kernels.attention.attention_plan import MAX_TILE
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 
 # A split of fewer keys costs more in the combine step than it gains. A draft's rows are few, so its
@@ -24,16 +24,14 @@ class AttentionWorkspace:
     request and split takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits
     falls as the number of requests rises, so there is room for as many pairs as give each of
     ``4 * multiprocessors`` programs a tile of 128 rows, for at least ``max_splits`` pairs, and for
-    at most ``max_reqs * max_splits``. There are fewer splits where these pairs would take more than
-    256 MiB, as with 128 heads that share their keys (MLA).
+    at most ``max_reqs * max_splits``, but never for more than 256 MiB.
 
     Attributes:
         acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
         peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
         total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
-        max_splits: Most splits of a request.
-        multiprocessors: Multiprocessors of the device.
-        capability: Compute capability of an NVIDIA device, else zeros.
+        max_splits: most splits of a request.
+        capability: compute capability of an NVIDIA device, else zeros.
     """
 
     acc: torch.Tensor
@@ -78,14 +76,9 @@ class AttentionWorkspace:
 def split_count(
     programs: int, multiprocessors: int, max_seq_len: int, room: int, least: int
 ) -> int:
-    """Splits for so many programs, where programs load without stages.
+    """Splits for so many `programs`, where programs load without stages.
 
-    Args:
-        programs: Programs without splits.
-        multiprocessors: Multiprocessors of the device.
-        max_seq_len: Upper bound of the keys of a request.
-        room: Splits that there is memory for.
-        least: Keys that a split should have.
+    `room` is the splits that there is memory for, `least` the keys that a split should have.
     """
     # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
     # one without splits already, the combine step would cost more than splits gain.

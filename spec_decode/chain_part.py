@@ -39,16 +39,13 @@ class ChainPart:
         self.built = BuiltClasses("drafts")
 
     def install(self) -> None:
-        """Wait for vLLM's module; again does nothing more."""
         after_import(_MODULE, self._hook)
 
     def section(self, config: Any, vllm_config: Any) -> DraftConfig | None:
-        """What stands under ``graft.draft``."""
         found: DraftConfig | None = config.draft
         return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
-        """Graphs of the first pass and of the loop, for every preset."""
         speculative = vllm_config.speculative_config
         if speculative is None:
             return NO_DRAFT
@@ -59,7 +56,6 @@ class ChainPart:
         """Nothing follows from it."""
 
     def refuses(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
-        """What rules out graphs of the loop."""
         if vllm_config.speculative_config is None:
             yield NO_DRAFT
         else:
@@ -70,7 +66,6 @@ class ChainPart:
         yield from ()
 
     def describe(self, asked: DraftConfig, vllm_config: Any) -> str:
-        """Which runner will capture the loop."""
         offer = manager.manager().choose(
             "graft_draft_graph_runners", asked.graph_runner, flag(NAME, "graph_runner")
         )

@@ -63,7 +63,6 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
     # --- graphs -----------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the extend pass's graphs, which are vLLM's own, and those of the levels."""
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
@@ -109,7 +108,6 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         metadata: Any,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft over a frontier; see `Drafter.run_frontier`."""
         rows = positions.shape[0]
         embeds = self.model.embed_input_ids(tokens) if self.supports_mm_inputs else None
         self._prepare_eplb_forward(rows)

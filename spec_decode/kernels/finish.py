@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.order import NONE, ordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.shape import MAX_NODES, num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 
@@ -141,10 +141,11 @@ def finish_tree(
     candidates = num_candidates(topk, steps_done)
     if not 1 <= steps_done <= table.steps:
         raise ValueError(f"steps_done must be 1 to {table.steps}, got {steps_done}")
-    if not 1 <= num_nodes <= min(63, candidates, tree.width - 1):
+    most = min(MAX_NODES, candidates, tree.width - 1)
+    if not 1 <= num_nodes <= most:
         raise ValueError(
-            f"num_nodes must be 1 to {min(63, candidates, tree.width - 1)} (63, {candidates} "
-            f"candidates, tree of {tree.width - 1} nodes), got {num_nodes}"
+            f"num_nodes must be 1 to {most} ({MAX_NODES}, {candidates} candidates, tree of "
+            f"{tree.width - 1} nodes), got {num_nodes}"
         )
     if not 0 <= num_extra <= table.scores.shape[1] - candidates:
         raise ValueError(

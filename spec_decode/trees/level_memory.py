@@ -16,10 +16,10 @@ class LevelMemory:
     """Scratch memory that the trees of all shapes share.
 
     They can share it because each tree writes before it reads, and one tree is grown at a time, on
-    one stream.
+    one stream. The largest shape decides the size.
 
     Args:
-        shapes: shapes of the trees; the largest decides the size.
+        shapes: of the trees.
         layers: the draft's attention layers by name. Those with ``kv_lora_rank`` have MLA. Those
             with ``kv_sharing_target_layer_name`` keep nothing of a tree, as they read K/V of
             another layer.
@@ -60,9 +60,9 @@ class LevelMemory:
         """K/V of trees of one shape by draft layer.
 
         Returns:
-            A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name; of a
-            layer with MLA it is ``[max_reqs, steps * topk, 1, rank + rope]``. That of a layer which
-            reads another one's K/V has no slots.
+            ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` by layer name; of a layer with
+            MLA ``[max_reqs, steps * topk, 1, rank + rope]``. That of a layer which reads another
+            one's K/V has no slots.
         """
         return {name: self._slots(name, flat, shape) for name, flat in self._scratch.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_graft.base.errors import HookError
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.config.tree_config import NAME
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
-from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
+from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.models.block_depth import block_positions
@@ -96,7 +97,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     @property
     def topk(self) -> int:
-        """Children of a node in the trees that a step drafts."""
         return self.plan.shape.topk
 
     @property
@@ -113,7 +113,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return self.positions_of(plan) + (not self.sample_from_anchor)
 
     def stock_config(self) -> VllmConfig:
-        """The engine's configuration, with the depth for a number of tokens."""
         return chain_config(self.trees.engine_config, self.depth)
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
@@ -156,7 +155,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, BlockGrowth]:
-        """A growth for each width and depth; none of the draft's layers takes part in it."""
         self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)
         most, extra = self.max_num_reqs, self.extra_columns
         self.growths = growths_by_levels(
@@ -178,11 +176,10 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
             width = self.rows_of(plan)
             graphs = type(stock)(self.vllm_config, self.device, stock.cudagraph_mode, width)
             plan_widths(graphs, {width: self.graph_counts_of(plan)})
-            # See `growth_graphs.plan`: each is an attribute.
+            # See `plan_graphs`: each is an attribute.
             setattr(self, _manager_name(plan), graphs)
 
     def graph_counts_of(self, plan: TreePlan) -> list[int]:
-        """Numbers of requests for which graphs of a plan are captured."""
         compilation = self.trees.engine_config.compilation_config
         rows = (compilation.max_cudagraph_capture_size or 0) // self.rows_of(plan)
         if plan is self.trees.plan_for(0):
@@ -207,14 +204,12 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         """Do nothing: the step's graphs hold the growth."""
 
     def draft_graphs(self) -> list[Any]:
-        """Every captured graph of a step."""
         managers = [self.block_graphs(plan) for plan in self.trees.plans.values()]
         return [graph for manager in managers if manager for graph in manager.graphs.values()]
 
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The one graph of a step with so many nodes."""
         plan = self.trees.plan_for(nodes)
         self._live.zero_()
         # The last capture was of another size: its queries may be more than a graph has rows.
@@ -288,13 +283,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return states[self.sample_indices[: num_reqs * self.positions]]
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Lattice:
-        """What the block says of every depth. Capturable.
-
-        Args:
-            num_reqs: requests, padding included.
-            states: what `read_states` returns, by default ``[num_reqs * positions, hidden]``, the
-                draft's output at the `positions`.
-        """
+        """What the block says of every depth, from what `read_states` returns. Capturable."""
         raise NotImplementedError
 
     def draft_tree(self, plan: TreePlan, *args: Any, **kwargs: Any) -> None:
@@ -339,7 +328,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return self.input_buffers.input_ids[: num_reqs * width : width]
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part, and the block of each number of nodes."""
+        """Also tell the block of each number of nodes."""
         return {**super().report(), "blocks": [self._describe(each) for each in self._by_nodes()]}
 
     def _by_nodes(self) -> list[TreePlan]:
@@ -358,5 +347,25 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
 
 def _manager_name(plan: TreePlan) -> str:
-    """The speculator's attribute that holds the manager of a plan's graphs."""
     return f"block_{plan.shape.num_nodes}_cudagraph_manager"
+
+
+def chain_config(vllm_config: VllmConfig, depth: int) -> VllmConfig:
+    """What vLLM would have for chains of ``depth`` tokens, with ``graft.tree`` taken out.
+
+    To the engine ``num_speculative_tokens`` is the nodes of a tree. To vLLM's speculator, and to
+    the draft that it loads, it is the depth of a block. vLLM derives further configurations from
+    what its speculator has, which validates again, sets sizes and calls the platform: none of that
+    may reach the engine's objects, nor may our section make the depth a number of nodes. Layers are
+    registered in both.
+    """
+    chain = copy.copy(vllm_config)
+    chain.speculative_config = copy.copy(vllm_config.speculative_config)
+    assert chain.speculative_config is not None
+    chain.speculative_config.num_speculative_tokens = depth
+    # A block costs the same at any number of nodes.
+    chain.speculative_config.num_speculative_tokens_per_batch_size = None
+    chain.compilation_config = copy.copy(vllm_config.compilation_config)
+    chain.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    without_section(chain, NAME)
+    return chain

@@ -30,7 +30,6 @@ class DFlash2Trees(BlockTrees, DFlash2Speculator):
     grows_from_block = False
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Edges:
-        """The draft's own candidates and the scores of their pairs."""
         ids, unary = self.model.compute_candidates(states)
         shape = (num_reqs, self.positions, self.top_k)
         ids, unary = ids.view(shape), unary.view(shape)

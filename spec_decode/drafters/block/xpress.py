@@ -18,8 +18,7 @@ class XPressTrees(BlockTrees, XPressSpeculator):
     other, a level at a time, so that each node is scored behind its own ancestors. Its best path
     is the chain that enough passes would have found.
 
-    Every pass of the draft is over the whole block, whatever the tree's depth, as the refiner reads
-    the mean of the block's states.
+    Every pass is over the whole block, as the refiner reads the mean of the block's states.
     """
 
     cuts_positions = False
@@ -29,7 +28,6 @@ class XPressTrees(BlockTrees, XPressSpeculator):
         return states[: num_reqs * self.num_query_per_req]
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Refined:
-        """The logits of the positions that the tree's levels need, and the refiner."""
         shape = self.plan.shape
         levels = min(shape.steps, shape.num_nodes)
         blocks = states.unflatten(0, (num_reqs, self.num_query_per_req))

@@ -64,7 +64,6 @@ class RepeatGrowth(PasslessGrowth):
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Fill the table from ``drafter.last_tokens``; see `Growth.grow`."""
         nodes = self.shape.num_nodes
         last = drafter.last_tokens[:num_reqs, None]
         self.candidates.tokens[:num_reqs, :nodes].copy_(last.expand(-1, nodes))
@@ -91,7 +90,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     # --- no draft model ---------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
-        """Return a model without weights or layers."""
         return NoModel()
 
     def make_head(self) -> Any:
@@ -117,7 +115,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, RepeatGrowth]:
-        """A growth for each number of nodes."""
         self.growths = {
             shape: RepeatGrowth(shape, self.max_num_reqs, self.device, extra=self.extra_columns)
             for shape in shapes
@@ -144,7 +141,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The graph of the growth, if there are nodes."""
         if not nodes:
             return []
         plans = self.trees.plans

@@ -23,8 +23,11 @@ from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ChainInputs, ExtendInputs
-from vllm_graft.spec_decode.drafters.standalone.first_pass import FirstPassGraphs, Metadata
+from vllm_graft.spec_decode.drafters.standalone.first_pass import (
+    ExtendInputs,
+    FirstPassGraphs,
+    Metadata,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,18 +38,49 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class ChainInputs:
+    """The captured loop's stand-in for `InputBatch`.
+
+    Attributes:
+        seq_lens: int32 ``[max_reqs]``, tokens of each request without its rejected drafts; 0 in
+            padding.
+        num_rejected: int32 ``[max_reqs]``, zeros: `seq_lens` excludes rejected drafts already.
+        idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
+        seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
+    """
+
+    seq_lens: torch.Tensor
+    num_rejected: torch.Tensor
+    idx_mapping: torch.Tensor
+    seq_lens_cpu_upper_bound: None = None
+
+    @classmethod
+    def allocate(cls, idx_mapping: torch.Tensor) -> ChainInputs:
+        zeros = torch.zeros(idx_mapping.shape[0], dtype=torch.int32, device=idx_mapping.device)
+        return cls(zeros, zeros.clone(), idx_mapping)
+
+    def load(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor, num_reqs: int) -> None:
+        """Copy a step's lengths, ``[>= num_reqs]`` each; the rest becomes padding."""
+        rows = slice(0, num_reqs)
+        torch.sub(seq_lens[rows], num_rejected[rows], out=self.seq_lens[rows])
+        self.seq_lens[num_reqs:].zero_()
+
+    def rows(self, num_reqs: int) -> ChainInputs:
+        return ChainInputs(
+            self.seq_lens[:num_reqs], self.num_rejected[:num_reqs], self.idx_mapping[:num_reqs]
+        )
+
+
+@dataclass
 class ChainCounters:
     """How often first passes and loops ran as graphs or as launches.
 
     Attributes:
-        replays: loops that ran as a graph.
-        extend_replays: first passes that ran as a graph.
         padding_rows: padding requests in the replays of loops.
         too_large: loops launched step by step because the batch exceeds the largest graph.
-        uncaptured: loops launched step by step because there are no graphs: during profiling and
-            warm-up, or with the eager runner.
-        extend_launched: first passes launched because no graph fits the batch, most often a batch
-            with prompts.
+        uncaptured: loops launched because there are no graphs: during profiling and warm-up, or
+            with the eager runner.
+        extend_launched: first passes that no graph fits, most often with prompts in the batch.
     """
 
     replays: int = 0
@@ -85,12 +119,10 @@ class ChainSpeculator(FirstPassGraphs):
         self.counters = ChainCounters()
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the draft as vLLM does, and publish its report."""
         super().load_model(target_model)
         info.publish("draft", info.weakly(self.report), info.weakly(self.numbers))
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part."""
         return {
             "steps": self.num_speculative_steps,
             "graphs": _sizes(self.chain_runner),
@@ -101,7 +133,6 @@ class ChainSpeculator(FirstPassGraphs):
         }
 
     def numbers(self) -> Numbers:
-        """The numbers of this part's metrics."""
         counted = self.counters
         return {
             "loop_replays": counted.replays,
@@ -177,7 +208,6 @@ class ChainSpeculator(FirstPassGraphs):
         return runner
 
     def capture(self) -> None:
-        """Capture the first pass and the loop, each as one graph per planned size."""
         if self.chain_runner is None:
             return
         # All requests are padding: the captured run writes no K/V and samples for none of them.
@@ -213,17 +243,14 @@ class ChainSpeculator(FirstPassGraphs):
     # --- a step ---------------------------------------------------------------------------------
 
     def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
-        """The graphs of the first pass, for requests with one row more than they have drafts."""
         if self.extend_runner is None or width != self.extend_inputs.width:
             return None
         return self.extend_inputs, self.extend_runner
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of the first draft of each request."""
         return [self.draft_tokens[:num_reqs, :1].clone()]
 
     def count_first_pass(self, *, replayed: bool) -> None:
-        """Count a first pass."""
         self.counters.extend_replays += replayed
         self.counters.extend_launched += not replayed
 

@@ -19,8 +19,7 @@ from vllm_graft.spec_decode.drafters.levels import (
     frontier_context,
     growths_by_levels,
 )
-from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
-from vllm_graft.spec_decode.drafters.standalone.first_pass import FirstPassGraphs
+from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 from vllm_graft.spec_decode.tuning.plan import widths
@@ -37,14 +36,7 @@ if TYPE_CHECKING:
 
 
 class StandaloneGrowth(LevelGrowth):
-    """A `LevelGrowth` whose draft has read one token more than the target: the last one drawn.
-
-    Args:
-        shape: bounds of the trees.
-        memory: shared by all growths.
-        token_dtype: dtype of token ids.
-        max_len: most tokens of a text.
-    """
+    """A `LevelGrowth` whose draft has read one token more than the target: the last one drawn."""
 
     def __init__(
         self, shape: TreeShape, memory: LevelMemory, token_dtype: torch.dtype, max_len: int
@@ -53,19 +45,13 @@ class StandaloneGrowth(LevelGrowth):
         self._max_len = max_len
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Note how many keys precede the tree, the root's among them."""
         super().set_prefix(seq_lens, num_rejected)
         self.prefix_lens[: num_rejected.shape[0]].add_(1).clamp_(max=self._max_len)
 
 
 @dataclass
 class FirstPassCounters:
-    """How first passes ran.
-
-    Attributes:
-        first_pass_replays: as a graph.
-        first_pass_launches: as launches, because no graph fits; most often beside prompts.
-    """
+    """How first passes ran: as a graph, or as launches, most often beside prompts."""
 
     first_pass_replays: int = 0
     first_pass_launches: int = 0
@@ -94,7 +80,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, StandaloneGrowth]:
-        """One growth for each width and depth; all growths share their memory."""
         self.accepted = AcceptedRows(self.input_buffers, torch.zeros_like(self._no_states))
         self.memory = LevelMemory(
             shapes,
@@ -127,11 +112,10 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
             runner = self.plan_first_pass(
                 self.trees.graph_runner_cls, cudagraph_mode, width, wanted
             )
-            # vLLM's memory profiling looks through attributes: see `growth_graphs.plan`.
+            # vLLM's memory profiling looks through attributes: see `plan_graphs`.
             setattr(self, _runner_name(width), runner)
 
     def capture_first_pass(self) -> None:
-        """Capture vLLM's first pass for each width of the target."""
         # All requests are padding: the captured run writes no K/V.
         self.idx_mapping.fill_(-1)
         self.last_token_indices.zero_()
@@ -140,7 +124,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
                 self.capture_extends(*found)
 
     def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
-        """The graphs of the first pass for requests with `width` rows of the target."""
         runner: DraftGraphRunner | None = getattr(self, _runner_name(width), None)
         return None if runner is None else (self.first_inputs[width], runner)
 
@@ -151,16 +134,14 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
         """Copies of what the first pass has left of each request."""
-        assert self.root_states is not None
-        return [self.root_states[:num_reqs].clone()]
+        assert self.trees.roots.states is not None
+        return [self.trees.roots.states[:num_reqs].clone()]
 
     def count_first_pass(self, *, replayed: bool) -> None:
-        """Count a first pass."""
         self.first_counters.first_pass_replays += replayed
         self.first_counters.first_pass_launches += not replayed
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part."""
         found = {width: self.first_pass_graphs(width) for width in self.first_inputs}
         runners = {width: each[1] for width, each in found.items() if each}
         checks = {width: runner.checks() for width, runner in runners.items()}
@@ -226,11 +207,7 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
-        """The noise that the target will draw with; see `Drafter.noise`.
-
-        A row has the position of its own token here, so that the target draws the next one with the
-        noise of that very position, at all levels.
-        """
+        """Offset 0: a row has its own token's position, which keys the draw of the next token."""
         return super().noise(num_reqs, positions, rows=rows, offset=0)
 
     @property
@@ -246,7 +223,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
         metadata: Any,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft over a frontier; see `Drafter.run_frontier`."""
         rows = positions.shape[0]
         with frontier_context(self.vllm_config, rows, metadata, num_tokens_across_dp):
             output = self.model(input_ids=tokens, positions=positions)
@@ -254,5 +230,4 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
 
 
 def _runner_name(width: int) -> str:
-    """The speculator's attribute with the graphs of the first pass for a width of the target."""
     return f"first_pass_{width}_cudagraph_manager"

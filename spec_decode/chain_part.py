@@ -52,8 +52,7 @@ class ChainPart:
         says = f"graphs of a draft model's chain of {speculative.num_speculative_tokens}"
         return Offer(DraftConfig(), says, ("core", "tree", NAME))
 
-    def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None:
-        """Nothing follows from it."""
+    def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None: ...
 
     def refuses(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
         if vllm_config.speculative_config is None:
@@ -62,7 +61,6 @@ class ChainPart:
             yield from sentences(REFUSALS, asked, vllm_config)
 
     def foresees(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
-        """Yield nothing, because what a worker can't capture is known with the loaded draft."""
         yield from ()
 
     def describe(self, asked: DraftConfig, vllm_config: Any) -> str:
@@ -74,7 +72,6 @@ class ChainPart:
         return f"graphs of a draft model's chain of {steps}; {chosen}"
 
     def verify(self, asked: DraftConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker drafts with our class; mend logprobs of prompts."""
         require_speculator(worker, self.built, self.flag, self.asks_for, _STOCK)
         prompt_logprobs.mend(worker)
 

@@ -31,15 +31,9 @@ class AcceptedRows:
     ) -> tuple[InputBatch, torch.Tensor]:
         """Move the rows of accepted paths to the front, where a chain would have them.
 
-        Args:
-            context: has the paths of the step under way.
-            batch: the batch that the target has verified.
-            hidden: ``[num_tokens, hidden]``, the target's states of its rows.
-            max_reqs: upper bound of the batch's requests, the same in each call.
-
-        Returns:
-            The batch with ids and positions in that order, and the states; what was given if no
-            request had drafts.
+        `hidden`, ``[num_tokens, hidden]``, are the target's states of the rows of `batch`, which it
+        has verified; `max_reqs` is the same in each call. Returns the batch with ids and positions
+        in that order, and the states; what was given if no request had drafts.
         """
         step = context.step
         if step is None or step.num_sampled is None or not batch.num_draft_tokens:

@@ -81,7 +81,7 @@ class Drafter(Protocol):
             num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
 
         Returns:
-            States for the head and states that the next level continues from, ``[rows, hidden]``
+            States for the head and those that the next level continues from, ``[rows, hidden]``
             each.
         """
         ...
@@ -134,13 +134,9 @@ class Growth(Protocol):
     ) -> int:
         """Fill the table, and return the number of levels that it holds. Capturable.
 
-        Args:
-            drafter: the speculator.
-            num_reqs: requests, padding included.
-            metadata: what `metadata` returned; None runs without attention.
-            num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
-            num_nodes: nodes that the engine keeps. The best n nodes lie in the first n levels.
-            narrow: whether to choose from the head's learned vocabulary.
+        `metadata` is what the method of this name returned, and `num_tokens_across_dp` that of
+        `Drafter.run_frontier`. The engine keeps `num_nodes`; the best n nodes lie in the first n
+        levels. With `narrow` they are chosen from the head's learned vocabulary.
         """
         ...
 
@@ -164,16 +160,14 @@ class Extra(Protocol):
     ) -> None:
         """Put candidates into the table before the best are chosen. Capturable.
 
-        A candidate's score must not exceed its parent's, and its parent must have a lower index.
-        Siblings must differ in their token.
+        A candidate's score must not exceed its parent's, of which it may raise those in the table,
+        and its parent must have a lower index. Siblings must differ in their token.
 
         Args:
-            candidates: the table, of which it may raise scores.
+            candidates: holds `levels` levels.
             drafter: its ``idx_mapping`` has the requests.
             num_reqs: requests, padding included; padding has request-state index -1.
-            levels: levels that the table holds.
             first: first of its `columns`. All of them are to be written, those without a candidate
                 with a score of -inf.
-            num_nodes: nodes of the trees.
         """
         ...

@@ -76,7 +76,6 @@ def _kernels(draft: TreeDrafting) -> dict[str, int]:
 
 
 def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
-    """Sizes, in requests, of the graphs that were checked, by outcome and by nodes."""
     found: dict[str, dict[int, list[int]]] = {}
     for plan in draft.trees.all_plans:
         runner, nodes = draft.runner(plan), plan.shape.num_nodes

@@ -58,7 +58,6 @@ class TreePlan:
 
     @property
     def runner_name(self) -> str:
-        """The speculator's attribute that holds the plan's graph runner."""
         kind = "narrow_tree" if self.narrow else "tree"
         return f"{kind}_{self.shape.num_nodes}_cudagraph_manager"
 
@@ -132,11 +131,9 @@ class DraftTrees:
     Attributes:
         batches: the shapes of the trees, each with the numbers of requests that it is drafted for.
         shape: bounds of all of them.
-        plans: by the number of nodes.
-        narrow_plans: likewise, of drafts from the head's learned vocabulary.
+        plans: by the number of nodes; `narrow_plans` are of the head's learned vocabulary.
         attention_choices: which kernels were measured to be the fastest.
         graph_bytes: device bytes of all graphs of drafting.
-        ahead: kernels that are compiled ahead.
     """
 
     batches: Mapping[TreeShape, list[int]]
@@ -178,7 +175,6 @@ class DraftTrees:
         return self.plans[min(nodes for nodes in self.plans if nodes >= num_nodes)]
 
     def plan_of_step(self, num_nodes: int, num_reqs: int) -> TreePlan:
-        """The plan of a step, which may be one of the learned vocabulary."""
         plan, learned = self.plan_for(num_nodes), self.head.learned
         nodes = plan.shape.num_nodes
         narrows = learned is not None and learned.narrows(nodes, num_reqs)
@@ -206,7 +202,6 @@ class DraftTrees:
         self.roots = Roots(max_reqs, shape.topk, device)
 
     def set_growths(self, growths: Mapping[TreeShape, Growth]) -> None:
-        """Make the plans, by what grows the trees of each shape."""
         self.sources.require_columns(growths.values(), self.shape.num_nodes)
         self.plans = {
             tree.num_nodes: TreePlan(tree, batches, growths[tree])
@@ -318,7 +313,6 @@ def launch_growth(
 
 
 def _drafted(drafter: TreeDrafting, plan: TreePlan, num_reqs: int) -> list[torch.Tensor]:
-    """Copies of a batch's drafts and of their topology."""
     slots, nodes = drafter.idx_mapping[:num_reqs].long(), plan.shape.num_nodes
     tree = drafter.context.tree
     return [

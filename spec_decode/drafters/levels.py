@@ -86,7 +86,6 @@ class LevelGrowth:
         parents: int64 ``[max_reqs * topk]``, row of each frontier node's parent one level up.
         depths: int64 ``[steps - 1]``, depth below the root of each frontier that a pass runs over.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
-        scratch: K/V or latents of the tree by draft layer; see `LevelMemory.scratch`.
         block_tables: int32 ``[max_reqs, max_blocks]`` by draft layer, in blocks of its kernel.
         one_position: whether the draft runs all levels at the position of the last accepted token.
     """
@@ -122,7 +121,6 @@ class LevelGrowth:
         seed_frontier(self.candidates, logp, tokens, logp.shape[0], next_tokens=self.tokens)
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Note how many keys precede the tree, ``[num_reqs]`` each; padding has none."""
         num_reqs = num_rejected.shape[0]
         if num_reqs < self._live:
             self.prefix_lens[num_reqs : self._live].zero_()
@@ -139,7 +137,6 @@ class LevelGrowth:
             self.block_tables.update(dict.fromkeys(group.layer_names, table))
 
     def metadata(self, num_reqs: int, max_seq_len: int) -> list[Metadata]:
-        """Attention metadata of every level that runs, by layer name."""
         return [
             {
                 name: DraftTreeMetadata(

@@ -36,7 +36,6 @@ class PasslessGrowth:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of the table and of the frontier."""
         tensors = [*vars(self.candidates).values(), self.tokens, self._parents]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -55,12 +54,9 @@ class PasslessGrowth:
     ) -> int:
         """Fill the table, and return the number of levels that it holds. Capturable if `below` is.
 
-        Args:
-            first: the root's best children, ``[num_reqs, topk]`` each, best first.
-            below: returns the best children of a level's frontier by the number of the level, as
-                `expand_frontier` takes them; `tokens` has the frontier's.
-            num_reqs: requests, padding included.
-            num_nodes: nodes that the engine keeps.
+        `first` are the root's best children, ``[num_reqs, topk]`` each, best first. `below` returns
+        the best children of a level's frontier by the number of the level, as `expand_frontier`
+        takes them; `tokens` has the frontier's.
         """
         steps = min(self.shape.steps, num_nodes)
         seed_frontier(self.candidates, *first, num_reqs, next_tokens=self.tokens)

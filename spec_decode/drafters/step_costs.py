@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    BatchExecutionDescriptor,
-    prepare_inputs_to_capture,
-)
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare_inputs_to_capture
 
 from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
@@ -42,11 +39,10 @@ StepCosts = dict[int, dict[int, float]]
 def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]:
     """Time a step's graphs that draft from the whole vocabulary, and those of hot tokens.
 
-    The latter are empty where no vocabulary is learned. The sizes are the captured powers of two
-    and each width's largest number of requests. The result is empty if nothing was captured. The
-    output head is timed besides the graphs; what else is outside of graphs is left out: the host,
-    the sampler, K/V of long contexts. All ranks of tensor parallelism measure the same sizes in the
-    same order. Of the replays of a size the fastest counts.
+    The latter are empty where no vocabulary is learned, both if nothing was captured. The sizes are
+    the captured powers of two and each width's largest number of requests; all ranks measure the
+    same ones in the same order, and of the replays of a size the fastest counts. The output head is
+    timed besides the graphs; the host, the sampler and K/V of long contexts are left out.
     """
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
@@ -148,7 +144,6 @@ def draft_launches(
 
 
 def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
-    """Restore the inputs with which a size was captured, but for the block tables."""
     prepare_inputs_to_capture(
         desc.num_reqs or 0,
         desc.num_tokens,
@@ -210,10 +205,10 @@ def time_launches(launches: list[Launch], device: torch.device) -> float:
 class LentStates:
     """Stands before vLLM's block tables while the inputs of a pass of padding are prepared.
 
-    Padding has the null block, and recurrent layers neither read nor write states there. So such a
+    Padding has the null block, where recurrent layers neither read nor write states, so that such a
     pass would cost less than one that serves. Here each row of padding has a block of its own. None
-    of these is in use before the engine serves, and whoever gets one later begins anew, as with
-    every block that another request has left. K/V are not concerned: padding has no slots.
+    of these is in use before the engine serves, and whoever gets one later begins anew. K/V are not
+    concerned: padding has no slots.
     """
 
     def __init__(self, tables: BlockTables, kv_cache_config: KVCacheConfig) -> None:

@@ -17,6 +17,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.seams import compose
+from vllm_graft.seams.compare import require_seams
 from vllm_graft.seams.kept_memory import kept_memory
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees
@@ -62,12 +63,15 @@ class TreeDrafting(DraftModelSpeculator):
     Attributes:
         trees: everything of ours that the drafter holds, but for the memory of its own kind.
         accepted: memory for the rows that the target has accepted, made with the growths.
-        memory: what the levels of all shapes share, made with the growths.
+        memory: what the levels of all shapes share, likewise.
     """
 
     accepted: AcceptedRows
     memory: LevelMemory
     num_speculative_steps: int  # VLLM's name for the number of drafts per request.
+
+    seams: tuple[str, ...] = ()
+    """Parts of the ledger that the drafter needs besides those of all trees."""
 
     grafts_draft: bool = True
     """Whether the draft's own attention layers run over trees, too."""
@@ -82,6 +86,7 @@ class TreeDrafting(DraftModelSpeculator):
     """Whether the drafter is a `BlockTrees` that can be rehearsed likewise."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        require_seams(*self.seams)
         config = TreeConfig.from_vllm(vllm_config)
         assert config is not None
         if config.draft_window is not None and not self.has_window:
@@ -115,7 +120,6 @@ class TreeDrafting(DraftModelSpeculator):
     # --- what a drafter says of its draft model ---------------------------------------------------
 
     def stock_config(self) -> VllmConfig:
-        """The configuration that vLLM's own speculator is built with: the engine's."""
         return self.trees.engine_config
 
     def plan_batches(self) -> Mapping[TreeShape, list[int]]:
@@ -143,7 +147,6 @@ class TreeDrafting(DraftModelSpeculator):
 
     @property
     def ngram_config(self) -> NgramConfig | None:
-        """Which n-grams join the drafts; None for none."""
         return self.config.ngram
 
     def make_ngrams(self, config: NgramConfig) -> Ngrams:
@@ -198,7 +201,6 @@ class TreeDrafting(DraftModelSpeculator):
         self.trees.allocate_context(layers, self.max_num_reqs, self.max_num_tokens, self.device)
 
     def allocate_growths(self, layers: Mapping[str, Any]) -> None:
-        """Allocate what drafts the trees; `head` and `context` are there."""
         ngram = self.ngram_config
         ngrams = None if ngram is None else self.make_ngrams(ngram)
         self.trees.sources.attach(self.context, ngrams)
@@ -395,7 +397,6 @@ class TreeDrafting(DraftModelSpeculator):
         return input_batch
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root's best children; see `Drafter`."""
         return self.trees.roots.children(num_reqs)
 
     @property
@@ -416,14 +417,12 @@ class TreeDrafting(DraftModelSpeculator):
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft the root's children from what the first pass left; see `Drafter`."""
         noise = self.noise(num_reqs, self.last_positions[:num_reqs], rows=1, offset=1)
         return self.trees.roots.draft(self.head, num_reqs, noise, narrow=narrow)
 
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
-        """The noise that the target will draw with; see `Drafter.noise`."""
         if not self.config.coupled:
             return None
         return Noise(
@@ -439,7 +438,6 @@ class TreeDrafting(DraftModelSpeculator):
     def draft_tree(
         self, plan: TreePlan, batch: InputBatch, num_rejected: torch.Tensor, **step: Any
     ) -> None:
-        """Grow the trees of a batch, by a graph if one fits."""
         draft_trees.launch_growth(self, plan, batch, num_rejected, **step)
 
     def grow_and_choose(
@@ -452,12 +450,7 @@ class TreeDrafting(DraftModelSpeculator):
         """Grow the candidates of a plan and keep the best as the trees. Capturable."""
         growth, num_nodes = plan.growth, plan.shape.num_nodes
         levels = growth.grow(
-            self,
-            num_reqs,
-            metadata,
-            num_tokens_across_dp,
-            num_nodes=num_nodes,
-            narrow=plan.narrow,
+            self, num_reqs, metadata, num_tokens_across_dp, num_nodes=num_nodes, narrow=plan.narrow
         )
         num_extra = self.trees.sources.add(growth.candidates, self, num_reqs, levels, num_nodes)
         finish_tree(

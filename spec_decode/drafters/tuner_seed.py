@@ -70,7 +70,6 @@ def measure(engine: EngineCore) -> Costs:
 
 
 def _slowest_ranks(engine: EngineCore, replays: int) -> list[StepCosts]:
-    """One pass, of both vocabularies. A step takes as long as its slowest rank."""
     ranks: list[tuple[Costs, Costs]] = engine.collective_rpc(step_costs, args=(replays,))
     return [_slowest(each) for each in zip(*ranks, strict=True)]
 

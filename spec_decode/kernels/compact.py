@@ -27,8 +27,6 @@ class KVCacheTable:
         bases: i64 ``[num_layers]``, addresses.
         layout: i64 ``[num_layers, 7]``: strides of block, head and slot in units, slots per block,
             KV heads, units of one head's K and V, KV-cache group.
-        max_heads: most KV heads of a layer.
-        max_width: most units of a head's K and V.
     """
 
     bases: torch.Tensor
@@ -139,13 +137,11 @@ def compact_kv(
     All layers take one launch. Slots of -1 are skipped.
 
     Args:
-        table: the target's layers.
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.
         num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
         num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
         slot_mappings: i64 ``[num_groups, max_tokens]``, slot of each row in each KV-cache group.
-        num_reqs: batch rows.
     """
     if num_reqs == 0:
         return
@@ -167,12 +163,9 @@ def compact_kv(
 
 
 class TokenRows(NamedTuple):
-    """The rows of a batch, as the draft's extend pass reads them.
+    """The rows of a batch, as the draft's extend pass reads them: i32 or i64 ids, i64 positions.
 
-    Attributes:
-        ids: i32 or i64 ``[num_tokens]``.
-        positions: i64 ``[num_tokens]``.
-        states: ``[num_tokens, hidden]``, the last dimension contiguous.
+    `states` are ``[num_tokens, hidden]``, the last dimension contiguous.
     """
 
     ids: torch.Tensor
@@ -245,14 +238,10 @@ def follow_path(
 ) -> None:
     """Copy rows so that accepted nodes stand in order after their root, in one launch.
 
-    Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is
-    row ``first + path[d]`` for ``d < num_sampled``. Arguments are as in `compact_kv`, and:
-
-    Args:
-        rows: the batch's rows.
-        moved: receives the copies; shares no memory with `rows`, and may be longer.
-        num_tokens: rows, including those after the last query (padding).
-        max_reqs: upper bound of ``num_reqs``, the same in each call of an engine.
+    Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is row
+    ``first + path[d]`` for ``d < num_sampled``. `moved` shares no memory with `rows`, and may be
+    longer; `num_tokens` counts padding after the last query; `max_reqs` is an upper bound, the same
+    in each call of an engine. Other arguments are those of `compact_kv`.
 
     Raises:
         ValueError: if shapes or strides are not these.

@@ -121,18 +121,14 @@ def finish_tree(
     Nodes are ordered by score, highest first, ties by lower candidate index.
 
     Args:
-        table: candidates of ``steps_done`` levels.
-        num_reqs: batch rows.
-        steps_done: levels in the table.
-        num_nodes: drafts, at most `MAX_NODES` and at most the number of candidates.
+        table: has ``steps_done`` levels, and behind them ``num_extra`` columns of other sources,
+            whose score is -inf where there is no candidate.
         idx_mapping: i64 ``[num_reqs]``, request-state index; a negative one (padding of a graph)
             leaves ``tree`` untouched.
         tree: receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
-        num_extra: columns of other sources behind those of the levels; their score is -inf where
-            there is no candidate.
-        extra_nodes: i64 ``[max_reqs]``, receives at the request-state indices a mask of the nodes
-            that are such candidates. Required together with `num_extra`.
+        extra_nodes: i64 ``[max_reqs]``, needed with `num_extra`; receives at the request-state
+            indices a mask of the nodes that are other sources'.
 
     Raises:
         ValueError: if ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.

@@ -18,8 +18,8 @@ class PathTokens(NamedTuple):
     """The path from the root to each row of a batch that verifies trees.
 
     Attributes:
-        tokens: i32 ``[num_rows, width]``, tokens of the path's nodes, the root's child first; the
-            root's own token is part of the request already. Later places are undefined.
+        tokens: i32 ``[num_rows, width]``, the root's child first; the root's own token is part of
+            the request already. Later places are undefined.
         lengths: i32 ``[num_rows]``, nodes of the path: 0 for a root, or a row of no tree.
     """
 
@@ -52,13 +52,10 @@ def _path_kernel(
 def path_tokens(
     ids: torch.Tensor, nodes: torch.Tensor, slots: torch.Tensor, tree: TreeState
 ) -> PathTokens:
-    """Collect the tokens on the path to each row.
+    """Collect the tokens on the path to each row, of which those of a request lie together.
 
-    Args:
-        ids: i32 ``[num_rows]``, token of each row; rows of a request lie together, its root first.
-        nodes: i32 ``[num_rows]``, place of each row in its request: the index of its node.
-        slots: i64 or i32 ``[num_rows]``, request-state index of each row.
-        tree: the trees by request-state index.
+    `nodes` has the place of each row in its request, `slots` its request-state index, by which
+    `tree` has the trees.
     """
     rows = ids.shape[0]
     tokens = torch.empty(rows, tree.width, dtype=torch.int32, device=ids.device)
@@ -83,12 +80,12 @@ BLOCK = 2048
 
 
 class Penalties(NamedTuple):
-    """VLLM's penalties by request-state index.
+    """VLLM's penalties, ``[max_reqs]`` by request-state index.
 
     Attributes:
-        repetition: f32 ``[max_reqs]``; 1 for none.
-        frequency: f32 ``[max_reqs]``; 0 for none.
-        presence: f32 ``[max_reqs]``; 0 for none.
+        repetition: f32; 1 for none.
+        frequency: f32; 0 for none.
+        presence: f32; 0 for none.
         prompt_bits: i32 ``[max_reqs, ceil(vocab / 32)]``; a bit per token that is in the prompt.
         counts: i32 ``[max_reqs, vocab]``, how often each token was emitted.
     """
@@ -167,15 +164,13 @@ def penalize(
 
 
 class BadWords(NamedTuple):
-    """VLLM's bad words by request-state index.
+    """VLLM's bad words, int32 by request-state index.
 
     Attributes:
-        numbers: i32 ``[max_reqs]``, bad words of each request.
-        offsets: i32 ``[max_reqs, max_words + 1]``, where each word begins among the tokens.
-        tokens: i32 ``[max_reqs, max_tokens]``, the words' tokens.
-        all_tokens: i32 ``[max_reqs, max_len]``, tokens of each request.
-        prompt_lens: i32 ``[max_reqs]``, how many of these are the prompt's.
-        total_lens: i32 ``[max_reqs]``, how many there are.
+        numbers: ``[max_reqs]``, bad words of each request.
+        offsets: ``[max_reqs, max_words + 1]``, where each word begins among the tokens.
+        tokens: ``[max_reqs, max_tokens]``, the words' tokens.
+        all_tokens: ``[max_reqs, max_len]``, tokens of each request.
     """
 
     numbers: torch.Tensor
@@ -258,18 +253,15 @@ FORCED = 1.0e9
 
 
 class ThinkingBudgets(NamedTuple):
-    """VLLM's thinking budgets by request-state index.
+    """VLLM's thinking budgets, int32 by request-state index.
 
     Attributes:
-        budgets: i32 ``[max_reqs]``, tokens of reasoning at most; negative for no budget.
-        starts: i32 ``[max_reqs]``, where the last start marker among the request's own tokens
-            begins; -1 for none.
-        ends: i32 ``[max_reqs]``, the same of the last end marker.
-        all_tokens: i32 ``[max_reqs, max_len]``, tokens of each request.
-        total_lens: i32 ``[max_reqs]``, how many there are.
-        start_marker: i32 ``[start_len]``.
-        end_marker: i32 ``[end_len]``.
-        forced: i32 ``[forced_len]``, the tokens that are forced when the budget is used up.
+        budgets: ``[max_reqs]``, tokens of reasoning at most; negative for no budget.
+        starts: ``[max_reqs]``, where the last start marker among the request's own tokens begins;
+            -1 for none.
+        ends: the same of the last end marker.
+        all_tokens: ``[max_reqs, max_len]``, tokens of each request.
+        forced: ``[forced_len]``, the tokens that are forced when the budget is used up.
     """
 
     budgets: torch.Tensor
@@ -284,7 +276,6 @@ class ThinkingBudgets(NamedTuple):
 
 @triton.jit
 def _token(tokens, path, total, at):
-    """Token number `at` of a history: the request's own tokens, then those of the path."""
     own = tl.load(tokens + at, mask=at < total, other=-1)
     drafted = tl.load(path + at - total, mask=at >= total, other=-1)
     return tl.where(at < total, own, drafted)
@@ -292,7 +283,6 @@ def _token(tokens, path, total, at):
 
 @triton.jit
 def _matches(tokens, path, total, at, marker, length):
-    """Whether the first `length` tokens of a marker stand at place `at`."""
     found = at >= 0
     for place in range(length):
         token = _token(tokens, path, total, tl.maximum(at + place, 0))
@@ -302,7 +292,6 @@ def _matches(tokens, path, total, at, marker, length):
 
 @triton.jit
 def _last_marker(tokens, path, total, history, marker, length, last):
-    """Place of the last marker; `last` is the place of the last one that holds no draft."""
     for at in range(tl.maximum(total - length + 1, 0), history - length + 1):
         if _matches(tokens, path, total, at, marker, length):
             last = at

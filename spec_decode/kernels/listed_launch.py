@@ -2,8 +2,7 @@
 
 Triton compiles a kernel once per *specialisation*: the dtypes of its pointers, whether each is a
 multiple of 16, which integers are 1 or multiples of 16, the constants and the options. While
-launches are listed (`listing`), the functions that launch kernels run as ever, over tensors of any
-device, also of ``meta``. What they would launch is noted in their place.
+launches are listed, the functions that launch kernels run as ever, also over ``meta`` tensors.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

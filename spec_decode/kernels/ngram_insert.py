@@ -178,16 +178,11 @@ def insert_ngrams(
     appended. So no two siblings have the same token, and no score exceeds its parent's.
 
     Args:
-        table: candidates of ``levels`` levels; ``depth`` columns from ``first`` on are written,
-            those without a candidate with a score of -inf.
+        table: has ``levels`` levels; ``depth`` columns from ``first`` on, which lies behind them,
+            are written, those without a candidate with a score of -inf.
         state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written.
         total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        num_reqs: batch rows.
-        levels: levels in the table.
-        first: first column that is written; it lies behind the drafts' candidates.
-        depth: most nodes of the path.
-        vocab_size: tokens of the target.
 
     Raises:
         ValueError: if the table is too narrow.
@@ -248,12 +243,7 @@ LOWEST, HIGHEST = 0.01, 0.99
 @Kernel
 @triton.jit
 def _learn_kernel(
-    pending,
-    rates,
-    PAD: tl.constexpr,
-    MEMORY: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
+    pending, rates, PAD: tl.constexpr, MEMORY: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
 ):
     n = tl.arange(0, PAD)
     trials = tl.load(pending + 2 * n).to(tl.float32)

@@ -170,17 +170,14 @@ def match_ngrams(
     The idea is prompt lookup decoding (Saxena 2023; vLLM's ``ngram`` method). A suffix that the
     request's reference has counts as well, from `MIN_IN_REFERENCE` tokens on, and before an
     occurrence in the text that is as long. With ``state.matches`` more than one, the best matches
-    of each block are found whose next `ALIKE` tokens differ.
-
-    The text is scanned in blocks, one program each. As vLLM keeps it in host memory, new tokens
-    are copied to the device in passing.
+    of each block are found whose next `ALIKE` tokens differ. The text is scanned in blocks, one
+    program each; new tokens of `source`, vLLM's host memory, are copied to the device in passing.
 
     Args:
         state: ``keys`` and the texts in ``history`` are written.
         source: i32 ``[max_reqs, >= width]`` by request-state index, the texts.
         total_len: i32 ``[max_reqs]``, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        num_reqs: batch rows.
     """
     if num_reqs == 0:
         return

@@ -21,12 +21,11 @@ class Noise(NamedTuple):
 
     Attributes:
         temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
-        seeds: i64 ``[max_reqs]`` by request-state index.
+        seeds: i64 ``[max_reqs]``, likewise.
         idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
         positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
             before the drawn one.
         rows: rows of logits per request.
-        fp64: whether the sampler draws 64-bit noise.
     """
 
     temperature: torch.Tensor

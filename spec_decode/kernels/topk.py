@@ -47,7 +47,6 @@ def _block_kernel(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """One block of the vocabulary: its softmax sums, and its best tokens."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -162,7 +161,6 @@ def _store_part(
     TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
 ):
-    """Store a block's softmax sums and best tokens, at the place ``part``."""
     order = tl.where(inside, ordered(logit), NONE)
     # A block that is -inf throughout sums to nothing, not to NaN.
     floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
@@ -233,15 +231,14 @@ def topk_logprobs(
 
     Args:
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
-        topk: 1 to the vocabulary's size.
         target_ids: int64 ``[vocab]``, the id to return for each index; None returns the index.
         out: contiguous tensors that receive what is returned.
-        noise: where a row's temperature is above 0, tokens are ranked by ``logits / temperature +
-            noise`` instead of by logits, and the log-softmax of that is returned.
+        noise: where a row's temperature is above 0, tokens are ranked by the sum of this and
+            ``logits / temperature``, and the log-softmax of that is returned.
         sharpness: factor of the logits, above 0.
 
     Returns:
-        Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64, likewise.
+        Log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each.
 
     Raises:
         ValueError: if `topk` is out of range, or shapes or strides are not these.
@@ -281,19 +278,15 @@ def biased_topk_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`topk_logprobs` of the sums of `biases` and of logits that several rows share.
 
-    The sums are formed in float32 where they are read, so that they are stored nowhere. With many
-    rows a program takes several of those that share their logits.
+    The sums are formed in float32 where they are read, and stored nowhere. With many rows a program
+    takes several of those that share their logits.
 
     Args:
         biases: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
-        shared: likewise ``[num_shared, vocab]``, logits that ``num_rows / num_shared`` rows in
-            succession share.
-        topk: as in `topk_logprobs`, and so are `target_ids` and `sharpness`.
-        noise: likewise, where ``rows`` is ``num_rows / num_shared``, ``offset`` is 0, and rows that
-            share their logits have the same position.
-
-    Raises:
-        ValueError: if `topk` is out of range, or shapes or strides are not these.
+        shared: likewise ``[num_shared, vocab]``, each for ``num_rows / num_shared`` rows in
+            succession.
+        noise: has ``num_rows / num_shared`` ``rows``, an ``offset`` of 0, and one position for rows
+            that share their logits.
     """
     (num_rows, vocab_size), num_shared = biases.shape, len(shared)
     logp, tokens = _outputs(biases, topk, None)
@@ -335,13 +328,13 @@ def biased_topk_logprobs(
 
 
 class _Parts(NamedTuple):
-    """What is known of each block of each row.
+    """What is known of each block of each row: ``[num_rows, blocks]``, the best ``[..., topk]``.
 
     Attributes:
-        peaks: f32 ``[num_rows, blocks]``, the largest number.
-        sums: f32 ``[num_rows, blocks]``, of the exponentials, the largest of which is 1.
-        orders: i32 ``[num_rows, blocks, topk]``, the best numbers by `ordered`.
-        tokens: i32 ``[num_rows, blocks, topk]``, their places in the row.
+        peaks: f32, the largest number.
+        sums: f32, of the exponentials, the largest of which is 1.
+        orders: i32, the best numbers by `ordered`.
+        tokens: i32, their places in the row.
     """
 
     peaks: torch.Tensor
@@ -359,7 +352,6 @@ class _Parts(NamedTuple):
 def _constants(
     parts: _Parts, block: int, noise: Noise | None, target_ids: torch.Tensor | None
 ) -> dict[str, int | bool]:
-    """The constants of both kernels that fill `parts`."""
     _, blocks, topk = parts.tokens.shape
     return {
         "BLOCKS": blocks,
@@ -394,7 +386,6 @@ def _merge(
 def _outputs(
     logits: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensors that receive the results, checked."""
     num_rows, vocab_size = logits.shape
     if not 1 <= topk <= vocab_size:
         raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")

@@ -85,7 +85,6 @@ class DraftBatch:
         scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]`` by batch row, dtype of
             the output. It holds the level's own K/V already, and scales are never applied to it.
         ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
-        level: level of the frontier; level 0 is the children of the root.
         prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
         max_seq_len: upper bound of `prefix_lens`, which decides the number of splits. None takes
             the bound from the width of `block_table`.

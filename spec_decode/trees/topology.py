@@ -47,5 +47,4 @@ class TreeState:
 
     @property
     def width(self) -> int:
-        """Nodes of a tree, including the root."""
         return int(self.parents.shape[1])

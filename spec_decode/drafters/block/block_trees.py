@@ -15,7 +15,6 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.config.tree_config import NAME
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
@@ -44,12 +43,12 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     pass leaves, a tree is grown from it, inside the graph that vLLM captures of the step. The
     draft's layers know of no tree: their K/V is made of the accepted rows, in a chain's order.
 
-    The step of each plan is one over as many positions as its trees have levels (`drafting`). A
-    block of fewer positions is what vLLM runs for a smaller ``num_speculative_tokens``. Where
-    positions see those behind them, its first positions say something else than those of a longer
-    block: that may change how much is accepted, and never what is emitted.
+    The step of each plan is one over as many positions as its trees have levels (`drafting`), as
+    vLLM runs for a smaller ``num_speculative_tokens``. Where positions see those behind them, a
+    shorter block may change how much is accepted, and never what is emitted.
     """
 
+    seams = ("block",)
     grafts_draft = grows_by_levels = False
     grows_from_block = True
 
@@ -72,7 +71,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     """Since vLLM 0.33: where its graph finds the target's states, to combine them."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        require_seams("block")
         super().__init__(vllm_config, device)
         self.draft_tokens: torch.Tensor = torch.zeros(
             self.max_num_reqs, self.trees.num_nodes, dtype=torch.int64, device=device
@@ -92,7 +90,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     @property
     def plan(self) -> TreePlan:
-        """The plan for which a step drafts."""
         return self.drafted or self.trees.plans[max(self.trees.plans)]
 
     @property
@@ -101,7 +98,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     @property
     def positions(self) -> int:
-        """Positions that predict a token in the block of a step."""
         return self.positions_of(self.plan)
 
     def positions_of(self, plan: TreePlan) -> int:
@@ -169,7 +165,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     # --- graphs -----------------------------------------------------------------------------------
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the numbers of requests of each plan's graphs of a step, which hold the tree."""
         stock, self.query_cudagraph_manager = self.query_cudagraph_manager, None
         assert stock is not None
         for plan in self.trees.plans.values():
@@ -190,7 +185,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return request_counts(min(max(plan.batches, default=0), rows))
 
     def block_graphs(self, plan: TreePlan) -> Any:
-        """The manager of a plan's graphs; None while memory is profiled."""
         return getattr(self, _manager_name(plan), None)
 
     def capture_first_pass(self) -> None:
@@ -229,7 +223,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     def propose(
         self, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Draft a tree for each request, by a step over the block of its plan."""
         nodes = self.trees.num_nodes if num_speculative_tokens is None else num_speculative_tokens
         with self.drafting(self.trees.plan_for(nodes)):
             return super().propose(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
@@ -295,12 +288,10 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return positions.view(num_reqs, self.positions) - 1
 
     def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
-        """The noise of the target's draws of all levels. Capturable.
+        """The noise of the target's draws of all levels, None to rank without. Capturable.
 
-        Returns:
-            Takes the level of children, and the nodes per request that they are children of: 1 at
-            the first level, ``topk`` below. It returns the noise with which the target will draw
-            these children; None ranks without.
+        The function takes the level of children, and the nodes per request that they are children
+        of: 1 at the first level, ``topk`` below.
         """
         # Of all levels at once; those of a level are contiguous, as kernels read them.
         draws = self.draws(num_reqs).t().contiguous()
@@ -328,7 +319,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return self.input_buffers.input_ids[: num_reqs * width : width]
 
     def report(self) -> dict[str, Any]:
-        """Also tell the block of each number of nodes."""
         return {**super().report(), "blocks": [self._describe(each) for each in self._by_nodes()]}
 
     def _by_nodes(self) -> list[TreePlan]:
@@ -353,11 +343,10 @@ def _manager_name(plan: TreePlan) -> str:
 def chain_config(vllm_config: VllmConfig, depth: int) -> VllmConfig:
     """What vLLM would have for chains of ``depth`` tokens, with ``graft.tree`` taken out.
 
-    To the engine ``num_speculative_tokens`` is the nodes of a tree. To vLLM's speculator, and to
-    the draft that it loads, it is the depth of a block. vLLM derives further configurations from
-    what its speculator has, which validates again, sets sizes and calls the platform: none of that
-    may reach the engine's objects, nor may our section make the depth a number of nodes. Layers are
-    registered in both.
+    To the engine ``num_speculative_tokens`` is the nodes of a tree; to vLLM's speculator, and to
+    the draft that it loads, the depth of a block. vLLM derives further configurations from what its
+    speculator has, which validates again, sets sizes and calls the platform: none of that may reach
+    the engine's objects. Layers are registered in both.
     """
     chain = copy.copy(vllm_config)
     chain.speculative_config = copy.copy(vllm_config.speculative_config)

@@ -55,11 +55,9 @@ class Marginals:
 class Edges:
     """A few candidates per position, and a score for each pair of neighbours.
 
-    Args:
-        ids: int64 ``[R, positions, C]``, the candidates, tokens of the target.
-        scores: f32 ``[R, positions, C, C]``, by the candidate before and the candidate. The first
-            position has the same candidate before all of its own, the first one.
-        topk: K, at most C.
+    `ids` int64 ``[R, positions, C]`` are the target's; `scores` f32 ``[R, positions, C, C]`` are by
+    the candidate before and the candidate. The first position has the same candidate before all of
+    its own, the first one.
     """
 
     def __init__(self, ids: torch.Tensor, scores: torch.Tensor, topk: int) -> None:
@@ -101,14 +99,7 @@ class BlockGrowth(PasslessGrowth):
     """
 
     def grow(
-        self,
-        drafter: Any,
-        num_reqs: int,
-        metadata: list[Any] | None,
-        num_tokens_across_dp: torch.Tensor | None = None,
-        *,
-        num_nodes: int,
-        narrow: bool = False,
+        self, drafter: Any, num_reqs: int, *passes: Any, num_nodes: int, narrow: bool = False
     ) -> int:
         lattice, frontier = drafter.lattice, self.tokens[: num_reqs * self.shape.topk]
         return self.fill(

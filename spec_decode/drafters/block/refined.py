@@ -23,9 +23,7 @@ class Refiner:
     A row of a block, the last token's or a mask's, is a vector of rank r: a term of its state and
     of the mean of all states of the block, and a term of the token before it. The row of the last
     token takes the last token for the one before it. A mix with weights per channel adds up the
-    rows up to a position, an MLP follows, and the output layer makes a bias for each token of the
-    vocabulary.
-
+    rows up to a position, an MLP follows, and the output layer makes a bias for each token.
     `head` is vLLM's ``XPressRefinerHead``, `blocks` are the draft's states ``[R, rows, hidden]``.
     """
 
@@ -60,14 +58,8 @@ class Refined:
     """A `Lattice` whose scores are a position's logits and a bias by all tokens of a node's path.
 
     Where the checkpoint limits the refiner to so many candidates per position (``xpress_topc``),
-    the other tokens are left out, as vLLM's chain does it.
-
-    Args:
-        refiner: of the blocks.
-        logits: ``[R, levels, vocabulary]``, before the bias.
-        roots: int ``[R]``, the last tokens of the requests.
-        topk: K.
-        noise: what `BlockTrees.level_noise` returns.
+    the other tokens are left out, as vLLM's chain does it. `logits`, before the bias, are
+    ``[R, levels, vocabulary]``, `roots` int ``[R]``; `noise` is as of `BlockTrees.level_noise`.
     """
 
     def __init__(

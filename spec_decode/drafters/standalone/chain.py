@@ -39,13 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChainInputs:
-    """The captured loop's stand-in for `InputBatch`.
+    """The captured loop's stand-in for `InputBatch`; `idx_mapping` is the speculator's own.
 
     Attributes:
-        seq_lens: int32 ``[max_reqs]``, tokens of each request without its rejected drafts; 0 in
-            padding.
-        num_rejected: int32 ``[max_reqs]``, zeros: `seq_lens` excludes rejected drafts already.
-        idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
+        seq_lens: int32 ``[max_reqs]``, without rejected drafts; 0 in padding.
+        num_rejected: zeros: `seq_lens` excludes rejected drafts already.
         seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
     """
 
@@ -96,8 +94,7 @@ class ChainSpeculator(FirstPassGraphs):
 
     The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
     `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
-    arguments and with attention metadata that the device refreshes. A batch that no graph fits
-    goes to the very same functions.
+    arguments. A batch that no graph fits goes to the very same functions.
     """
 
     chain_runner: DraftGraphRunner | None
@@ -186,7 +183,6 @@ class ChainSpeculator(FirstPassGraphs):
             )
 
     def _plan_loop(self, cudagraph_mode: CUDAGraphMode) -> DraftGraphRunner:
-        """Plan graphs of the loop at the engine's sizes, in requests."""
         runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, 1)
         found = (
             "compilation_config.cudagraph_capture_sizes "
@@ -219,7 +215,6 @@ class ChainSpeculator(FirstPassGraphs):
         self.chain_runner.capture_passes(self._prepare_loop, "Capturing draft chain CUDA graphs")
 
     def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
-        """Make the attention metadata of the loop for one size; return what to capture."""
         metadata, _ = prepare_inputs_to_capture(
             num_reqs,
             num_reqs,
@@ -285,7 +280,6 @@ class ChainSpeculator(FirstPassGraphs):
         self.counters.padding_rows += desc.num_reqs - num_reqs
 
     def _graph_of(self, num_reqs: int) -> BatchExecutionDescriptor | None:
-        """The smallest graph of the loop that fits a batch; counts a batch without one."""
         if self.chain_runner is None or not self.chain_runner.graphs:
             self.counters.uncaptured += 1
             return None
@@ -304,7 +298,6 @@ def _not_without(reason_and_remedy: str) -> ConfigError:
 
 
 def _sizes(runner: DraftGraphRunner | None) -> list[int]:
-    """Number of requests of each captured graph."""
     return [desc.num_reqs or 0 for desc in runner.graphs] if runner is not None else []
 
 

@@ -12,13 +12,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.levels import (
-    LevelGrowth,
-    frontier_context,
-    growths_by_levels,
-)
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.level_memory import LevelMemory
@@ -60,14 +55,14 @@ class FirstPassCounters:
 class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
-    The first pass is vLLM's own, as a graph where one fits the batch: it runs the draft over the
-    tokens that were accepted and the one that was drawn behind them. The first level is drafted
-    from what it leaves at the last of them, where a chain samples one token. The levels below run
-    as those of EAGLE, without states of the target.
+    The first pass is vLLM's own: it runs the draft over the tokens that were accepted and the one
+    that was drawn behind them. The first level is drafted from what it leaves at the last of them.
+    The levels below run as those of EAGLE, without states of the target.
     """
 
+    seams = ("draft",)
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        require_seams("draft")
         super().__init__(vllm_config, device)
         self.first_inputs: dict[int, ExtendInputs] = {}
         self.first_counters = FirstPassCounters()
@@ -98,7 +93,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     # --- graphs -----------------------------------------------------------------------------------
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the graphs of growing, and those of the first pass for each width of the target."""
         super().plan_growth_graphs(cudagraph_mode)
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not self.refreshes_first_pass:
             return
@@ -133,7 +127,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
         return found[1] if found else None, width + 1
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of what the first pass has left of each request."""
         assert self.trees.roots.states is not None
         return [self.trees.roots.states[:num_reqs].clone()]
 

@@ -35,12 +35,8 @@ class ExtendInputs:
     Attributes:
         width: rows per request, one more than its drafts.
         num_reqs: requests, padding included.
-        input_ids: int32 ``[max_reqs * width]``.
-        positions: int64 ``[max_reqs * width]``.
-        query_start_loc: int32 ``[max_reqs + 1]``, multiples of `width`.
         seq_lens: int32 ``[max_reqs]``, tokens of each request, rejected drafts included; `width`
             in padding, so that its rows have keys to attend to.
-        num_rejected: int32 ``[max_reqs]``; 0 in padding.
         last_sampled: int32 ``[max_reqs]`` by request state. Memory holds one more element before
             the first, because padding has index -1.
         idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
@@ -85,7 +81,6 @@ class ExtendInputs:
         return self.num_reqs * self.width
 
     def fits(self, batch: InputBatch) -> bool:
-        """Whether every request of a batch has `width` rows."""
         return batch.num_tokens == batch.num_reqs * self.width and bool(
             (batch.num_scheduled_tokens == self.width).all()
         )
@@ -175,7 +170,6 @@ class FirstPassGraphs(StandaloneARSpeculator):
         )
 
     def _prepare_extend(self, inputs: ExtendInputs, num_reqs: int) -> Callable[[], None]:
-        """Make the attention metadata of the first pass for one size; return what to capture."""
         width = inputs.width + 1
         rows = num_reqs * width
         starts = self.arange_np[: num_reqs + 1] * width
@@ -232,7 +226,6 @@ class FirstPassGraphs(StandaloneARSpeculator):
         skip_attn: bool,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> None:
-        """Draft the first token, or the first level, of every request, by a graph if one fits."""
         launch = functools.partial(
             super()._prefill,
             input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp,

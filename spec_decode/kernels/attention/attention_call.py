@@ -58,7 +58,6 @@ class AttentionCall(ABC):
         return splits + 1 if self.draft and splits > 1 else splits
 
     def shared(self) -> dict[str, Any]:
-        """The constants that a kernel of splits and that of their combination take."""
         return {
             "HEADS": self.query.shape[1],
             "PARTIAL_ROWS": self.max_rows,
@@ -67,13 +66,11 @@ class AttentionCall(ABC):
         }
 
     def room(self, workspace: AttentionWorkspace) -> int:
-        """Splits of a request that there is memory for, at most."""
         pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
         free = pairs - self.num_reqs if self.draft else pairs
         return min(workspace.max_splits, free // self.num_reqs)
 
     def check_splits(self, workspace: AttentionWorkspace | None, splits: int) -> None:
-        """Raise a ValueError if so many splits don't fit the workspace."""
         num_heads, size = self.query.shape[1:]
         pairs = workspace.num_pairs(self.max_rows, num_heads, size) if workspace else 0
         if splits > 1 and self.num_reqs * self.parts(splits) > pairs:
@@ -151,11 +148,8 @@ class AttentionCall(ABC):
 class UsedSplits(NamedTuple):
     """By what the kernel that combines knows which splits have keys.
 
-    Attributes:
-        kv_lens: i32 ``[>= num_reqs]``, paged keys of each request.
-        keys: keys of a tile, of which splits have whole numbers.
-        window: the window of the launch, 0 for none.
-        chunked: whether that is the size of chunks.
+    `kv_lens`, i32 ``[>= num_reqs]``, are each request's paged keys. Splits have whole tiles of
+    `keys`. A `window` of 0 is none.
     """
 
     kv_lens: torch.Tensor

@@ -104,7 +104,6 @@ def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
 def _first_key(
     kv_len, rows, level, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, DRAFT: tl.constexpr
 ):
-    """The first paged key that any row of a request sees."""
     first = 0
     if WINDOW > 0:
         if DRAFT:
@@ -119,7 +118,6 @@ def _first_key(
 
 @triton.jit
 def _split_length(keys, num_splits, BLOCK_N: tl.constexpr):
-    """Keys of each split but the last ones, which have the rest or none."""
     return tl.cdiv(tl.cdiv(keys, num_splits), BLOCK_N) * BLOCK_N
 
 

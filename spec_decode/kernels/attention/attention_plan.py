@@ -34,13 +34,10 @@ class Tile(NamedTuple):
     ) -> Tile:
         """Choose a tile whose accumulator and two K/V tiles fit a block.
 
-        Args:
-            rows: query rows of a request, times the heads that share K/V.
-            head_pad: elements of a head, padded.
-            dtype: of the query.
-            crowded: whether multiprocessors have several programs each, which hide one another's
-                waits. Otherwise the loads of one program should be few, large and at once.
-            split: whether several programs share a request's keys, so that each has few.
+        `rows` are those of a request, times the heads that share K/V. If `crowded`, multiprocessors
+        have several programs each, which hide one another's waits; otherwise the loads of one
+        program should be few, large and at once. If `split`, several programs share a request's
+        keys, so each has few.
         """
         rows = max(16, next_power_of_2(rows))
         if dtype == torch.float32:

@@ -144,11 +144,11 @@ def attend_own_rows(
     device value is read on the host.
 
     Args:
-        batch: a batch whose query has the dtype of ``out``, or is e4m3.
+        batch: its query has the dtype of ``out``, or is e4m3.
         prefix_out: ``[num_tokens, num_heads, head_size]``, the first pass's output, any floating
             dtype. Not read for a request without a prefix.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
-        out: like the query, bf16, fp16 or fp32; rows that are not computed stay untouched.
+        out: bf16, fp16 or fp32; rows that are not computed stay untouched.
 
     Raises:
         ValueError: if shapes, dtypes or strides are not these.

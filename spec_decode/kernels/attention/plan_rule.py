@@ -40,7 +40,7 @@ _ROOM_FOR_TWO = 113 << 10
 
 
 class Sizes(NamedTuple):
-    """What the rule looks at.
+    """What the rule looks at; see `AttentionCall` and `AttentionWorkspace`.
 
     Attributes:
         rows: query rows of a request, times the heads that share K/V.
@@ -48,12 +48,8 @@ class Sizes(NamedTuple):
         dtype: computed in: the query's, or fp16 if that is e4m3.
         keys: upper bound of the paged keys that a request's rows see, so that all lengths that a
             graph serves have one plan.
-        window: whether the rows have windows or chunks.
-        draft: whether it is a level of a draft.
-        mixed: whether most requests have far fewer rows.
         most_splits: splits that there is memory for.
         multiprocessors: of the device; 0 without a workspace.
-        capability: compute capability of an NVIDIA device, else zeros.
         native: how an e4m3 query and cache are multiplied; None in other dtypes.
     """
 
@@ -73,7 +69,6 @@ class Sizes(NamedTuple):
 
     @property
     def staged(self) -> bool:
-        """Whether programs load keys in stages while they compute."""
         # Others than these have at most 163 KiB of shared memory, those of sm_12x 99.
         return self.capability[0] in (9, 10) and self.dtype.itemsize == 2
 
@@ -87,7 +82,6 @@ class Sizes(NamedTuple):
         return min(self.rows, _MIXED_TILE if self.mixed else MAX_TILE)
 
     def programs(self, tile: Tile) -> int:
-        """Programs without splits."""
         return self.num_reqs * self.kv_heads * cdiv(self.rows, tile.rows)
 
 
@@ -156,7 +150,6 @@ def _draft_splits(sizes: Sizes) -> int:
 
 
 def _splits(sizes: Sizes) -> int:
-    """One program for each multiprocessor, and two where they fit and have many keys."""
     tile = _tile(sizes, split=True)
     wanted = sizes.multiprocessors // sizes.programs(tile)
     # One program of 64 rows has four warps, which are few for a multiprocessor.
@@ -179,7 +172,7 @@ def _native_tile(sizes: Sizes, native: Native) -> Tile:
 
     Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
     at once. For fewer rows it would fetch each number of V by itself. One tile of 128 rows per K/V
-    head would be a third slower than two of 64 where contexts are short.
+    head is slower than two of 64 where contexts are short.
     """
     wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
     rows = native.rows if wide else 64

@@ -47,17 +47,14 @@ class _Call(AttentionCall):
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
         return int(self.query.shape[1] // self.kv_cache.shape[1])
 
     @property
     def small(self) -> bool:
-        """Whether the query is e4m3."""
         return self.query.dtype in FP8
 
     @property
     def computed(self) -> torch.dtype:
-        """Dtype of values and weights."""
         return torch.float16 if self.small else self.query.dtype
 
     def most_keys(self) -> int:
@@ -65,11 +62,9 @@ class _Call(AttentionCall):
         return min(bound, self.window + self.max_rows) if self.window else bound
 
     def tiles(self, plan: Plan) -> int:
-        """Tiles of a request's rows and the heads that share K/V."""
         return cdiv(self.max_rows * self.group, plan.tile.rows)
 
     def plan(self, workspace: AttentionWorkspace | None, num_splits: int | None) -> Plan:
-        """How to compute; a ValueError if the splits don't fit the workspace."""
         if num_splits is not None:
             self.check_splits(workspace, num_splits)
         return choose_plan(self.sizes(workspace), num_splits)
@@ -138,8 +133,7 @@ def tree_attention(
         out: like the query, or in 16 or 32 bits if that is e4m3; rows that are not computed stay
             untouched.
         workspace: receives partial results; None means one split.
-        num_splits: forces the number of splits.
-        plan: forces all of how it is computed.
+        num_splits: forces the number of splits, `plan` all of how it is computed.
 
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
@@ -347,15 +341,9 @@ def write_scratch(
 ) -> None:
     """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``.
 
-    Args:
-        key: ``[num_reqs * topk, kv_heads, key_size]``, last dimension contiguous. With MLA it is
-            the latent, of one head.
-        value: likewise, ``[num_reqs * topk, kv_heads, value_size]``. With MLA it is the rotated
-            part of the key.
-        scratch_kv: ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``, dtype of ``key``.
-        level: level of the frontier.
-        num_reqs: batch rows.
-        topk: frontier nodes per batch row.
+    `key` and `value` are ``[num_reqs * topk, kv_heads, size]``, last dimension contiguous; with MLA
+    the latent, of one head, and the rotated part of the key. `scratch_kv` is of the same dtype,
+    ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``.
     """
     if num_reqs == 0:
         return

@@ -82,11 +82,9 @@ def windowed_table(
         window: tokens that are seen before a request's first row, at least; more of them as far as
             their block begins earlier.
         max_rows: upper bound of a request's rows whose keys are in the cache.
-        block_size: slots of a block.
 
     Returns:
-        int32 ``[num_reqs, width]``, blocks that no key is in are block 0, and int32
-        ``[num_reqs]``, keys of each request among these blocks.
+        int32 ``[num_reqs, width]``, block 0 where no key is, and the keys among these blocks.
     """
     num_reqs, table_blocks = block_table.shape
     width = min(table_width(window, max_rows, block_size), table_blocks)

@@ -29,8 +29,7 @@ class AttentionWorkspace:
     Attributes:
         acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
         peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
-        total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
-        max_splits: most splits of a request.
+        total: f32, likewise, sum of weights.
         capability: compute capability of an NVIDIA device, else zeros.
     """
 
@@ -68,7 +67,6 @@ class AttentionWorkspace:
         )
 
     def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
-        """Pairs of request and split that fit, for a layer of these sizes."""
         places = rows * num_heads
         return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
 
@@ -89,7 +87,6 @@ def split_count(
 
 
 def _device_of(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Multiprocessors and compute capability."""
     if device.type == "meta" and torch.cuda.is_available():
         # No memory is asked for: it stands for the device of this process.
         device = torch.device("cuda", torch.cuda.current_device())

@@ -21,10 +21,10 @@ MASK_BITS = 64
 class TreeRows:
     """Which rows of a batch belong to trees, and what each of them sees. Addresses are stable.
 
-    Attributes are i32 but for the masks, ``[max_reqs]`` by batch row or ``[max_tokens]``:
+    The ``row_`` tensors are ``[max_tokens]``, the others ``[max_reqs]`` by batch row.
 
     Attributes:
-        num_drafts: of each request; 0 for a plain one.
+        num_drafts: i32, as all others but the masks; 0 for a plain request.
         row_masks: i64; bit ``j`` is set if the row sees the request's ``j``-th tree row.
         row_depths: position of each row behind the first of its request's rows that the tree kernel
             computes.

@@ -78,7 +78,7 @@ class TreeBatch:
 class DraftBatch:
     """The frontier of a level in the draft: a query sees the paged prefix and its node's ancestors.
 
-    Attributes are those of `TreeBatch`, and:
+    Attributes that are not told here are those of `TreeBatch`.
 
     Attributes:
         query: ``[num_reqs * topk, num_heads, head_size]``.

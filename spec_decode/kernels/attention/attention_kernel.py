@@ -66,28 +66,6 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _merged_weights(logits, lse, sink):
-    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to.
-
-    Rows that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse`
-    (the prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
-    natural.
-    """
-    prefix_peak = lse * 1.4426950408889634
-    top = tl.maximum(tl.max(logits, 1), prefix_peak)
-    if sink is not None:
-        sink = sink * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logits - base[:, None])
-    prefix_weight = tl.exp2(prefix_peak - base)
-    total = tl.sum(weights, 1) + prefix_weight
-    if sink is not None:
-        total += tl.exp2(sink - base)
-    return weights, prefix_weight, total
-
-
-@triton.jit
 def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
     """How many of a request's last rows belong to its tree, and the first of these rows.
 

@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     FP8,
     HALVES,
@@ -25,7 +25,6 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     native,
     refuse_without_hardware,
 )
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2

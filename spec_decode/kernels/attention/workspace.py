@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_plan import MAX_TILE
 from vllm_graft.spec_decode.kernels.sizes import cdiv
+
+MAX_TILE = 128
+"""Most query rows of a program, times the heads that share K/V, at a head size of 128."""
 
 # A split of fewer keys costs more in the combine step than it gains. A draft's rows are few, so its
 # combine step costs less.

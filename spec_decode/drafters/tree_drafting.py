@@ -64,6 +64,12 @@ class TreeDrafting(DraftModelSpeculator):
         trees: everything of ours that the drafter holds, but for the memory of its own kind.
         accepted: memory for the rows that the target has accepted, made with the growths.
         memory: what the levels of all shapes share, likewise.
+        seams: parts of the ledger that the drafter needs besides those of all trees.
+        grafts_draft: whether the draft's own attention layers run over trees, too.
+        grows_by_levels: whether a pass of the draft grows each level: that can be rehearsed
+            before it is loaded.
+        grows_from_block: whether the drafter is a `BlockTrees` that can be rehearsed likewise.
+        has_window: whether the draft's passes may read a window (``graft.tree.draft_window``).
     """
 
     accepted: AcceptedRows
@@ -71,19 +77,10 @@ class TreeDrafting(DraftModelSpeculator):
     num_speculative_steps: int  # VLLM's name for the number of drafts per request.
 
     seams: tuple[str, ...] = ()
-    """Parts of the ledger that the drafter needs besides those of all trees."""
-
     grafts_draft: bool = True
-    """Whether the draft's own attention layers run over trees, too."""
-
     grows_by_levels: bool = True
-    """Whether a pass of the draft grows each level: that can be rehearsed before it is loaded."""
-
-    has_window: bool = False
-    """Whether the draft's passes may read a window of the text (``graft.tree.draft_window``)."""
-
     grows_from_block: bool = False
-    """Whether the drafter is a `BlockTrees` that can be rehearsed likewise."""
+    has_window: bool = False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         require_seams(*self.seams)

@@ -51,24 +51,12 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     seams = ("block",)
     grafts_draft = grows_by_levels = False
     grows_from_block = True
-
-    cuts_positions = True
-    """Whether a block may be shorter than what the draft was loaded for."""
-
-    drafted: TreePlan | None = None
-    """The plan for which vLLM's step drafts; None outside of a step."""
-
-    lattice: Lattice | None = None
-    """What the block pass has left, while a tree is grown from it."""
-
-    num_query_per_req: int
-    """VLLM's name for the rows of a request in the one pass."""
-
-    query_cudagraph_manager: Any
-    """The graphs of the step, set by `drafting`; None outside of a step."""
-
-    _aux_staging: torch.Tensor | None
-    """Since vLLM 0.33: where its graph finds the target's states, to combine them."""
+    cuts_positions = True  # A block may be shorter than what the draft was loaded for.
+    drafted: TreePlan | None = None  # The plan for which vLLM's step drafts, within one.
+    lattice: Lattice | None = None  # What the block has left, while a tree is grown from it.
+    num_query_per_req: int  # VLLM's name for the rows of a request in the one pass.
+    query_cudagraph_manager: Any  # The graphs of the step, set by `drafting`.
+    _aux_staging: torch.Tensor | None  # Since vLLM 0.33: the target's states, to be combined.
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)

@@ -250,7 +250,7 @@ def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     import torch
 
-    from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
+    from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
     from vllm_graft.spec_decode.tuning.plan import plan_shapes
     from vllm_graft.spec_decode.tuning.scheduling import tree_policy
 

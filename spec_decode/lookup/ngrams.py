@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
-from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.lookup.reference_counts import ReferenceCounts
 from vllm_graft.spec_decode.trees.ngram_state import NgramState

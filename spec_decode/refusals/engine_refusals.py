@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, sentences, setting
-from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.refusals.padded_rows import (
     BUFFERS,
@@ -17,6 +17,7 @@ from vllm_graft.spec_decode.refusals.padded_rows import (
     too_many_rows,
 )
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
+from vllm_graft.spec_decode.trees.shape import MAX_NODES
 
 _NODES = "speculative_config.num_speculative_tokens"
 _TOPK, _SHAPE = flag("tree", "topk"), flag("tree", "shape")
@@ -54,7 +55,7 @@ def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 )
 def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     nodes = tree.nodes or vllm_config.speculative_config.num_speculative_tokens
-    if not tree.max_nodes < nodes <= MAX_NODES:
+    if not tree.num_candidates < nodes <= MAX_NODES:
         return
     # Beside `nodes`, the number of tokens is the depth.
     key, depth = flag("tree", "nodes"), _NODES
@@ -62,7 +63,7 @@ def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         key, depth = _NODES, flag("tree", "steps")
     yield Found(
         f"{key} is {nodes}, but a tree of {_TOPK} {tree.topk} and a depth of {tree.steps} ({depth})"
-        f" holds {tree.max_nodes} nodes",
+        f" holds {tree.num_candidates} nodes",
         f"lower it, or raise {_TOPK} or {depth}",
     )
 

@@ -22,7 +22,7 @@ from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
-from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import learn_rates
 from vllm_graft.spec_decode.startup.stand_ins import (
     META,
     Attention,

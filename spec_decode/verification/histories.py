@@ -12,10 +12,16 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_graft.seams.wrap import wrap
-from vllm_graft.spec_decode.kernels.history.bad_words import BadWords, forbid_bad_words
-from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
-from vllm_graft.spec_decode.kernels.history.penalties import Penalties, penalize
-from vllm_graft.spec_decode.kernels.history.thinking_budget import ThinkingBudgets, end_reasoning
+from vllm_graft.spec_decode.kernels.history import (
+    BadWords,
+    PathTokens,
+    Penalties,
+    ThinkingBudgets,
+    end_reasoning,
+    forbid_bad_words,
+    path_tokens,
+    penalize,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -81,14 +81,14 @@ def test_wrong_ngrams_are_explained(value: object, words: str) -> None:
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])
-def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
+def test_num_candidates_counts_a_full_tree(topk: int, steps: int) -> None:
     # Level by level: every expanded node gets topk children, topk of each level are expanded.
     expanded, nodes = 1, 0
     for _ in range(steps):
         children = expanded * topk
         nodes += children
         expanded = min(topk, children)
-    assert TreeConfig(topk=topk, steps=steps).max_nodes == nodes
+    assert TreeConfig(topk=topk, steps=steps).num_candidates == nodes
 
 
 @pytest.mark.parametrize(

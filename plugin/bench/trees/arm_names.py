@@ -140,7 +140,7 @@ def read_arm(
 
 def _check_tree(name: str, tree: dict[str, Any], nodes: int) -> None:
     """Check the keys of an arm's trees, and that these can hold so many nodes."""
-    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).max_nodes
+    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).num_candidates
     if nodes > holds:
         raise BenchmarkError(
             f"--arms {name!r}: a tree of topk {tree['topk']} and {tree['steps']} steps holds "

@@ -13,8 +13,8 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     check_masked_rows,
     partial_results,
 )
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.latent.latent_kernel import copy_rows_kernel, latent_kernel

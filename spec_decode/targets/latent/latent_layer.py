@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
+from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
 from vllm_graft.spec_decode.targets.dense.dense_features import KV_DTYPES
 from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference

@@ -15,10 +15,8 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     check_masked_rows,
     check_prefix,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
-    _merged_weights,
-    _tree_rows,
-)
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import _tree_rows
+from vllm_graft.spec_decode.kernels.attention.own_rows import merged_weights
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch
@@ -173,7 +171,7 @@ def own_latents_kernel(
     logits = logits * (scale * 1.4426950408889634)
     bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     logits = tl.where((bit != 0) & exists[None, :], logits, float("-inf"))
-    weights, prefix_weight, total = _merged_weights(logits, lse, None)
+    weights, prefix_weight, total = merged_weights(logits, lse, None)
     total = tl.where(total > 0, total, 1.0)
     weights = weights.to(latents.dtype.element_ty)
 

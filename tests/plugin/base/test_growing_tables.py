@@ -62,8 +62,8 @@ BOUNDED = {
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
         spec_decode/targets/latent/latent_attention.py:latent_tile
         spec_decode/targets/latent/own_latents.py:own_tile
-        spec_decode/kernels/attention/plan_rule.py:choose_plan
-        spec_decode/kernels/attention/tile.py:Tile.choose
+        spec_decode/kernels/attention/attention_plan.py:choose_plan
+        spec_decode/kernels/attention/attention_plan.py:Tile.choose
         spec_decode/counts/tree_metrics.py:TreeWatch._by_depth
         spec_decode/counts/tree_metrics.py:TreeWatch._nodes
         spec_decode/tuning/context_cost.py:ContextCost._kinds

@@ -124,7 +124,7 @@ def test_the_first_pass_runs_as_a_graph(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts what launches draft; negative control: a graph that never sees a step's batch."""
-    from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
+    from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
 
     expected = alone[:1] + alone[:3] + alone[len(GREEDY) :][:2]
     with draft_graphs(erring, graph_runner="verify") as llm:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.trees.shape import MAX_NODES, TreeShape
 from vllm_graft.spec_decode.tuning.shapes import (
     DENSE,
     NARROW,
@@ -39,7 +39,7 @@ def test_each_number_has_one_rung_and_ever_smaller_batches(ladder: Ladder) -> No
 @pytest.mark.parametrize("steps", [1, 2, 4, 7, 12, 32])
 def test_every_number_fits_its_shape_and_the_bounds(ladder: Ladder, topk: int, steps: int) -> None:
     config = TreeConfig(topk=topk, steps=steps, shape="auto")
-    for nodes in range(1, min(config.max_nodes, MAX_NODES) + 1):
+    for nodes in range(1, min(config.num_candidates, MAX_NODES) + 1):
         found = shapes(ladder, config, nodes)
         numbers = [shape.num_nodes for shape in found]
         assert numbers == sorted(set(numbers))

@@ -218,7 +218,7 @@ def test_experts_compute_the_rows_that_are_timed(
 @pytest.mark.parametrize(("num_reqs", "lent"), [(2, [[1, 2, 3], [4, 5, 6]]), (3, None)])
 def test_rows_that_are_timed_have_states(num_reqs: int, lent: list[list[int]] | None) -> None:
     """Recurrent layers compute nothing for the null block, which is what padding has."""
-    from vllm_graft.spec_decode.drafters.lent_states import LentStates
+    from vllm_graft.spec_decode.drafters.step_costs import LentStates
 
     tables = [torch.full((4, width), 5, dtype=torch.int32) for width in (7, 3)]
 
@@ -247,7 +247,7 @@ def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:
 
     draft: Any = MtpTrees.__new__(MtpTrees)
     draft.first_pass_graph = lambda width: (None, width)
-    draft.root_states = torch.zeros(6, 16)
+    draft.trees = SimpleNamespace(roots=SimpleNamespace(states=torch.zeros(6, 16)))
     draft.last_token_indices = torch.zeros(6, dtype=torch.int64)
     draft.hidden_states = torch.zeros(48, 16)
     draft.tell_requests_apart(4, nodes=7)
@@ -349,8 +349,9 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         assert speculator.report()["draft_graphs_verified"][3] == [1]
         assert speculator.report()["draft_graphs_differing"][3] == []
         # Negative control: the graph of two requests reads a tensor that is not written any more.
-        speculator.root_states = speculator.root_states.clone()
-        del speculator
+        roots = speculator.trees.roots
+        roots.states = roots.states.clone()
+        del speculator, roots
         assert answer_all(llm, requests * 2) == expected * 2
         report = model_runner(llm).speculator.report()
         assert report["draft_graphs_differing"][3] == [2]

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import random
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees import candidates
 from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning import plan
 from vllm_graft.spec_decode.tuning.shapes import NARROW, auto_schedule, dynamic, for_blocks, whole
 
 
@@ -17,7 +22,7 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
     count = len([None for _ in range(topk)] + [None] * sum(topk * topk for _ in range(1, steps)))
     assert shape.num_candidates == count
     assert candidates.num_candidates(topk, steps) == count
-    assert TreeConfig(topk=topk, steps=steps).max_nodes == count
+    assert TreeConfig(topk=topk, steps=steps).num_candidates == count
 
 
 def test_dynamic_takes_the_configured_bounds() -> None:
@@ -131,3 +136,19 @@ def test_trees_of_few_nodes_lose_nothing_by_a_narrower_draft(nodes: int) -> None
 
 def test_a_draft_narrower_than_its_tree_loses_nodes() -> None:
     assert any(eagle2(1, 6, 2, seed) != eagle2(8, 6, 2, seed) for seed in range(50))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [TreeShape(8, 6, 30), TreeShape(8, 6, 32), TreeShape(0, 6, 31), TreeShape(8, 0, 31), 31],
+)
+def test_a_policy_that_answers_otherwise_is_named(
+    monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    monkeypatch.setattr(plan, "batches_by_nodes", lambda *_, **__: {31: [1], 0: [2]})
+    engine: Any = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=31))
+    config = TreeConfig(policy="wide")
+    assert plan.plan_shapes(whole, config, engine) == {TreeShape(8, 6, 31): [1]}
+    said = re.escape(f"graft.tree.policy 'wide' returned {answer!r} for 31 nodes")
+    with pytest.raises(HookError, match=said):
+        plan.plan_shapes(lambda *_: answer, config, engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graft.spec_decode.kernels.history.penalties import BLOCK
+from vllm_graft.spec_decode.kernels.history import BLOCK
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
 _KERNELS = "vllm_graft.spec_decode.kernels.history"
@@ -11,7 +11,7 @@ _KERNELS = "vllm_graft.spec_decode.kernels.history"
 CASES: list[KernelCase] = [
     KernelCase(
         name="path tokens",
-        function=f"{_KERNELS}.path_tokens:_path_kernel",
+        function=f"{_KERNELS}:_path_kernel",
         signature=argument_types(
             {"*i32": "ids nodes parents depths path_tokens path_lengths", "*i64": "slots"}
         ),
@@ -20,7 +20,7 @@ CASES: list[KernelCase] = [
     ),
     KernelCase(
         name="penalties",
-        function=f"{_KERNELS}.penalties:_penalties_kernel",
+        function=f"{_KERNELS}:_penalties_kernel",
         signature=argument_types(
             {
                 "*fp32": "logits repetitions frequencies presences",
@@ -34,7 +34,7 @@ CASES: list[KernelCase] = [
     ),
     KernelCase(
         name="bad words",
-        function=f"{_KERNELS}.bad_words:_bad_words_kernel",
+        function=f"{_KERNELS}:_bad_words_kernel",
         signature=argument_types(
             {
                 "*fp32": "logits",
@@ -49,7 +49,7 @@ CASES: list[KernelCase] = [
     ),
     KernelCase(
         name="thinking budgets",
-        function=f"{_KERNELS}.thinking_budget:_thinking_kernel",
+        function=f"{_KERNELS}:_thinking_kernel",
         signature=argument_types(
             {
                 "*fp32": "logits",

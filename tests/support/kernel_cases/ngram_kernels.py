@@ -103,7 +103,7 @@ def _ngram_cases(
     )
     learn = KernelCase(
         name=f"learn {len(state.rates)} rates of n-grams",
-        function=f"{_KERNELS}.ngram_learn:_learn_kernel",
+        function=f"{_KERNELS}.ngram_insert:_learn_kernel",
         signature={"pending": "*i32", "rates": "*fp32"},
         constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
         options={"num_warps": 1},

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.references.block_reference import Node, by_path, grow
 from tests.support.references.refined_reference import RefinerHead, refined_logits
-from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
+from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
 from vllm_graft.spec_decode.drafters.block.refined import Refined, Refiner
 from vllm_graft.spec_decode.trees.shape import TreeShape
 

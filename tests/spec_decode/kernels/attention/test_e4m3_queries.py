@@ -16,14 +16,14 @@ from tests.support.references.tree_reference import (
 from tests.support.samples.attention_spaces import nan_space
 from tests.support.samples.e4m3_queries import converted, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native, native
-from vllm_graft.spec_decode.kernels.attention.plan_rule import (
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    Plan,
     Sizes,
+    Tile,
     choose_plan,
     native_bytes,
 )
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native, native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     plan_of,

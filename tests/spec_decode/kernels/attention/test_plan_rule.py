@@ -16,14 +16,14 @@ from tests.spec_decode.kernels.attention.test_tree_attention import (
 )
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import workspace
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.plan_rule import (
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    Plan,
     Sizes,
+    Tile,
     choose_plan,
     combine_warps,
     shared_bytes,
 )
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing

@@ -12,8 +12,7 @@ from tests.support.references.tree_reference import (
     tree_attention_reference,
 )
 from tests.support.samples.attention_spaces import check_rows, nan_space, nans
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     plan_of,

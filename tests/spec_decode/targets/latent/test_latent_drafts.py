@@ -9,7 +9,7 @@ import torch
 
 from tests.support.samples.attention_spaces import nan_space
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem
-from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
+from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.targets.dense.samples import TOLERANCE, untouched

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, sentences, setting
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
-from vllm_graft.spec_decode.refusals.padded_rows import (
-    BUFFERS,
-    full_rows,
-    tight_budgets,
-    tight_threshold,
-    too_many_rows,
-)
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
 
 _NODES = "speculative_config.num_speculative_tokens"
@@ -28,11 +22,13 @@ V2 = (
 )
 UBATCHING = setting("parallel_config.use_ubatching", says="Dual batch overlap is on")
 
+BUFFERS = "vLLM sizes its buffers for that many rows."
+
 ENGINE = Refusals()
 
 
 def more_than_one(name: str) -> Find:
-    """Find more than one rank of a kind: ``name`` is an attribute of vLLM's ``ParallelConfig``."""
+    """More than one rank of a kind: ``name`` is an attribute of vLLM's ``ParallelConfig``."""
     return setting(f"parallel_config.{name}", lambda ranks: ranks <= 1)
 
 
@@ -74,13 +70,11 @@ def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     "trees",
 )
 def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    # N-grams alone may be chains; `ngram_refusals` tells what else goes with them.
+    # N-grams alone may be chains; `draft_refusals` tells what else goes with them.
     alone = not has_model(tree, vllm_config.speculative_config)
     if tree.ngram is not None and tree.topk == 1 and not alone:
         yield f"{flag('tree', 'ngram')} is given, but drafts are chains ({_TOPK} 1)"
 
-
-_ONE_RANK = "A request's rows are split over ranks, and a tree needs all of them."
 
 ENGINE.extend(
     (
@@ -91,17 +85,14 @@ ENGINE.extend(
             "set `--pipeline-parallel-size` to 1",
             more_than_one("pipeline_parallel_size"),
         ),
-        Refusal(
-            "decode context parallelism",
-            _ONE_RANK,
-            "set `--decode-context-parallel-size` to 1",
-            more_than_one("decode_context_parallel_size"),
-        ),
-        Refusal(
-            "prefill context parallelism",
-            _ONE_RANK,
-            "set `--prefill-context-parallel-size` to 1",
-            more_than_one("prefill_context_parallel_size"),
+        *(
+            Refusal(
+                f"{kind} context parallelism",
+                "A request's rows are split over ranks, and a tree needs all of them.",
+                f"set `--{kind}-context-parallel-size` to 1",
+                more_than_one(f"{kind}_context_parallel_size"),
+            )
+            for kind in ("decode", "prefill")
         ),
         Refusal(
             "dual batch overlap",
@@ -130,6 +121,21 @@ ENGINE.extend(
 )
 
 
+def too_many_rows(
+    whose: str, width: int, times: str, scheduler: Any, or_else: str = ""
+) -> Iterator[Found]:
+    """A pass of more rows than a batch may have: `width` rows per request, or `times` in words.
+    `or_else` is another remedy."""
+    rows, most = scheduler.max_num_seqs * width, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield Found(
+            f"{whose} has {rows} rows (--max-num-seqs {scheduler.max_num_seqs} times {times}), but "
+            f"--max-num-batched-tokens is {most}",
+            f"set --max-num-seqs to {most // width} or less, or --max-num-batched-tokens to "
+            f"{rows} or more{or_else}",
+        )
+
+
 @ENGINE.row(
     "more rows per level (`max_num_seqs` times `topk`) than `max_num_batched_tokens`",
     BUFFERS,
@@ -153,6 +159,55 @@ def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         scheduler, key, rows = vllm_config.scheduler_config, flag("tree", "nodes"), tree.nodes + 1
         times, or_else = f"{rows}, of {key} {tree.nodes}", f", or lower {key}"
         yield from too_many_rows("With LoRA a batch of trees", rows, times, scheduler, or_else)
+
+
+@dataclass(frozen=True)
+class TightLimit:
+    """A setting of the scheduler that is too small, and the least value that works."""
+
+    flag: str
+    value: int
+    least: int
+
+
+def full_rows(tree: TreeConfig, vllm_config: Any) -> int:
+    """Rows of a full tree, the root's included; 0 if vLLM gives no request so many by itself.
+
+    A request with one token left to compute (a prompt of one token beside other requests, or one
+    that is cached but for its last token) would be the only one in its batch without drafts. VLLM
+    gives it the rows of a full tree, so that the batch keeps its CUDA graph, unless the number of
+    drafts changes with the batch. With data parallelism vLLM drops such a table.
+    """
+    speculative = vllm_config.speculative_config
+    changes = speculative.num_speculative_tokens_per_batch_size is not None
+    if tree.shape == "auto" or (changes and vllm_config.parallel_config.data_parallel_size == 1):
+        return 0
+    return 1 + (tree.nodes or int(speculative.num_speculative_tokens))
+
+
+def tight_threshold(tree: TreeConfig, vllm_config: Any) -> TightLimit | None:
+    """The threshold that cuts the rows of such a request, so that the engine stops. The
+    ``adaptive`` threshold is no way out: with many requests it falls to the number given."""
+    value = vllm_config.scheduler_config.long_prefill_token_threshold
+    rows = full_rows(tree, vllm_config)
+    if not 0 < value < rows:
+        return None
+    return TightLimit("--long-prefill-token-threshold", value, rows)
+
+
+def tight_budgets(tree: TreeConfig, vllm_config: Any) -> list[TightLimit]:
+    """Budgets of a step that never hold the rows of such a request, so that it waits forever."""
+    rows, scheduler = full_rows(tree, vllm_config), vllm_config.scheduler_config
+    if not rows:
+        return []
+    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    # Rows of the batch that vLLM leaves to the draft.
+    least = rows + vllm_config.speculative_config.max_num_new_slots_for_drafting
+    limits = [TightLimit("--max-num-batched-tokens", batched, least)]
+    # vLLM fills in the one from the other.
+    if scheduled is not None and scheduled != batched:
+        limits.append(TightLimit("--max-num-scheduled-tokens", scheduled, rows))
+    return [limit for limit in limits if limit.value < limit.least]
 
 
 @ENGINE.row(
@@ -186,7 +241,7 @@ def _budgets(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
 
 
 def _fewer(tree: TreeConfig, rows: int) -> str:
-    """What to do for trees of at most so many rows; their number changes with ``shape: auto``."""
+    """The remedy of trees of at most so many rows; their number changes with ``shape: auto``."""
     if rows < 2:
         return f"set {_SHAPE} to 'auto'"
     nodes = flag("tree", "nodes") if tree.nodes is not None else _NODES

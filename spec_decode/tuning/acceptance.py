@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH_GAIN = 0.27
-"""With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does.
-
-One exponent fits trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled alike."""
+"""With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does. Measured
+on trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled."""
 
 FIRST_MISS = 0.3
 """Chance that a chain misses a level, before anything was seen."""
@@ -25,11 +24,8 @@ RECENT = 48.0
 """Verified trees over which a change of the text is looked for."""
 
 CHANGE = 3.5
-"""Standard errors by which recent trees must differ from a text to count as another text.
-
-Requests differ by far more than chance does, so a recent rate is better than an average one. But a
-few unlucky levels of one request do not mean that the text has changed. A smaller number would take
-them for a change, a larger one would be slow to see a real one."""
+"""Standard errors by which recent trees must differ from a text to count as another text. Requests
+differ by more than chance: a smaller number takes their unlucky levels for a change."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""
@@ -49,11 +45,9 @@ _PRIOR_MISSES = 100.0
 
 @dataclass
 class _MissRate:
-    """How often a chain would have missed a level of a text.
+    """Missed and tried levels, older ones counting less: how often a chain misses one.
 
-    Attributes:
-        misses: missed levels, older ones counting less.
-        levels: levels that were tried. A level of a wide tree counts for less than one of a chain.
+    A level of a wide tree counts for less than one of a chain.
     """
 
     misses: float = 0.0
@@ -68,13 +62,8 @@ class _MissRate:
 class _Record:
     """Verified trees of one number of nodes, older ones counting less.
 
-    Attributes:
-        trees: how many.
-        accepted: their accepted drafts.
-        missed: levels that they missed.
-        paired_misses: missed levels in the first steps after a change to this number of nodes.
-        paired_expected: levels that should have been missed in these steps, by the rule of
-            `WIDTH_GAIN` and by the text of the steps before the change.
+    The paired ones are missed levels in the first steps after a change to this number, and those
+    that the rule of `WIDTH_GAIN` expects from the text of the steps before the change.
     """
 
     trees: float = 0.0
@@ -84,11 +73,8 @@ class _Record:
     paired_expected: float = 0.0
 
     def fade(self, factor: float) -> None:
-        self.trees *= factor
-        self.accepted *= factor
-        self.missed *= factor
-        self.paired_misses *= factor
-        self.paired_expected *= factor
+        for name, value in vars(self).items():
+            setattr(self, name, factor * value)
 
     @property
     def own(self) -> float:
@@ -104,9 +90,8 @@ class _Record:
 class _DeepPaths:
     """Accepted paths that were deeper than the draft's levels, older trees counting less.
 
-    A tree's levels are as many as the draft has passes; only a copy of the request's own text goes
-    deeper. A copy costs no pass and is one branch, so what trees of one shape copied tells what
-    those of another would have: as much of it as they have nodes for.
+    Only a copy of the request's own text goes so deep. A copy costs no pass and is one branch, so
+    trees of another shape would have copied as much of it as they have nodes for.
     """
 
     def __init__(self) -> None:
@@ -114,19 +99,12 @@ class _DeepPaths:
         self._paths: dict[int, float] = {}
 
     def fade(self, factor: float) -> None:
-        """Let what was seen count for less."""
         self._trees *= factor
         # What is left of a path that nobody has followed for long is dropped.
         faded = {length: factor * weight for length, weight in self._paths.items()}
         self._paths = {length: weight for length, weight in faded.items() if weight > 1e-3}
 
     def observe(self, accepted: Sequence[int], levels: int) -> None:
-        """Add trees of one step.
-
-        Args:
-            accepted: accepted drafts of each tree.
-            levels: levels of their shape.
-        """
         self._trees += len(accepted)
         for length in accepted:
             if length > levels:
@@ -143,22 +121,17 @@ class _DeepPaths:
 class Acceptance:
     """Accepted drafts per tree, by number of nodes.
 
-    A tree's path ends at the first level that it misses. One number describes a text: the chance
-    that a chain misses a level. A tree of N nodes on d levels misses a level
-    ``(N / d) ** -WIDTH_GAIN`` times as often, so each verified tree tells about all numbers of
-    nodes. How far a number of nodes is off this rule is learned when it comes into use, by
-    comparison with the number in use before it, since both then had the same text.
+    One number describes a text: the chance that a chain misses a level. A path ends at the first
+    missed level, and a tree of N nodes on d levels misses one ``(N / d) ** -WIDTH_GAIN`` times as
+    often, so each tree tells about all numbers of nodes. How far a number is off this rule is
+    learned when it comes into use, by comparison with the number before it on the same text.
 
-    Texts change. So the chance is forgotten quickly, and replaced at once where recent trees
-    contradict it. Requests of other temperatures have other texts, and each class of temperatures
-    has a chance of its own: a chain misses levels far more often at temperature 1 than greedily.
-
-    A path may be deeper than the levels where n-grams continue it. What lies below the levels is no
-    level of the draft, so it is averaged apart and says nothing of the chance.
+    Texts change: the chance is forgotten quickly, and replaced at once where recent trees
+    contradict it. Each class of temperatures has a chance of its own. Paths below the levels, which
+    n-grams continue, are averaged apart and say nothing of it.
 
     Args:
-        levels: levels of the trees of each number of nodes. The number 0 is ignored, as it yields
-            no drafts.
+        levels: levels of the trees of each number of nodes; 0 is ignored.
     """
 
     def __init__(self, levels: Mapping[int, int]) -> None:
@@ -220,7 +193,6 @@ class Acceptance:
         seen.missed += misses
 
     def _go_on_with(self, temperature_class: int) -> None:
-        """Go on with the text of a class of temperatures."""
         if temperature_class == self._class:
             return
         self._deep.setdefault(temperature_class, _DeepPaths())
@@ -248,7 +220,6 @@ class Acceptance:
 
     @property
     def _text(self) -> _MissRate:
-        """The text of the current class of temperatures."""
         return self._texts[self._class]
 
     @property
@@ -275,8 +246,7 @@ class Acceptance:
         before = self._before
         if self._paired_left and before.misses > 1:
             seen, expected = self._seen[nodes], levels * before.misses / before.levels
-            # Both rates are estimates: with few trees before the change, many after it prove
-            # little.
+            # Both rates are estimates: few trees before the change prove little.
             weight = before.misses / (before.misses + PAIRED * expected)
             seen.paired_misses += weight * misses
             seen.paired_expected += weight * expected

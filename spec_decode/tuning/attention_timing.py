@@ -21,9 +21,7 @@ from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import (
     MAX_KEYS,
@@ -71,12 +69,10 @@ class Geometry(NamedTuple):
 
     @property
     def calls_timed(self) -> int:
-        """Calls in a graph that is timed."""
         return 8
 
     @classmethod
     def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
-        """The geometry of a layer."""
         impl: Any = layer.impl
         fp8 = is_quantized_kv_cache(impl.kv_cache_dtype)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
@@ -230,18 +226,8 @@ def choose_target_kernels(
     workspace: AttentionWorkspace,
     device: torch.device,
 ) -> list[KernelChoice]:
-    """Choose the kernels that compute the target's tree rows, before anything is captured.
-
-    Args:
-        vllm_config: the configuration of an engine whose attention layers are grafted already.
-        config: its section ``graft.tree``.
-        draft_layers: names of the draft's attention layers.
-        workspace: the Triton kernel's workspace.
-        device: where to measure.
-
-    Raises:
-        ConfigError: if ``flash`` was asked for and a layer can't have it.
-    """
+    """Choose the kernels for the target's tree rows, before anything is captured (see
+    `choose_kernels`)."""
     known = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     layers: dict[str, Any] = {
         name: layer
@@ -298,14 +284,8 @@ def choose_kernels(
 
 
 class _Kind(NamedTuple):
-    """A kind of layers.
-
-    Attributes:
-        geometry: what their kernels are timed with.
-        passes: their two passes.
-        why_not: why a layer can't have these.
-        holder: the object of a layer that has them, as its ``two_pass``.
-    """
+    """A kind of layers: what their kernels are timed with, their two passes, why a layer can't have
+    these, and the object of a layer that has them, as its ``two_pass``."""
 
     geometry: type[Geometry | LatentGeometry]
     passes: Passes
@@ -315,10 +295,7 @@ class _Kind(NamedTuple):
 
 _PLAIN = _Kind(Geometry, PLAIN_PASSES, why_not, lambda layer: layer.impl)
 _LATENT = _Kind(
-    LatentGeometry,
-    LATENT_PASSES,
-    why_no_latent_passes,
-    lambda layer: layer.tree_latents,
+    LatentGeometry, LATENT_PASSES, why_no_latent_passes, lambda layer: layer.tree_latents
 )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _KEPT = 16
-"""Recent timings that are kept of one kind of step and one class of contexts."""
+"""Recent timings of one kind of step and one class of contexts."""
 
 _FEW = 6
 """Fewer timings than this say nothing of their class."""
@@ -21,17 +21,14 @@ LARGEST_SHARE = 0.9
 """The most of a step's time that its context may be held responsible for."""
 
 _FEW_TOKENS = 8192.0
-"""Where contexts spread over fewer tokens than this, the slope is mostly noise, and is halved or
-more (ridge regression)."""
+"""Where contexts spread over fewer tokens than this, half of the slope or more is noise (ridge)."""
 
 _FEW_ROWS = 16
-"""Where so few tokens have so many rows more or less, what rows cost is mostly noise, and is halved
-or more. An H100 multiplies a token in FP8 with about so many rows (each of 32 heads, which share 8
-of K/V) in the time that reading it takes."""
+"""Where so few tokens have so many rows more or less, the same holds of what rows cost. An H100
+multiplies a token in FP8 with about so many rows in the time that reading it takes."""
 
 _MEASURED = 1 / 16
-"""Weight of what steps take beyond measured costs, whose errors are some four times those of usual
-times of one kind."""
+"""Weight of what steps take beyond measured costs, which have four times the errors of timings."""
 
 _BEYOND = 2.0
 """A context that is longer than this many times the longest known one counts as if it were not."""
@@ -54,7 +51,6 @@ class _Class:
     """Recent steps of one kind whose contexts are alike, within a factor of 2.
 
     Attributes:
-        seconds: what each took.
         tokens: K/V tokens of each.
         last: when the latest was recorded, in timings.
         usual: lower quartile of the seconds.
@@ -68,7 +64,6 @@ class _Class:
     context: float = 0.0
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
-        """Record a step. Reads are far more frequent, so the numbers are kept."""
         self.seconds.append(seconds)
         self.tokens.append(tokens)
         self.last = now
@@ -77,18 +72,13 @@ class _Class:
 
 
 class Rates(NamedTuple):
-    """What a K/V token costs a step.
-
-    Attributes:
-        token: seconds for reading it, whatever reads it.
-        row: seconds that each row of its request adds, the root among them.
-    """
+    """Seconds that a step takes per K/V token: for reading it, and more for each row of its
+    request, the root among them."""
 
     token: float = 0.0
     row: float = 0.0
 
     def of(self, nodes: int) -> float:
-        """Seconds per token where each request verifies so many nodes."""
         return self.token + self.row * (nodes + 1)
 
 
@@ -110,15 +100,8 @@ class _Point(NamedTuple):
 
 @dataclass
 class _Sums:
-    """Sums over groups of points, each of differences to the means of its group.
-
-    Attributes:
-        tokens: of squared tokens.
-        both: of tokens times products.
-        products: of squared products.
-        token_rise: of tokens times seconds.
-        product_rise: of products times seconds.
-    """
+    """Sums over groups of points of products of differences to the group's means; ``rise`` is with
+    the seconds, ``both`` of tokens with products."""
 
     tokens: float = 0.0
     both: float = 0.0
@@ -127,7 +110,6 @@ class _Sums:
     product_rise: float = 0.0
 
     def add(self, points: Sequence[_Point], weight: float = 1.0) -> None:
-        """Add a group."""
         # A fit adds hundreds of points between two steps: locals are read faster than attributes.
         token = sum(point[0] for point in points) / len(points)
         product = sum(point[1] for point in points) / len(points)
@@ -146,15 +128,10 @@ class _Sums:
         self.product_rise += weight * product_rise
 
     def beside(self, token: float, rows: float) -> tuple[float, float]:
-        """Sums for a line through what a cost per token leaves over.
+        """Sums for a line through what a cost per token, with the mean number of rows, leaves over:
+        over squares of places, and over places times the seconds left.
 
-        Args:
-            token: seconds per token, with the mean number of rows.
-            rows: this number.
-
-        Returns:
-            The sum over squares of places, and the one over places times the seconds left. A place
-            is a point's products less those that its tokens have with the mean number of rows.
+        A place is a point's products less those that its tokens have with the mean rows.
         """
         spread = self.products - rows * (2 * self.both - rows * self.tokens)
         rise = self.product_rise - rows * self.token_rise
@@ -181,25 +158,19 @@ def _fitted(kinds: _Sums, sizes: _Sums) -> Rates:
 class ContextCost:
     """Seconds that any step takes per K/V token of its requests.
 
-    Reading a token costs the same in all kinds of steps, that is batch sizes and numbers of nodes,
-    and multiplying with it costs the more, the more rows its request has. So all kinds share two
-    rates (see `Rates`). Within a kind, contexts are grouped by powers of two. A line through the
-    groups' usual times (least squares, an intercept per kind) tells what a token costs with the
-    mean number of rows, and another one through what that leaves over tells what rows cost. So what
-    kinds cost by themselves doesn't count, a few bad timings don't either, and after the traffic
-    has turned to long contexts the short ones are not forgotten.
+    Reading a token costs the same in all kinds of steps (batch sizes and numbers of nodes), and
+    multiplying with it costs the more, the more rows its request has: all kinds share two `Rates`.
+    Within a kind, contexts are grouped by powers of two. A line through the groups' usual times
+    (least squares, an intercept per kind) tells what a token costs with the mean rows, and a second
+    one through what that leaves over tells what rows cost. So neither what kinds cost by themselves
+    nor a few bad timings count, and long contexts don't make the short ones forgotten.
 
-    Where all contexts are long, no kind tells anything by itself. Then numbers of nodes of one
-    batch size whose contexts are alike tell what rows cost, by what they take beyond the costs that
-    were measured at the start over short contexts. Such a cost may be wrong, so that this counts
+    Where all contexts are long, numbers of nodes of one batch size tell what rows cost, by what
+    they take beyond the costs that were measured at the start. Those may be wrong, so this counts
     for little unless tokens are many.
 
-    Where only one number of nodes was seen, contexts cost all numbers the same. The cost is never
-    negative, never so large that a context would take nearly all of a step, never grows faster than
-    the rows, and is 0 until steps differ in one of the two ways.
-
-    Attributes:
-        rates: what a token costs.
+    The cost is never negative, never nearly all of a step, never grows faster than the rows, and is
+    0 until steps differ in one of the two ways.
     """
 
     def __init__(self) -> None:
@@ -210,26 +181,16 @@ class ContextCost:
         self._now = 0
 
     def of(self, tokens: int, nodes: int) -> float:
-        """Seconds that a step takes for its context.
-
-        Args:
-            tokens: K/V tokens of all requests.
-            nodes: drafts that each request verifies.
-        """
+        """Seconds that a step takes for so many K/V tokens of all its requests."""
         return self.rates.of(nodes) * min(tokens, _BEYOND * self._longest)
 
     def observe(
         self, size: int, nodes: int, tokens: int, seconds: float, measured: float | None = None
     ) -> None:
-        """Record a step without prompts.
+        """Record a step without prompts over so many K/V tokens of all requests.
 
-        Args:
-            size: batch size.
-            nodes: drafts that each request verified.
-            tokens: K/V tokens of all requests.
-            seconds: what the step took.
-            measured: the seconds over short contexts that were measured at the start; None if they
-                were not, or don't tell what nodes cost.
+        `measured` are the seconds over short contexts that were measured at the start; None if they
+        were not, or don't tell what nodes cost.
         """
         if tokens <= 0:
             return
@@ -261,12 +222,8 @@ class ContextCost:
         self.rates = Rates(less * token, less * row)
 
     def _groups(self) -> tuple[list[list[_Point]], list[list[_Point]]]:
-        """Points to compare.
-
-        Returns:
-            Those of one kind, with contexts that differ clearly; and those of one batch size, with
-            contexts that are alike. The latter have measured costs, and take no less than these.
-        """
+        """Points to compare: those of one kind with contexts that differ clearly; and those of one
+        batch size with contexts that are alike, which take no less than their measured costs."""
         kinds: list[list[_Point]] = []
         sizes: dict[tuple[int, int], list[_Point]] = {}
         for (size, nodes), classes in self._kinds.items():

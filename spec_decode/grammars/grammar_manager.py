@@ -1,9 +1,8 @@
-"""vLLM's manager of structured output, taught to follow trees.
+"""VLLM's manager of structured output, taught to follow trees.
 
-vLLM's ``StructuredOutputManager`` takes a request's drafts for a chain: it cuts them at the first
-one that the grammar refuses behind those before it, and advances the grammar through all of them.
-Drafts that carry their parents (`packed_drafts`) are kept whole instead, and each node's mask is
-that of its own path. Drafts without parents go to vLLM's functions as ever.
+It takes a request's drafts for a chain: it cuts them at the first one that the grammar refuses
+behind those before it, and advances the grammar through all of them. Drafts that carry their
+parents (`packed_drafts`) are kept whole instead, and each node's mask is that of its own path.
 """
 
 from __future__ import annotations
@@ -79,15 +78,8 @@ def _then_mask_nodes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_rows(num_rows: int, drafts: Sequence[Sequence[int]], most: int) -> list[int]:
-    """Each request's first row among the masks.
-
-    vLLM 0.33 gives each request as many rows as a request may have at most. vLLM 0.32 gives it as
-    many as it needs.
-
-    Args:
-        num_rows: rows of all requests.
-        drafts: drafts of each request.
-        most: drafts of a request at most.
+    """Each request's first row among so many masks: vLLM 0.33 gives each request as many rows as a
+    request may have at most, vLLM 0.32 as many as it needs.
 
     Raises:
         SeamError: if there are as many rows in neither version.
@@ -115,13 +107,9 @@ def _mask_nodes(manager: Any, request: Request, tree: DraftTree, masks: np.ndarr
 
 
 def gates_of(tree: DraftTree, bounds: Callable[[Sequence[int]], tuple[int, int]]) -> list[Gate]:
-    """What the grammar has to do with each node.
-
-    Args:
-        tree: the drafts.
-        bounds: vLLM's answer to a chain of tokens behind the request's: the index of the first that
-            advances the grammar, and the number of tokens behind which the grammar masks.
-    """
+    """What the grammar has to do with each node. Of a chain of tokens behind the request's, vLLM's
+    `bounds` tell the index of the first that advances the grammar, and the number of tokens behind
+    which the grammar masks."""
     if bounds([])[1] == 0:
         return [Gate(feeds=True, masks=True)] * len(tree.tokens)
     gates = [Gate(feeds=False, masks=False)] * len(tree.tokens)

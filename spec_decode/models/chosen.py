@@ -28,10 +28,6 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     party's is taken if there is just one. A drafter that names the draft's architecture goes before
     one that names none.
 
-    Args:
-        config: the section ``graft.tree``.
-        speculative: vLLM's speculative config.
-
     Raises:
         ConfigError: if there is none or more than one, or the named one drafts with other methods
             or architectures.
@@ -81,10 +77,8 @@ def is_block(config: TreeConfig, speculative: Any) -> bool:
 
 
 def has_model(config: TreeConfig, speculative: Any) -> bool:
-    """Whether the chosen drafter has a draft model; true if none can be chosen.
-
-    Without one, vLLM has the target's configuration in the place of the draft's.
-    """
+    """Whether the chosen drafter has a draft model; true if none can be chosen. Without one, vLLM
+    has the target's configuration in the place of the draft's."""
     entry = drafter_of(config, speculative)
     return entry is None or entry.has_model
 

@@ -13,17 +13,11 @@ from vllm_graft.spec_decode.targets.features import FEATURES, unserved_in_model
 
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
-    """Make the tree a chain if the target needs one, and say so in the log.
+    """Make the tree a chain if the target needs one, and say so in the log; return the section in
+    force.
 
-    The chain is as long as the tree would have been deep. vLLM calls this again for configurations
-    that it derives; the second time nothing changes.
-
-    Args:
-        tree: the section.
-        vllm_config: has a ``speculative_config``; both are changed.
-
-    Returns:
-        The section that is in force.
+    The chain is as long as the tree would have been deep; `vllm_config` is changed, too. VLLM calls
+    this again for configurations that it derives; the second time nothing changes.
     """
     model = target_of(vllm_config)
     if tree.fallback == "refuse" or tree.topk == 1 or model is None:

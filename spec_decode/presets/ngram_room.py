@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import grows_by_levels
 
 SHARE = 100
-"""The copies of the texts may take one part in so many of a device's memory. K/V of the same
-tokens take a thousand times as much, but vLLM keeps those of fewer tokens than all requests may
-have."""
+"""The copies of the texts may take one part in so many of a device's memory. K/V of the same tokens
+take a thousand times as much, but vLLM keeps those of fewer tokens than requests may have."""
 
 
-class NgramRoom(NamedTuple):
-    """What a preset decides about n-grams.
-
-    Attributes:
-        ngram: the section; None for no n-grams.
-        says: why there is no room for them; empty if there is, or if nobody measured them there.
-    """
-
-    ngram: NgramConfig | None
-    says: str = ""
-
-
-def ngram_room(vllm_config: Any) -> NgramRoom:
-    """Decide whether n-grams join a preset's trees. All of it is known before the model is loaded.
-
-    They were measured beside drafts that grow by levels.
-    """
+def ngram_room(vllm_config: Any) -> NgramConfig | str:
+    """The n-grams of a preset's trees, or why there is no room for them: empty for drafts that do
+    not grow by levels, beside which nobody measured them. No model is loaded yet."""
     from vllm.platforms import current_platform
 
     if not grows_by_levels(TreeConfig(), vllm_config.speculative_config):
-        return NgramRoom(None)
+        return ""
     ngram = NgramConfig()
     taken, memory = text_bytes(ngram, vllm_config), current_platform.get_device_total_memory()
     if taken * SHARE <= memory:
-        return NgramRoom(ngram)
-    return NgramRoom(
-        None,
+        return ngram
+    return (
         f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
         f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
         f"{vllm_config.model_config.max_model_len}, more than a hundredth of the device's "
-        f"{memory / 1e9:.0f} GB: lower one of the two.",
+        f"{memory / 1e9:.0f} GB: lower one of the two."
     )
 
 
 def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
-    """Device bytes on each rank of the requests' texts and of what is learned from them.
-
-    Args:
-        ngram: the section.
-        vllm_config: says how many requests there are, and how long their texts may be.
-        matches: matches that are kept of each text.
-    """
+    """Device bytes on each rank of the requests' texts and of what is learned from them, with so
+    many matches of each text."""
     import torch
 
     from vllm_graft.spec_decode.trees.ngram_state import NgramState

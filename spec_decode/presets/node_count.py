@@ -1,11 +1,9 @@
 """``graft.tree.nodes``: the user gives a depth, and vLLM gets the number of nodes.
 
-All that plans for drafts in vLLM (the scheduler, its lookahead of blocks, sizes of CUDA graphs, the
-worker) reads ``num_speculative_tokens`` of one object, ``speculative_config``. It does so after the
-platform's ``apply_config_platform_defaults``, which is where we set the number. Before that, vLLM
-uses it for methods that trees don't have, for a check of LoRA, and to see whether it is a multiple
-of the number of a draft's MTP modules. `tree_refusals` repeats the first check, and refuses more
-modules than one.
+All that plans for drafts in vLLM reads ``speculative_config.num_speculative_tokens``, after the
+platform's ``apply_config_platform_defaults``, which is where we set it. Before that, vLLM uses it
+for methods that trees don't have, for a check of LoRA, and to see whether it is a multiple of the
+number of MTP modules: our refusals repeat the one, and refuse more modules than one.
 """
 
 from __future__ import annotations
@@ -15,21 +13,12 @@ from typing import Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag, with_section
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
-from vllm_graft.spec_decode.models.block_depth import trained_depth
+from vllm_graft.spec_decode.models.draft_facts import trained_depth
 
 
 def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
-    """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``.
-
-    vLLM derives configurations from ours, for which it calls the platform again: the second time
-    this changes nothing.
-
-    Args:
-        tree: a section with ``nodes``.
-        vllm_config: has a ``speculative_config``; both are changed.
-
-    Returns:
-        The section with its ``steps``.
+    """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``; return
+    the section. For configurations that vLLM derives from ours this changes nothing again.
 
     Raises:
         ConfigError: if the depth is out of bounds, or ``steps`` says another one.
@@ -51,17 +40,8 @@ def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
 
 
 def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
-    """Make trees as deep as the draft's blocks, unless the user said how deep.
-
-    A deeper tree costs a block drafter no further pass. With ``nodes`` the user has said it.
-
-    Args:
-        tree: the section.
-        vllm_config: has the draft; its section is changed.
-
-    Returns:
-        The section with its ``steps``.
-    """
+    """Make trees as deep as the draft's blocks, unless the user, maybe by ``nodes``, said how deep;
+    return the section. A deeper tree costs a block drafter no further pass."""
     depth = trained_depth(vllm_config.speculative_config)
     if depth is None or tree.nodes is not None or "steps" in tree.model_fields_set:
         return tree

@@ -1,8 +1,8 @@
-"""Which tree ``graft: auto`` and the other presets ask for.
+"""Trees that ``graft: auto`` and the other presets ask for.
 
 The user gives the depth, as ``num_speculative_tokens``, and the rest is filled in here. Limits that
-the user gave to vLLM are never raised. vLLM has already derived the encoder's budget from
-``max_num_batched_tokens`` when we are asked, so a tree whose levels do not fit is made narrower.
+the user gave to vLLM are never raised. VLLM has already derived the encoder's budget from
+``max_num_batched_tokens``, so a tree whose levels do not fit is made narrower.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import (
     drafter_of,
@@ -42,11 +43,10 @@ class _Size:
     shape: Literal["fixed", "auto"]
 
 
-# The figures are from docs/performance.md. With one request, up to 63 nodes are 1.2 to 1.4 times as
-# fast as the best chain; hence 63 for `auto`, and for `latency` at every batch size. With 16 to 64
-# requests trees gain -1 to 13 %. There `shape: auto` begins with at most 15 nodes and 4 children
-# (tuning/shapes.py); hence these for `throughput`. A level then has 4 rows per request instead of
-# 8, so that CUDA graphs of vLLM's default 512 rows hold 128 requests instead of 64.
+# The figures are from docs/performance.md. With one request, up to 63 nodes are fastest, hence 63
+# for `auto`, and for `latency` at every batch size. With 16 to 64 requests trees gain little, and
+# `shape: auto` begins with at most 15 nodes and 4 children (tuning/shapes.py): a level then has 4
+# rows per request, so that CUDA graphs of vLLM's default 512 rows hold 128 requests, not 64.
 _SIZES: dict[str, _Size] = {
     "auto": _Size(8, 63, "auto"),
     "latency": _Size(8, 63, "fixed"),
@@ -57,12 +57,10 @@ _UNTUNED = _Size(4, 15, "fixed")
 """Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
 
 _RECURRENT_TOPK = 4
-"""Children on the gated delta rule. With 4 and up to 15 nodes, trees of an MTP module were 1.03 to
-1.41 times as fast as the best chain on Qwen3.5's shapes, and 0.85 to 1.06 on Qwen3-Next's."""
+"""Children on the gated delta rule, with which trees of an MTP module were measured."""
 
 HOT_SIZE = 49_152
-"""Hot tokens. Learned lists of so many held 98 to 99 % of what Qwen's tokenizer makes of the
-answers of ShareGPT, where 32,768 held 97 to 99 %."""
+"""Hot tokens. Learned lists of so many hold 98 to 99 % of chat answers."""
 
 _LARGE_VOCABULARY = 2 * HOT_SIZE
 """A draft vocabulary from which on a level reads clearly less without the rest."""
@@ -163,10 +161,10 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     if has_delta_rule(target_of(vllm_config)):
         # Nobody measured n-grams there.
         more = (*more, "recurrent")
-    elif (ngrams := ngram_room(vllm_config)).ngram is not None:
-        tree = tree.model_copy(update={"ngram": ngrams.ngram})
-    elif ngrams.says:
-        notes = [*notes, ngrams.says]
+    elif isinstance(ngrams := ngram_room(vllm_config), NgramConfig):
+        tree = tree.model_copy(update={"ngram": ngrams})
+    elif ngrams:
+        notes = [*notes, ngrams]
     return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
 
 

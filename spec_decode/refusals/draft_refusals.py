@@ -12,14 +12,16 @@ from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.block_depth import block_rows, trained_depth
 from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
 from vllm_graft.spec_decode.models.draft_facts import (
     CANDIDATE_KEYS,
+    block_rows,
     is_assistant,
+    is_refined,
     num_candidates_of,
+    refiner_sizes,
+    trained_depth,
 )
-from vllm_graft.spec_decode.models.refiner_sizes import is_refined, refiner_sizes
 from vllm_graft.spec_decode.refusals.engine_refusals import BUFFERS, too_many_rows
 from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
 from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in

@@ -40,9 +40,7 @@ class Ahead:
 
     Attributes:
         foretold: how many specialisations the start will need, as far as was known.
-        compiled: how many of them were compiled ahead.
-        failed: those that could not be, with the compiler's words. Each is compiled again where it
-            is first launched.
+        failed: those that could not be compiled ahead, with the compiler's words.
         seconds: from the begin to the last kernel.
         waited: seconds of these in which the worker had nothing else to do.
         why: why nothing was compiled ahead; empty if it was.
@@ -57,10 +55,8 @@ class Ahead:
     _running: _Running | None = None
 
     def finish(self) -> None:
-        """Wait until the last kernel is compiled, and end the process; again does nothing.
-
-        What is not compiled after all is compiled where it is first launched, as without all this.
-        """
+        """Wait until the last kernel is compiled, and end the process; again does nothing. Kernels
+        that are not compiled after all are compiled where they are first launched."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -91,7 +87,6 @@ class Ahead:
         )
 
     def report(self) -> dict[str, Any]:
-        """Plain values for ``graft_info()``."""
         return {
             "foretold": self.foretold,
             "compiled": self.compiled,
@@ -105,10 +100,7 @@ class Ahead:
 class _Running:
     """The process that compiles. It ends with this object, and with the worker's process.
 
-    Args:
-        job: what it compiles.
-        done: the file that says that all of it is compiled.
-        lock: a descriptor that keeps other workers from compiling the same.
+    The file `done` says that all is compiled; the descriptor `lock` keeps other workers off.
     """
 
     def __init__(self, job: Job, done: Path, lock: int) -> None:
@@ -156,7 +148,6 @@ class _Running:
         return said[-1] if said else f"ended with status {self._process.poll()}"
 
     def close(self) -> None:
-        """End the process."""
         self._finalizer()
 
 
@@ -183,15 +174,10 @@ def _end(process: subprocess.Popen[bytes], errors: io.FileIO, lock: int) -> None
 def compile_ahead(
     launches: Collection[Launch], target: tuple[str, int, int], processes: int | None
 ) -> Ahead:
-    """Begin to compile.
+    """Begin to compile so many kernels at a time, or one per core, for a Triton ``GPUTarget``.
 
     Triton's cache on disk stays the one that it is now: torch's compiler would name another one for
     this process as soon as it has compiled something.
-
-    Args:
-        launches: specialisations that will be needed.
-        target: arguments of Triton's ``GPUTarget``.
-        processes: how many kernels are compiled at a time; None for one per core.
     """
     ahead = Ahead(foretold=len(set(launches)))
     ordered = sorted(set(launches), key=lambda each: (each.name not in _SLOW, each.name))
@@ -217,11 +203,8 @@ def compile_ahead(
 
 
 def keep_cache() -> Path:
-    """Name Triton's folder in the environment, as torch's compiler names another one otherwise.
-
-    Returns:
-        The folder, which exists.
-    """
+    """Triton's folder, which exists; it is named in the environment, as torch's compiler names
+    another."""
     from triton import knobs
 
     folder = os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)

@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.chunking.mixed_rows import ROWS
+from vllm_graft.spec_decode.chunking.handover import ROWS
 from vllm_graft.spec_decode.chunking.prompt_chunks import can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block

@@ -29,7 +29,6 @@ def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> N
     that saw different keys, and the tokens are wrong without any error.
 
     Args:
-        tree: this rank's trees.
         slots: int64 ``[num_reqs]``, request-state index of each row of the batch.
         drafts: int64 ``[num_reqs, num_nodes]``, drafted tokens.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, sentences, setting
+from vllm_graft.base.refusal import Found, Refusal, Refusals, sentences, setting
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
@@ -15,21 +14,33 @@ from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
 _NODES = "speculative_config.num_speculative_tokens"
 _TOPK, _SHAPE = flag("tree", "topk"), flag("tree", "shape")
 
-V1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
-V2 = (
-    "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a working "
-    "Triton"
-)
-UBATCHING = setting("parallel_config.use_ubatching", says="Dual batch overlap is on")
-
 BUFFERS = "vLLM sizes its buffers for that many rows."
 
 ENGINE = Refusals()
 
 
-def more_than_one(name: str) -> Find:
-    """More than one rank of a kind: ``name`` is an attribute of vLLM's ``ParallelConfig``."""
-    return setting(f"parallel_config.{name}", lambda ranks: ranks <= 1)
+def old_runner(why: str) -> Refusal:
+    """Refuse Model Runner V1."""
+    instead = (
+        "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a "
+        "working Triton"
+    )
+    v1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
+    return Refusal("Model Runner V1", why, instead, v1)
+
+
+def ranks(kind: str, why: str) -> Refusal:
+    """Refuse more than one rank of a kind, such as "decode context"."""
+    name = f"{kind.replace(' ', '_')}_parallel_size"
+    more_than_one = setting(f"parallel_config.{name}", lambda ranks: ranks <= 1)
+    instead = f"set `--{name.replace('_', '-')}` to 1"
+    return Refusal(f"{kind} parallelism", why, instead, more_than_one)
+
+
+def overlap(why: str) -> Refusal:
+    """Refuse dual batch overlap."""
+    is_on = setting("parallel_config.use_ubatching", says="Dual batch overlap is on")
+    return Refusal("dual batch overlap", why, "drop `--enable-dbo` and `--ubatch-size`", is_on)
 
 
 @ENGINE.row(
@@ -76,30 +87,18 @@ def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"{flag('tree', 'ngram')} is given, but drafts are chains ({_TOPK} 1)"
 
 
+_SPLIT = "A request's rows are split over ranks, and a tree needs all of them."
+
 ENGINE.extend(
     (
-        Refusal("Model Runner V1", "It has no place for verification and compaction.", V2, V1),
-        Refusal(
-            "pipeline parallelism",
+        old_runner("It has no place for verification and compaction."),
+        ranks(
+            "pipeline",
             "The draft runs on the last rank, and the accepted path is not sent to the others.",
-            "set `--pipeline-parallel-size` to 1",
-            more_than_one("pipeline_parallel_size"),
         ),
-        *(
-            Refusal(
-                f"{kind} context parallelism",
-                "A request's rows are split over ranks, and a tree needs all of them.",
-                f"set `--{kind}-context-parallel-size` to 1",
-                more_than_one(f"{kind}_context_parallel_size"),
-            )
-            for kind in ("decode", "prefill")
-        ),
-        Refusal(
-            "dual batch overlap",
-            "It splits the tree's rows.",
-            "drop `--enable-dbo` and `--ubatch-size`",
-            UBATCHING,
-        ),
+        ranks("decode context", _SPLIT),
+        ranks("prefill context", _SPLIT),
+        overlap("It splits the tree's rows."),
         Refusal(
             "batch-sharded sampling",
             "It splits the tree's rows.",
@@ -161,16 +160,7 @@ def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         yield from too_many_rows("With LoRA a batch of trees", rows, times, scheduler, or_else)
 
 
-@dataclass(frozen=True)
-class TightLimit:
-    """A setting of the scheduler that is too small, and the least value that works."""
-
-    flag: str
-    value: int
-    least: int
-
-
-def full_rows(tree: TreeConfig, vllm_config: Any) -> int:
+def _full_rows(tree: TreeConfig, vllm_config: Any) -> int:
     """Rows of a full tree, the root's included; 0 if vLLM gives no request so many by itself.
 
     A request with one token left to compute (a prompt of one token beside other requests, or one
@@ -185,31 +175,6 @@ def full_rows(tree: TreeConfig, vllm_config: Any) -> int:
     return 1 + (tree.nodes or int(speculative.num_speculative_tokens))
 
 
-def tight_threshold(tree: TreeConfig, vllm_config: Any) -> TightLimit | None:
-    """The threshold that cuts the rows of such a request, so that the engine stops. The
-    ``adaptive`` threshold is no way out: with many requests it falls to the number given."""
-    value = vllm_config.scheduler_config.long_prefill_token_threshold
-    rows = full_rows(tree, vllm_config)
-    if not 0 < value < rows:
-        return None
-    return TightLimit("--long-prefill-token-threshold", value, rows)
-
-
-def tight_budgets(tree: TreeConfig, vllm_config: Any) -> list[TightLimit]:
-    """Budgets of a step that never hold the rows of such a request, so that it waits forever."""
-    rows, scheduler = full_rows(tree, vllm_config), vllm_config.scheduler_config
-    if not rows:
-        return []
-    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
-    # Rows of the batch that vLLM leaves to the draft.
-    least = rows + vllm_config.speculative_config.max_num_new_slots_for_drafting
-    limits = [TightLimit("--max-num-batched-tokens", batched, least)]
-    # vLLM fills in the one from the other.
-    if scheduled is not None and scheduled != batched:
-        limits.append(TightLimit("--max-num-scheduled-tokens", scheduled, rows))
-    return [limit for limit in limits if limit.value < limit.least]
-
-
 @ENGINE.row(
     "a fixed tree of more rows (its nodes + 1) than `--long-prefill-token-threshold`",
     "vLLM gives a request with one token left to compute the rows of a full tree, and the engine "
@@ -217,10 +182,13 @@ def tight_budgets(tree: TreeConfig, vllm_config: Any) -> list[TightLimit]:
     "raise the threshold to the rows of a tree, or drop it",
 )
 def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    if limit := tight_threshold(tree, vllm_config):
+    # The `adaptive` threshold is no way out: with many requests it falls to the number given.
+    value = vllm_config.scheduler_config.long_prefill_token_threshold
+    if 0 < value < (rows := _full_rows(tree, vllm_config)):
+        name = "--long-prefill-token-threshold"
         yield Found(
-            f"{limit.flag} is {limit.value}, but a full tree has {limit.least} rows",
-            f"set {limit.flag} to {limit.least} or more, drop it, or {_fewer(tree, limit.value)}",
+            f"{name} is {value}, but a full tree has {rows} rows",
+            f"set {name} to {rows} or more, drop it, or {_fewer(tree, value)}",
         )
 
 
@@ -232,12 +200,20 @@ def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     "raise them, or lower the number of nodes",
 )
 def _budgets(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    for limit in tight_budgets(tree, vllm_config):
-        spare = limit.value - (limit.least - full_rows(tree, vllm_config))
-        yield Found(
-            f"{limit.flag} is {limit.value}, but a full tree needs {limit.least} rows",
-            f"set {limit.flag} to {limit.least} or more, or {_fewer(tree, spare)}",
-        )
+    rows, scheduler = _full_rows(tree, vllm_config), vllm_config.scheduler_config
+    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    # Rows of the batch that vLLM leaves to the draft.
+    slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+    limits = [("--max-num-batched-tokens", batched, slots)]
+    # vLLM fills in the one from the other.
+    if scheduled is not None and scheduled != batched:
+        limits.append(("--max-num-scheduled-tokens", scheduled, 0))
+    for name, value, taken in limits:
+        if rows and value < rows + taken:
+            yield Found(
+                f"{name} is {value}, but a full tree needs {rows + taken} rows",
+                f"set {name} to {rows + taken} or more, or {_fewer(tree, value - taken)}",
+            )
 
 
 def _fewer(tree: TreeConfig, rows: int) -> str:

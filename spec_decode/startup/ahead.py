@@ -79,11 +79,8 @@ class Ahead:
                 f"{why}. What is missing is compiled where it is first used"
             )
         logger.info(
-            "vllm-graft compiled %d kernels in %.1f s while the model was loading, and waited for "
-            "them for %.1f s",
-            self.compiled,
-            self.seconds,
-            self.waited,
+            f"vllm-graft compiled {self.compiled} kernels in {self.seconds:.1f} s while the model "
+            f"was loading, and waited for them for {self.waited:.1f} s"
         )
 
     def report(self) -> dict[str, Any]:
@@ -107,7 +104,7 @@ class _Running:
         self.began, self.done = time.monotonic(), done
         self._errors = io.FileIO(os.memfd_create("compiler-errors"), "r+")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _COMPILER, str(os.getpid())],
+            [sys.executable, "-P", "-m", Job.__module__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -116,10 +113,8 @@ class _Running:
         )
         self._finalizer = weakref.finalize(self, _end, self._process, self._errors, lock)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(pickle.dumps(job))
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(pickle.dumps(job))
 
     def outcomes(self) -> Iterable[Outcome]:
         """What comes of each kernel, until there are no more or none has come for too long."""
@@ -150,8 +145,6 @@ class _Running:
     def close(self) -> None:
         self._finalizer()
 
-
-_COMPILER = "vllm_graft.spec_decode.startup.compiler"
 
 _INTERPRETER = ("TRITON_INTERPRET", "VLLM_GRAFT_INTERPRET")
 """Variables by which tests interpret kernels; what is interpreted can't be compiled."""
@@ -207,8 +200,7 @@ def keep_cache() -> Path:
     another."""
     from triton import knobs
 
-    folder = os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
-    path = Path(folder)
+    path = Path(os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir))
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -67,9 +67,6 @@ class StartClock:
     def log(self) -> None:
         told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         logger.info(
-            "vllm-graft's part of the start, in seconds: %s (%d of its kernels were compiled in "
-            "this process, %d found in Triton's cache)",
-            told,
-            self.compiled,
-            self.loaded,
+            f"vllm-graft's part of the start, in seconds: {told} ({self.compiled} of its kernels "
+            f"were compiled in this process, {self.loaded} found in Triton's cache)"
         )

@@ -103,7 +103,6 @@ class TreePolicy(Protocol):
 
     def __call__(self, config: TreeConfig, num_nodes: int) -> TreeShape:
         """Return the shape of a tree of which the engine verifies `num_nodes` drafts."""
-        ...
 
 
 def dynamic(config: TreeConfig, num_nodes: int) -> TreeShape:

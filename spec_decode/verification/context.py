@@ -31,11 +31,9 @@ class TextWatch(Protocol):
 
     def attach(self, req_states: RequestState) -> None:
         """Read from there. The engine calls it once, before anything is drafted."""
-        ...
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
         """A new request, or one that goes on after a preemption, has this request-state index."""
-        ...
 
 
 class VerifyMode(enum.Enum):

@@ -49,8 +49,7 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, config, device)
         self.context = context
-        # FlashInfer draws with noise of its own, but drafts are coupled to the noise of vLLM's
-        # own sampler.
+        # FlashInfer draws with noise of its own; drafts are coupled to that of vLLM's sampler.
         sampler.use_flashinfer = False
 
     def __call__(
@@ -119,7 +118,18 @@ class TreeRejectionSampler(RejectionSampler):
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]
         if not wants_processed and self.context.by_temperature[slots].all():
-            return self._draw_by_temperature(rows, batch, mine), _part(rows.logits, mine)
+            logits, states = _part(rows.logits, mine), self.sampler.sampling_states
+            tokens: torch.Tensor = gumbel_sample(
+                logits,
+                _part(batch.expanded_idx_mapping, mine),
+                states.temperature.gpu,
+                states.seeds.gpu,
+                _part(rows.positions, mine),
+                apply_temperature=True,
+                is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )
+            return tokens, logits
         drawn: tuple[torch.Tensor, torch.Tensor] = self.sampler.sample(
             rows.logits[mine],
             batch.expanded_idx_mapping[mine],
@@ -132,22 +142,6 @@ class TreeRejectionSampler(RejectionSampler):
             return_logprobs=wants_processed,
         )
         return drawn
-
-    def _draw_by_temperature(
-        self, rows: VerifiedRows, batch: InputBatch, mine: slice
-    ) -> torch.Tensor:
-        sampler = self.sampler
-        tokens: torch.Tensor = gumbel_sample(
-            _part(rows.logits, mine),
-            _part(batch.expanded_idx_mapping, mine),
-            sampler.sampling_states.temperature.gpu,
-            sampler.sampling_states.seeds.gpu,
-            _part(rows.positions, mine),
-            apply_temperature=True,
-            is_drafting=False,
-            use_fp64=sampler.use_fp64_gumbel,
-        )
-        return tokens
 
     def walk(
         self, drawn: torch.Tensor, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
@@ -201,9 +195,19 @@ class TreeRejectionSampler(RejectionSampler):
         accepted = local < num_sampled[request]
         node = torch.where(accepted, path[request, local.long()], local)
         logits = source[starts[request] + node]
-        if self._most_ids(batch) > 0:
+        most = self._most_logprobs(batch)
+        if (most_ids := self._most_ids(batch)) > 0:
+            # As vLLM's sampler has them: its own verification gives the best tokens' instead.
             emitted = rows.sampled[chunk.requests][request, local.long()]
-            return self._logprobs_of_ids(logits, emitted.where(accepted, 0), batch, chunk)
+            return compute_topk_scores(
+                logits,
+                max(most, 0),
+                emitted.where(accepted, 0),
+                logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+                expanded_idx_mapping=_part(batch.expanded_idx_mapping, chunk.rows),
+                max_per_req_token_ids=most_ids,
+                logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            )
         return self._get_logprobs_tensors(
             rows.sampled[chunk.requests],
             num_sampled,
@@ -211,23 +215,7 @@ class TreeRejectionSampler(RejectionSampler):
             starts,
             chunk.cu_num_logits_np,
             # The whole batch's number: chunks are concatenated, so all need the same width.
-            self._most_logprobs(batch),
-        )
-
-    def _logprobs_of_ids(
-        self, logits: torch.Tensor, emitted: torch.Tensor, batch: InputBatch, chunk: Chunk
-    ) -> LogprobsTensors:
-        """Logprobs of a chunk's ``[num_rows, vocab]`` logits, in a chain's order, as vLLM's sampler
-        has them where requests chose tokens. VLLM's own verification gives them the best tokens'
-        instead."""
-        return compute_topk_scores(
-            logits,
-            max(self._most_logprobs(batch), 0),
-            emitted,
-            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=_part(batch.expanded_idx_mapping, chunk.rows),
-            max_per_req_token_ids=self._most_ids(batch),
-            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            most,
         )
 
 

@@ -66,15 +66,14 @@ class _Record:
     that the rule of `WIDTH_GAIN` expects from the text of the steps before the change.
     """
 
-    trees: float = 0.0
-    accepted: float = 0.0
     missed: float = 0.0
     paired_misses: float = 0.0
     paired_expected: float = 0.0
 
     def fade(self, factor: float) -> None:
-        for name, value in vars(self).items():
-            setattr(self, name, factor * value)
+        self.missed *= factor
+        self.paired_misses *= factor
+        self.paired_expected *= factor
 
     @property
     def own(self) -> float:
@@ -182,14 +181,12 @@ class Acceptance:
             alike = False
         self._last_trees = len(emitted)
         depth, seen = self._levels[nodes], self._seen[nodes]
-        accepted = [min(count - 1, depth) for count in emitted]
         deep.observe([count - 1 for count in emitted], depth)
+        accepted = [min(count - 1, depth) for count in emitted]
         misses = sum(count < depth for count in accepted)
         levels = (sum(accepted) + misses) * self._gain(nodes)
         self._compare(nodes, misses, levels, alike)
         self._learn(misses, levels * seen.own, len(accepted))
-        seen.trees += len(accepted)
-        seen.accepted += sum(emitted) - len(emitted)
         seen.missed += misses
 
     def _go_on_with(self, temperature_class: int) -> None:
@@ -210,13 +207,6 @@ class Acceptance:
         seen = self._seen[nodes]
         found = self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
         return found + self._deep[self._class].beyond(nodes, self._levels[nodes])
-
-    def length(self, nodes: int) -> float:
-        """Mean acceptance length that was seen, bonus token included; 0 if none was."""
-        if not nodes:
-            return 1.0
-        seen = self._seen[nodes]
-        return 1.0 + seen.accepted / seen.trees if seen.trees else 0.0
 
     @property
     def _text(self) -> _MissRate:

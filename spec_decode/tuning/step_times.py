@@ -255,14 +255,6 @@ class StepTimes:
         ]
         return max(times, default=0.0)
 
-    def seen(self, nodes: int) -> dict[int, float]:
-        """Usual seconds, without contexts, of the timed steps of some nodes, by batch size."""
-        return {
-            size: (self.measured(size, nodes) or 0.0) + self._usual(nodes, found[nodes])
-            for size, found in sorted(self._seen.items())
-            if nodes in found
-        }
-
     def slope(self, size: int) -> Slope:
         return self._told(size).slope
 

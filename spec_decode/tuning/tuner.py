@@ -311,19 +311,6 @@ class NodeTuner:
             found[nodes] |= {name: round(1e3 * s, 3) for name, s in known.items() if s is not None}
         return found
 
-    def report(self) -> dict[int, dict[str, float]]:
-        """Acceptance length and milliseconds per step by batch size, for each number of nodes."""
-        return {
-            nodes: {
-                "acceptance_length": self._acceptance.length(nodes),
-                **{
-                    f"ms_batch_{size}": 1e3 * seconds
-                    for size, seconds in self._times_alone.seen(nodes).items()
-                },
-            }
-            for nodes in self._node_counts
-        }
-
 
 def fits(batch: int, nodes: int, max_rows: int) -> bool:
     """Whether `batch` requests may verify `nodes` drafts each within `max_rows` rows."""

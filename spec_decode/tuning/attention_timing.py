@@ -228,16 +228,16 @@ def choose_target_kernels(
 ) -> list[KernelChoice]:
     """Choose the kernels for the target's tree rows, before anything is captured (see
     `choose_kernels`)."""
-    known = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    layers: dict[str, Any] = {
+    known: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers = {
         name: layer
         for name, layer in known.items()
-        if isinstance(layer, Attention) or is_latent(layer)
+        if name not in draft_layers and (isinstance(layer, Attention) or is_latent(layer))
     }
     rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
     return choose_kernels(
-        {name: layer for name, layer in layers.items() if name not in draft_layers},
+        layers,
         config.attention,
         points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len),
         workspace,
@@ -271,7 +271,10 @@ def choose_kernels(
         kind = _LATENT if is_latent(layer) else _PLAIN
         why = "" if asked == "triton" else kind.why_not(layer) or ""
         if why and asked == "flash":
-            raise _no_flash(name, why)
+            raise ConfigError(
+                f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
+                "Set it to 'auto' or 'triton'"
+            )
         geometry = kind.geometry.of(layer, dtype, block_size)
         key = why or geometry
         if key not in both:
@@ -297,13 +300,6 @@ _PLAIN = _Kind(Geometry, PLAIN_PASSES, why_not, lambda layer: layer.impl)
 _LATENT = _Kind(
     LatentGeometry, LATENT_PASSES, why_no_latent_passes, lambda layer: layer.tree_latents
 )
-
-
-def _no_flash(name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
-        "Set it to 'auto' or 'triton'"
-    )
 
 
 def _measured(

@@ -90,12 +90,8 @@ class TunedLookup(list[int]):
 class StepKind(NamedTuple):
     """What a step did.
 
-    Attributes:
-        nodes: drafts of each decoding request.
-        verified: how many of them it verified; fewer than `nodes` where trees were cut.
-        decodes: names of the decoding requests.
-        batch: number of all requests.
-        prompts: rows of the requests that do not decode.
+    Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut.
+    `batch` is the number of all requests, `prompts` the rows of those that do not decode.
     """
 
     nodes: int

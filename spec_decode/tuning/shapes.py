@@ -157,15 +157,12 @@ def auto_schedule(
     wanted = [(shape.num_nodes, batch) for shape, batch in reversed(rungs)]
     wanted = [*wanted, (0, max_num_seqs)]
     few = min(len(wanted), max_num_seqs)
-    wanted = _spread(wanted, few) if ladder.narrow else wanted[:few]
+    if ladder.narrow:  # as far from each other as from the ends
+        wanted = [wanted[(2 * place + 1) * len(wanted) // (2 * few)] for place in range(few)]
+    wanted = wanted[:few]
     ranges, first = [], 1
     for left, (nodes, batch) in zip(reversed(range(len(wanted))), wanted):
         last = max(first, min(batch, max_num_seqs - left)) if left else max_num_seqs
         ranges.append((first, last, nodes))
         first = last + 1
     return ranges
-
-
-def _spread(items: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """So many of the items, as far from each other as from the ends."""
-    return [items[(2 * place + 1) * len(items) // (2 * count)] for place in range(count)]

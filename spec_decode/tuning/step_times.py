@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_graft.spec_decode.chunking.handover import Handover
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, Rates, usual
@@ -106,27 +106,16 @@ class _Timings:
         return len(self.seconds) >= _FEW or now - self.last < AGE / 4
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the timed node counts of one batch size tell of all, made when asked for. It holds until
-    another step is timed or the rates change."""
+class _Told(NamedTuple):
+    """What the timed node counts of one batch size tell of all, until another step is timed or the
+    rates of contexts change."""
 
     now: int
     rates: Rates
-    points: list[Point]
     timed: list[Timed]
-
-    @functools.cached_property
-    def level(self) -> float:
-        return level(self.points)
-
-    @functools.cached_property
-    def slope(self) -> Slope:
-        return Slope.through(self.points)
-
-    @functools.cached_property
-    def floor(self) -> Floor:
-        return Floor.under(self.timed)
+    level: float
+    slope: Slope
+    floor: Floor
 
 
 class StepTimes:
@@ -298,5 +287,6 @@ class StepTimes:
             points.append(Point(believed, place_of(nodes), beyond))
             # Hiccups are among these, as the host's time may be many times a small model's cost.
             timed.append(Timed(believed, cost, each.usual(rates.of(nodes), likely=False)))
-        told = self._kept[size] = _Told(self._now, rates, points, timed)
+        made = level(points), Slope.through(points), Floor.under(timed)
+        told = self._kept[size] = _Told(self._now, rates, timed, *made)
         return told

@@ -42,11 +42,9 @@ class VerifyMode(enum.Enum):
     NONE = enum.auto()
     """No request carries drafts: the platform's attention computes all rows."""
     MIXED = enum.auto()
-    """Some requests carry drafts: the platform's attention runs, then the tree kernel overwrites
-    the rows of trees."""
+    """Some requests carry drafts: the tree kernel overwrites what the platform's has computed."""
     ALL = enum.auto()
-    """Every request carries drafts: only tree attention runs. A FULL CUDA graph of decodes is
-    captured in this mode."""
+    """Every request carries drafts, as in a FULL graph of decodes: only tree attention runs."""
 
 
 @dataclass
@@ -82,13 +80,11 @@ class Counters:
     rank_checks: int = 0
     """Batches whose trees were compared between tensor-parallel ranks."""
     tree_replays: int = 0
-    """Steps in which every request verified a tree that ran as one graph."""
+    """Steps in which every request verified a tree that ran as one graph; launches ran as none."""
     tree_launches: int = 0
-    """Such steps that ran without one."""
     mixed_replays: int = 0
-    """Steps with prompts beside trees that ran as one graph."""
+    """Steps with prompts beside trees likewise; for launches no graph had enough rows."""
     mixed_launches: int = 0
-    """Such steps without a graph, because no graph has enough rows or none was captured."""
     cut_steps: int = 0
     """Steps with prompts beside trees that were cut, some to their roots, to fit a graph."""
     chunked_steps: int = 0
@@ -219,11 +215,10 @@ class TreeContext:
     def once(self, metadata: T, make: Callable[[T], Made]) -> Made:
         """What `make` makes of a metadata object, made once per pass: all layers have to ask for
         the same."""
-        known = self._made.get(id(metadata))
-        if known is None:
+        if id(metadata) not in self._made:
             # Keep the original alive: its id() may be reused once it is freed.
-            known = self._made[id(metadata)] = metadata, make(metadata)
-        made: Made = known[1]
+            self._made[id(metadata)] = metadata, make(metadata)
+        made: Made = self._made[id(metadata)][1]
         return made
 
     def plain_metadata(self, metadata: Any) -> Any:

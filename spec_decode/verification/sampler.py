@@ -75,12 +75,9 @@ class TreeRejectionSampler(RejectionSampler):
         drafts = ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1)
         rows = VerifiedRows(logits, ids, positions, drafts, sampled, num_sampled)
         logprobs = self._verify(rows, batch)
+        prefill_len = sampler.req_states.prefill_len.gpu
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
+            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_len
         )
         assert context.step is not None
         context.step.num_sampled = num_sampled

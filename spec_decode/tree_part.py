@@ -46,8 +46,7 @@ from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.models.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
-from vllm_graft.spec_decode.presets.chain_fallback import fall_back
-from vllm_graft.spec_decode.presets.node_count import count_nodes, fill_in_depth
+from vllm_graft.spec_decode.presets.node_count import count_nodes, fall_back, fill_in_depth
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted

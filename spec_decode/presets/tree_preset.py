@@ -24,7 +24,6 @@ from vllm_graft.spec_decode.models.chosen import (
 )
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
 from vllm_graft.spec_decode.models.experts import step_has_experts
-from vllm_graft.spec_decode.presets.ngram_room import ngram_room
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
@@ -61,6 +60,10 @@ _RECURRENT_TOPK = 4
 
 HOT_SIZE = 49_152
 """Hot tokens. Learned lists of so many hold 98 to 99 % of chat answers."""
+
+NGRAM_SHARE = 100
+"""The copies of the texts may take one part in so many of a device's memory. K/V of the same tokens
+take a thousand times as much, but vLLM keeps those of fewer tokens than requests may have."""
 
 _LARGE_VOCABULARY = 2 * HOT_SIZE
 """A draft vocabulary from which on a level reads clearly less without the rest."""
@@ -174,6 +177,44 @@ def hot_size(vllm_config: Any) -> int | None:
     if not grows_by_levels(TreeConfig(), speculative):
         return None
     return HOT_SIZE if draft_vocabulary(vllm_config) >= _LARGE_VOCABULARY else None
+
+
+def ngram_room(vllm_config: Any) -> NgramConfig | str:
+    """The n-grams of a preset's trees, or why there is no room for them: empty for drafts that do
+    not grow by levels, beside which nobody measured them. No model is loaded yet."""
+    from vllm.platforms import current_platform
+
+    if not grows_by_levels(TreeConfig(), vllm_config.speculative_config):
+        return ""
+    ngram = NgramConfig()
+    taken, memory = text_bytes(ngram, vllm_config), current_platform.get_device_total_memory()
+    if taken * NGRAM_SHARE <= memory:
+        return ngram
+    return (
+        f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
+        f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
+        f"{vllm_config.model_config.max_model_len}, more than a hundredth of the device's "
+        f"{memory / 1e9:.0f} GB: lower one of the two."
+    )
+
+
+def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
+    """Device bytes on each rank of the requests' texts and of what is learned from them, with so
+    many matches of each text."""
+    import torch
+
+    from vllm_graft.spec_decode.trees.ngram_state import NgramState
+
+    width = vllm_config.model_config.max_model_len
+    return NgramState.allocate(
+        ngram.min,
+        ngram.max,
+        vllm_config.scheduler_config.max_num_seqs,
+        width,
+        torch.device("meta"),
+        matches=matches,
+        reference=ngram.room(width),
+    ).num_bytes
 
 
 def _told(tree: TreeConfig, notes: list[str]) -> str:

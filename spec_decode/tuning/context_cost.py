@@ -98,34 +98,31 @@ class _Point(NamedTuple):
     seconds: float
 
 
-@dataclass
-class _Sums:
+class _Sums(NamedTuple):
     """Sums over groups of points of products of differences to the group's means; ``rise`` is with
     the seconds, ``both`` of tokens with products."""
 
-    tokens: float = 0.0
-    both: float = 0.0
-    products: float = 0.0
-    token_rise: float = 0.0
-    product_rise: float = 0.0
+    tokens: float
+    both: float
+    products: float
+    token_rise: float
+    product_rise: float
 
-    def add(self, points: Sequence[_Point], weight: float = 1.0) -> None:
-        # A fit adds hundreds of points between two steps: locals are read faster than attributes.
-        token = sum(point[0] for point in points) / len(points)
-        product = sum(point[1] for point in points) / len(points)
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[_Point]], weight: float = 1.0) -> _Sums:
         tokens = both = products = token_rise = product_rise = 0.0
-        for each, rows, _, seconds in points:
-            x, y = each - token, rows - product
-            tokens += x * x
-            both += x * y
-            products += y * y
-            token_rise += x * seconds
-            product_rise += y * seconds
-        self.tokens += weight * tokens
-        self.both += weight * both
-        self.products += weight * products
-        self.token_rise += weight * token_rise
-        self.product_rise += weight * product_rise
+        for points in groups:
+            token = sum(point[0] for point in points) / len(points)
+            product = sum(point[1] for point in points) / len(points)
+            for each, rows, _, seconds in points:
+                x, y = each - token, rows - product
+                tokens += x * x
+                both += x * y
+                products += y * y
+                token_rise += x * seconds
+                product_rise += y * seconds
+        sums = tokens, both, products, token_rise, product_rise
+        return cls(*(weight * each for each in sums))
 
     def beside(self, token: float, rows: float) -> tuple[float, float]:
         """Sums for a line through what a cost per token, with the mean number of rows, leaves over:
@@ -208,12 +205,7 @@ class ContextCost:
         kinds, sizes = self._groups()
         if not kinds and not sizes:
             return
-        of_kinds, of_sizes = _Sums(), _Sums()
-        for group in kinds:
-            of_kinds.add(group)
-        for group in sizes:
-            of_sizes.add(group, _MEASURED)
-        token, row = _fitted(of_kinds, of_sizes)
+        token, row = _fitted(_Sums.of(kinds), _Sums.of(sizes, _MEASURED))
         largest = max(
             (token * tokens + row * products) / whole
             for tokens, products, whole, _ in itertools.chain(*kinds, *sizes)

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.grammars.node_masks import Gate, NodeMasks
-from vllm_graft.spec_decode.grammars.packed_drafts import (
-    DraftTree,
-    is_packed,
-    tokens_of,
-    unpack,
-)
+from vllm_graft.spec_decode.grammars.packed_drafts import DraftTree, is_packed, tokens_of, unpack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,29 +44,18 @@ def _then_mask_nodes(original: Callable[..., Any]) -> Callable[..., Any]:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> np.ndarray | None:
-        drafts = [
-            scheduled_spec_decode_tokens.get(name, []) for name in structured_output_request_ids
-        ]
-        padded = {
-            name: [-1] * len(each)
-            for name, each in zip(structured_output_request_ids, drafts, strict=True)
-            if is_packed(each)
-        }
+        names, scheduled = structured_output_request_ids, scheduled_spec_decode_tokens
+        drafts = [scheduled.get(name, []) for name in names]
+        trees = {name: each for name, each in zip(names, drafts, strict=True) if is_packed(each)}
         # Of a request whose drafts are padding, vLLM masks the root's row and sets all other bits.
-        masks: np.ndarray | None = original(
-            self,
-            requests,
-            structured_output_request_ids,
-            {**scheduled_spec_decode_tokens, **padded},
-        )
-        if masks is None or not padded:
+        padded = {name: [-1] * len(each) for name, each in trees.items()}
+        masks: np.ndarray | None = original(self, requests, names, {**scheduled, **padded})
+        if masks is None or not trees:
             return masks
         first_rows = _first_rows(len(masks), drafts, self.vllm_config.num_speculative_tokens)
-        for name, packed, first in zip(
-            structured_output_request_ids, drafts, first_rows, strict=True
-        ):
-            if name in padded:
-                _mask_nodes(self, requests[name], unpack(packed), masks[first:])
+        for name, first in zip(names, first_rows, strict=True):
+            if name in trees:
+                _mask_nodes(self, requests[name], unpack(trees[name]), masks[first:])
         return masks
 
     return grammar_bitmask

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 HOOK = "graft_drafters"
 
 
-def methods() -> list[str]:
-    """Methods of the speculative config that some drafter grows trees for."""
-    found = [method for offer in manager.manager().offers(HOOK) for method in _methods(offer)]
-    return sorted(set(found))
+def methods(*, measured: bool = False) -> list[str]:
+    """Methods of the speculative config that some drafter grows trees for, or only those whose
+    trees were measured on a GPU, so that presets may ask for them."""
+    offered = [offer.entry for offer in manager.manager().offers(HOOK)]
+    drafters = [each for each in offered if isinstance(each, entries.Drafter)]
+    kept = [each for each in drafters if not (measured and each.unmeasured)]
+    return sorted({method for each in kept for method in each.methods})
 
 
 def chosen(config: TreeConfig, speculative: Any) -> Offer:
@@ -48,17 +51,6 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
             f"{' or '.join(sorted(architectures)) or 'unknown'}: drop the key."
         )
     return offer
-
-
-def measured_methods() -> list[str]:
-    """Methods whose trees were measured on a GPU, so that presets may ask for them."""
-    found = [
-        method
-        for offer in manager.manager().offers(HOOK)
-        if isinstance(offer.entry, entries.Drafter) and not offer.entry.unmeasured
-        for method in offer.entry.methods
-    ]
-    return sorted(set(found))
 
 
 def drafter_of(config: TreeConfig, speculative: Any) -> entries.Drafter | None:

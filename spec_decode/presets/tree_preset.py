@@ -19,7 +19,6 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import (
     drafter_of,
     grows_by_levels,
-    measured_methods,
     methods,
 )
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
@@ -88,7 +87,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return NO_DRAFT
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
-    if unknown := other_method(speculative, measured_methods()):
+    if unknown := other_method(speculative, methods(measured=True)):
         why = f"{unknown.text}: {unknown.instead}."
         return why + (_UNMEASURED if speculative.method in methods() else "")
     drafter = drafter_of(TreeConfig(), speculative)

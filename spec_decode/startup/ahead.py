@@ -104,7 +104,7 @@ class _Running:
         self.began, self.done = time.monotonic(), done
         self._errors = io.FileIO(os.memfd_create("compiler-errors"), "r+")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", Job.__module__, str(os.getpid())],
+            [sys.executable, "-P", "-m", _COMPILER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -145,6 +145,8 @@ class _Running:
     def close(self) -> None:
         self._finalizer()
 
+
+_COMPILER = "vllm_graft.spec_decode.startup.compiler"
 
 _INTERPRETER = ("TRITON_INTERPRET", "VLLM_GRAFT_INTERPRET")
 """Variables by which tests interpret kernels; what is interpreted can't be compiled."""

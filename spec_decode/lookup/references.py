@@ -68,14 +68,9 @@ class References:
     """Makes the reference of each new request: a function of its parameters and its prompt.
 
     It reads no more of a request than a reference has room for, and does no more work than
-    `MAX_SCHEMA`, `MAX_VALUES` and `MAX_READ` permit, whatever the request holds.
-
-    Args:
-        tokenizer: the served model's; None if vLLM has none.
-        room: most tokens of a reference.
-        opening: tokens of the prompt's end that stand before what opens an answer, so that a match
-            is found where the answer begins.
-        styles: layouts of JSON, the likeliest one first.
+    `MAX_SCHEMA`, `MAX_VALUES` and `MAX_READ` permit, whatever the request holds. It counts so many
+    tokens of the prompt's end (`opening`) before what opens an answer, so that a match is found
+    where the answer begins. Of the layouts of JSON the likeliest stands first.
     """
 
     def __init__(

@@ -41,8 +41,7 @@ class Ahead:
     Attributes:
         foretold: how many specialisations the start will need, as far as was known.
         failed: those that could not be compiled ahead, with the compiler's words.
-        seconds: from the begin to the last kernel.
-        waited: seconds of these in which the worker had nothing else to do.
+        waited: seconds, of those to the last kernel, in which the worker had nothing else to do.
         why: why nothing was compiled ahead; empty if it was.
     """
 

@@ -52,16 +52,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The properties of one kind of layer that a kernel of attention is compiled for.
-
-    Attributes:
-        num_heads: query heads of this rank, as are `num_kv_heads`.
-        fp8: whether the cache is e4m3.
-        block_size: slots of a block.
-        max_len: most tokens of a request.
-        window: positions that a row sees, 0 for all.
-        soft_cap: of logits, 0 for none.
-    """
+    """The properties of one kind of layer that a kernel of attention is compiled for. Heads are
+    those of this rank, `max_len` is in tokens, `fp8` says whether the cache is e4m3, and 0 stands
+    for no `window` of positions and no `soft_cap` of logits."""
 
     num_heads: int
     num_kv_heads: int

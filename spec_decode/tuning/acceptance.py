@@ -45,10 +45,8 @@ _PRIOR_MISSES = 100.0
 
 @dataclass
 class _MissRate:
-    """Missed and tried levels, older ones counting less: how often a chain misses one.
-
-    A level of a wide tree counts for less than one of a chain.
-    """
+    """Missed and tried levels, older ones counting less: how often a chain misses one. A level of a
+    wide tree counts for less than one of a chain."""
 
     misses: float = 0.0
     levels: float = 0.0
@@ -118,7 +116,7 @@ class _DeepPaths:
 
 
 class Acceptance:
-    """Accepted drafts per tree, by number of nodes.
+    """Accepted drafts per tree, by number of nodes, where trees of a number have so many `levels`.
 
     One number describes a text: the chance that a chain misses a level. A path ends at the first
     missed level, and a tree of N nodes on d levels misses one ``(N / d) ** -WIDTH_GAIN`` times as
@@ -128,9 +126,6 @@ class Acceptance:
     Texts change: the chance is forgotten quickly, and replaced at once where recent trees
     contradict it. Each class of temperatures has a chance of its own. Paths below the levels, which
     n-grams continue, are averaged apart and say nothing of it.
-
-    Args:
-        levels: levels of the trees of each number of nodes; 0 is ignored.
     """
 
     def __init__(self, levels: Mapping[int, int]) -> None:

@@ -48,14 +48,8 @@ def usual(seconds: Iterable[float]) -> float:
 
 @dataclass
 class _Class:
-    """Recent steps of one kind whose contexts are alike, within a factor of 2.
-
-    Attributes:
-        tokens: K/V tokens of each.
-        last: when the latest was recorded, in timings.
-        usual: lower quartile of the seconds.
-        context: mean of the tokens.
-    """
+    """Recent steps of one kind whose contexts are alike, within a factor of 2: seconds, K/V tokens,
+    when the latest was recorded (in timings), lower quartile of the seconds, mean of the tokens."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -83,14 +77,8 @@ class Rates(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """Steps of one kind whose contexts are alike.
-
-    Attributes:
-        tokens: mean K/V tokens.
-        products: these, each times the rows of its request.
-        whole: seconds that such steps usually take.
-        seconds: these, or what they take beyond the cost that was measured at the start.
-    """
+    """Steps of one kind whose contexts are alike: mean K/V tokens, these times the rows of a
+    request, what such steps usually take, and that or what they take beyond the measured cost."""
 
     tokens: float
     products: float
@@ -160,14 +148,12 @@ class ContextCost:
     Within a kind, contexts are grouped by powers of two. A line through the groups' usual times
     (least squares, an intercept per kind) tells what a token costs with the mean rows, and a second
     one through what that leaves over tells what rows cost. So neither what kinds cost by themselves
-    nor a few bad timings count, and long contexts don't make the short ones forgotten.
+    nor a few bad timings count, and short contexts are not forgotten.
 
     Where all contexts are long, numbers of nodes of one batch size tell what rows cost, by what
-    they take beyond the costs that were measured at the start. Those may be wrong, so this counts
-    for little unless tokens are many.
-
-    The cost is never negative, never nearly all of a step, never grows faster than the rows, and is
-    0 until steps differ in one of the two ways.
+    they take beyond their measured costs. Those may be wrong, so this counts for little unless
+    tokens are many. The cost is never negative, never nearly all of a step, never grows faster than
+    the rows, and is 0 until steps differ in one of the two ways.
     """
 
     def __init__(self) -> None:

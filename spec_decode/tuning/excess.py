@@ -50,13 +50,8 @@ def level(points: Sequence[Point]) -> float:
 
 
 class Slope(NamedTuple):
-    """How the excess grows with the nodes (ridge regression).
-
-    Attributes:
-        middle: the points' mean place.
-        spread: weighted sum of their squared distances from it; 0 if only one number was timed.
-        rise: seconds per place.
-    """
+    """How the excess grows with the nodes (ridge regression): the points' mean place, the weighted
+    sum of their squared distances from it (0 for a single number), and seconds per place."""
 
     middle: float = 0.0
     spread: float = 0.0
@@ -87,10 +82,8 @@ class Timed(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """The least time of a step, which is the host's.
-
-    The device works on one step while the host prepares the next one, so that a step takes the
-    longer of both times. More nodes cost nothing then, until the device takes longer.
+    """The least time of a step, which is the host's, as the device works on one step while the host
+    prepares the next one. More nodes cost nothing until the device takes longer.
 
     Attributes:
         added: seconds beyond its cost that a step takes where the device is slower.

@@ -30,8 +30,7 @@ _CLEAR = 0.06
 undisturbed ones differ by 1 to 3 %. With a slope, which corrects what it can, twice as much."""
 
 _PROOF = 2
-"""Timings of steps clearly shorter than expected that prove a measured cost wrong, as what disturbs
-a step makes it longer. Of longer ones `_FEW` are needed."""
+"""Timings of steps clearly shorter than expected that prove a measured cost wrong."""
 
 _LEAST = 0.2
 """The part of its measured cost that a step takes at least."""
@@ -61,8 +60,7 @@ class _Timings:
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
     _usual: tuple[float, float, float] | None = None
-    """The cost per token for which the next two hold, the quartile, and the nearest likely time to
-    it."""
+    """The cost per token for which the next two hold, the quartile, and the nearest likely time."""
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
         self.seconds.append(seconds)
@@ -121,28 +119,22 @@ class _Told(NamedTuple):
 class StepTimes:
     """Seconds of steps, by batch size and number of nodes.
 
-    What was measured at the start leaves out what all node counts of a batch size have in common:
-    the host, the sampler. This excess is learned as one correction for all, and only after many
-    timings as one for each, so that a few bad ones don't rule a number out. Contexts are left out
-    and come on top by a cost per token (see `ContextCost`). Without measured costs, only timings
-    are known.
+    What was measured at the start leaves out what all node counts have in common: the host, the
+    sampler. This excess is learned as one correction for all, and only after many timings as one
+    for each, so that a few bad ones don't rule a number out. Contexts come on top (see
+    `ContextCost`). Without measured costs, only timings are known.
 
-    Where the host is slower than the device, more nodes are free until the device takes longer (see
-    `Floor`). Where rows read experts, the random tokens of the start ask for other experts than a
-    text, so that the correction has a slope in place of the floor. Steps without prompts tell both
-    for all steps: prompts' own times differ too much.
-
-    A cost may be wrong by itself, if something disturbed the start. Two steps that are clearly
-    shorter than expected prove it, as no disturbance makes a step shorter; so do many longer ones.
-    It is mended then (see `mend`), for steps with prompts as well.
+    Where the host is slower than the device, more nodes are free (see `Floor`). Where rows read
+    experts, random tokens ask for other experts than a text, so the correction has a slope instead.
+    A cost that something disturbed at the start is mended (see `mend`). Steps without prompts tell
+    all three for all steps: prompts' own times differ too much.
 
     Args:
         context: the cost of contexts; steps with and without prompts share it.
         prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
             as long as it should was disturbed, and no more than that is recorded.
         sloped: whether the correction grows with the nodes.
-        slope_of: the same steps without prompts, whose slope, floor and mended costs count; None
-            where these are the steps' own.
+        slope_of: the same steps without prompts; None where these are the steps' own.
     """
 
     def __init__(
@@ -188,7 +180,10 @@ class StepTimes:
 
     def mend(self, size: int, nodes: int) -> float:
         """Seconds by which its own timings, beyond noise, prove a measured cost wrong; else 0.
-        Where the host bounds the steps, they tell little of the device's time and prove nothing."""
+
+        Two steps that are clearly shorter than expected prove it, as no disturbance makes a step
+        shorter; so do many longer ones. Where the host bounds the steps, they prove nothing.
+        """
         seen, cost = self._seen.get(size, {}).get(nodes), self.measured(size, nodes)
         if seen is None or cost is None or len(seen.seconds) < _PROOF:
             return 0.0
@@ -251,8 +246,8 @@ class StepTimes:
         return self._told(size).floor
 
     def _shared_excess(self, size: int, nodes: int) -> float:
-        """Seconds beyond the measured costs, as all timed node counts of a batch size tell them: a
-        mean in which often timed ones weigh most, with a slope, or with what the host's time asks
+        """Seconds beyond the measured costs that all timed node counts of a batch size tell: a mean
+        in which often timed ones weigh most, with a slope, or with what the host's time asks
         for."""
         told = self._told(size)
         if not told.timed:

@@ -24,7 +24,6 @@ class _Account:
         share: the part of all steps that is saved for them.
         wait: choices before the next trial, at least.
         doubtful: whether nothing is known of the costs yet, or the latest news was of a wrong one.
-        found: whether a wrong one was found in this round.
         trial: the number that is being tried, and the steps that it loses if its cost is right.
     """
 

@@ -27,11 +27,8 @@ _WINDOW = 64
 
 @dataclass
 class _BatchHistory:
-    """Recent steps of one batch size, and the choice that is in use for it.
-
-    The fraction of steps with prompts and the mean tokens per request and step weigh recent steps
-    most; `steps` says how many they go over. `context` is of the latest step.
-    """
+    """Recent steps of one batch size, and the choice that is in use for it. Means weigh recent
+    steps most, and go over `steps` of them; `context` is of the latest."""
 
     steps: float = 0.0
     prompt_fraction: float = 0.0
@@ -58,13 +55,10 @@ class _BatchHistory:
 class NodeTuner:
     """Chooses the number of nodes that yields the most tokens per second.
 
-    All batch sizes share `Acceptance`. The time of a step is kept by batch size (see `StepTimes`),
-    with and without prompts, and what contexts cost is learned apart (see `ContextCost`). Each
-    choice lasts `BLOCK` steps. A number's score is the upper estimate of its acceptance length over
-    a step's mean time, so that what may be better is tried. One whose time is unknown is tried,
-    too, unless it could not be the best even in the time that it takes in a smaller batch. Costs
-    that were measured at the start may be wrong, so now and then another number is tried
-    (`Trials`).
+    A number's score is the upper estimate of its `Acceptance` length, which all batch sizes share,
+    over the mean of its `StepTimes`, so that what may be better is tried. One whose time is unknown
+    is tried, too, unless it could not be the best even in the time that it takes in a smaller
+    batch. Costs of the start may be wrong, so now and then another number is tried (see `Trials`).
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -125,10 +119,8 @@ class NodeTuner:
         return fitting or self._node_counts[:1]
 
     def begin_step(self, batch: int) -> int:
-        """Begin a step of `batch` requests; return the nodes that it drafts for each of them.
-
-        This is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them.
-        """
+        """Begin a step of `batch` requests; return the nodes that it drafts for each of them. This
+        is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them."""
         size = self._size(batch)
         history = self._batches.setdefault(size, _BatchHistory())
         allowed = self.allowed(batch)
@@ -189,11 +181,9 @@ class NodeTuner:
             self.context.observe(size, nodes, context, seconds, cost)
 
     def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
-        """Drop the node counts for which most steps would no longer fit a captured graph.
-
-        Steps that fit no graph even with the smallest number do not count. How long a step takes
-        without a graph is known only by a long trial, as the host launches it piece by piece.
-        """
+        """Drop the node counts for which most steps would no longer fit a captured graph. How long
+        a step takes without one is known only by a long trial, as the host launches it piece by
+        piece. Steps that fit no graph even with the smallest number do not count."""
         prompts = history.prompts
 
         def fitting(nodes: int, prompt_fraction: float) -> float:

@@ -113,10 +113,8 @@ class TreeContext:
             the drafted tree is of another source than the draft; None if there is none.
         extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
-        recurrent_form: what recurrent layers leave of a row until a path is accepted
-            (`TreeConfig`).
-        kept: which rows of recurrent layers have left inputs; None if no layer keeps them.
-        kept_bytes: device memory for these inputs, of all layers.
+        kept: which rows of recurrent layers have left inputs, which take `kept_bytes` of the
+            device; None if no layer keeps them (see ``recurrent_form`` of `TreeConfig`).
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
     """
@@ -151,7 +149,6 @@ class TreeContext:
         workspace: AttentionWorkspace,
         device: torch.device,
     ) -> TreeContext:
-        """Allocate for at most `max_reqs` requests and `max_tokens` rows per batch."""
         width = shape.num_nodes + 1
         return cls(
             shape=shape,
@@ -167,11 +164,9 @@ class TreeContext:
     ) -> VerifyStep:
         """Write the drafts' depths into the batch's positions and their ancestors into the masks.
 
-        Args:
-            batch: a real batch whose slot mapping is computed already: node i must keep the slot of
-                the i-th new token whatever its depth.
-            num_computed: int32 ``[max_reqs]`` by request-state index.
-            keep_shift: whether the step keeps the change of the positions as its `depth_shift`.
+        The batch is real and has its slot mapping already: node i must keep the slot of the i-th
+        new token whatever its depth. `num_computed` is int32 ``[max_reqs]`` by request-state index.
+        With `keep_shift` the step keeps the change of the positions as its `depth_shift`.
         """
         no_drafts = batch.num_draft_tokens == 0
         linear = batch.positions.clone() if keep_shift else None
@@ -222,12 +217,9 @@ class TreeContext:
         return made
 
     def plain_metadata(self, metadata: Any) -> Any:
-        """The platform's metadata with `plain_lens` as its lengths, so that FlashAttention 3, which
-        writes zeros for a query without keys, skips tree rows. It is made once per pass.
-
-        The copy has no schedule, which was made for other lengths: each layer makes its own on the
-        device.
-        """
+        """The platform's metadata, made once per pass, with `plain_lens` as its lengths, so that
+        FlashAttention 3, which writes zeros for a query without keys, skips tree rows. The copy has
+        no schedule, which was made for other lengths: each layer makes its own on the device."""
 
         def without_trees(metadata: Any) -> Any:
             plain = copy.copy(metadata)

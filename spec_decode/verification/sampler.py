@@ -220,9 +220,8 @@ class VerifiedRows(NamedTuple):
     """The rows that a step verifies, and where its results go.
 
     Attributes:
-        logits: ``[num_logits, vocab]``.
-        ids: int32 ``[num_logits]``; `drafts` are -1 where a grammar refused the draft.
-        positions: int64 ``[num_logits]``.
+        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
+            `drafts`, which are `ids` or -1 where a grammar refused the draft.
         sampled: int64 ``[num_reqs, num_nodes + 1]``.
         num_sampled: int32 ``[num_reqs]``.
     """

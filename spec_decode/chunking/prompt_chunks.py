@@ -35,7 +35,7 @@ QUIET_STEPS = 4
 burst of up to five chunks takes no more; and prompts of some never stop the drafts of all."""
 
 _CHUNKED = "vllm_graft_chunked"
-"""Where a ``SchedulerOutput`` says that its prompts were chunked."""
+"""The attribute of a ``SchedulerOutput`` whose prompts were chunked."""
 
 
 class Rows(NamedTuple):

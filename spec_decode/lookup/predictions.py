@@ -31,8 +31,8 @@ class Predicted(NamedTuple):
 
 
 def prediction_of(params: SamplingParams, vocab_size: int, room: int) -> Predicted | Wrong | None:
-    """What a request predicts, of which at most `room` ids are looked at; None if it says
-    nothing."""
+    """The prediction of a request, of which at most `room` ids are looked at; None if it has
+    none."""
     given = (params.extra_args or {}).get(KEY)
     if given is None or given in ("", []):
         return None

@@ -52,13 +52,13 @@ _CHOICE = re.compile(rf"\s*root\s*::=\s*{_LITERAL}(?:\s*\|\s*{_LITERAL})*\s*")
 
 
 class Tokenizer(Protocol):
-    """What vLLM's tokenizers have in common."""
+    """The common part of vLLM's tokenizers."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 class Found(NamedTuple):
-    """What one of the `REFERENCE_SOURCES` says about an answer."""
+    """Known text of an answer, by one of the `REFERENCE_SOURCES`."""
 
     source: str
     split: Split
@@ -165,7 +165,7 @@ class References:
         return Split([Tokens(array("i", tokens[: self._read]), opens=True)], is_cut)
 
     def _forced(self, params: StructuredOutputsParams | None, declines: list[str]) -> Found | None:
-        """What structured output forces of an answer, if it is of a kind that we can read."""
+        """Text that structured output forces of an answer, if it is of a kind that we can read."""
         if params is None:
             return None
         given: Any
@@ -250,7 +250,7 @@ def _batch(pieces: Iterator[Piece], seen: set[Piece], characters: int) -> list[P
 
 
 def _short(given: Any) -> str | None:
-    """What is given as JSON, if it is short enough to be read; a text is JSON already."""
+    """A given value as JSON, if it is short enough to be read; a text is JSON already."""
     if isinstance(given, str):
         return given if len(given) <= MAX_SCHEMA else None
     text, size = [], 0

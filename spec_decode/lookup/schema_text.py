@@ -1,4 +1,4 @@
-"""What a JSON schema, or a structural tag around JSON, forces of the texts that fit it."""
+"""Text that a JSON schema, or a structural tag around JSON, forces of the answers that fit it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SINGLE_TYPES = ("object", "array", "string", "boolean", "null", "number", "inte
 
 
 class Style(NamedTuple):
-    """How JSON is laid out, as by ``json.dumps`` with these separators and this indentation."""
+    """A layout of JSON, as by ``json.dumps`` with these separators and this indentation."""
 
     item: str
     key: str
     indent: int | None = None
 
     def line(self, level: int) -> str:
-        """What comes before a value of a container at a level, and before its end."""
+        """The text before a value of a container at a level, and before its end."""
         return "" if self.indent is None else "\n" + " " * (self.indent * level)
 
 
@@ -63,7 +63,7 @@ class Work:
 
 
 def schema_items(schema: Any, style: Style, work: Work | None = None) -> list[Item]:
-    """What texts that fit a JSON schema, given as Python values, have in common, in their order.
+    """The common items, in their order, of texts that fit a JSON schema, given as Python values.
 
     Properties come in the schema's order, which is that of the grammars of xgrammar and guidance,
     and all of them come. An array has one element. Strings and numbers that are free are gaps, and
@@ -217,7 +217,7 @@ class _Reader:
 
 
 def _pointed(root: Any, path: Sequence[str]) -> Any:
-    """What a reference within the document points to; None if it points elsewhere."""
+    """The target of a reference within the document; None if it points elsewhere."""
     head, *steps = path
     if head != "#":
         return None
@@ -233,7 +233,7 @@ def _pointed(root: Any, path: Sequence[str]) -> Any:
 
 
 def tag_items(tag: Any, style: Style, work: Work | None = None) -> list[Item]:
-    """What texts that fit a structural tag of xgrammar have in common, in their order.
+    """The common items, in their order, of texts that fit a structural tag of xgrammar.
 
     The tag is ``{"type": "structural_tag", "format": ...}``, or of the older form with
     ``structures``, each with a ``begin``, a ``schema`` and an ``end``. What costs more than `work`

@@ -1,4 +1,4 @@
-"""Which drafter of the hook ``graft_drafters`` an engine takes."""
+"""The drafter of the hook ``graft_drafters`` that an engine takes."""
 
 from __future__ import annotations
 

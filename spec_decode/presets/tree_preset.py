@@ -52,7 +52,7 @@ _SIZES: dict[str, _Size] = {
 }
 
 _UNTUNED = _Size(4, 15, "fixed")
-"""Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
+"""The size for engines that refuse ``shape: auto``: not too large for many requests."""
 
 _RECURRENT_TOPK = 4
 """Children on the gated delta rule, with which trees of an MTP module were measured."""

@@ -1,4 +1,4 @@
-"""What graphs of a standalone draft model cannot be combined with, refused in the frontend."""
+"""Combinations with graphs of a standalone draft model that are refused in the frontend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine may not run beside trees: runners, ranks, graphs, and rows per batch."""
+"""Engines that may not run beside trees: runners, ranks, graphs, and rows per batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker would refuse once it has loaded the model, as far as the frontend can tell.
+"""Refusals of a worker once it has loaded the model, as far as the frontend can tell them.
 
 The worker tells a user who asks for trees by name, with the layer's name. A preset must not stop an
 engine that would run without us: it looks here first, and leaves trees off in doubt.
@@ -119,7 +119,8 @@ def _narrow(vllm_config: Any) -> bool:
 
 
 def _elsewhere(target: Any, narrow: bool) -> str:
-    """Where vLLM may choose a backend that trees don't have; empty if it does not here."""
+    """The place where vLLM may choose a backend that trees don't have; empty if it does not
+    here."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

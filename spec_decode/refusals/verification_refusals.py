@@ -1,4 +1,4 @@
-"""What the verification of trees excludes: kernels, K/V formats, heads, samplers, connectors."""
+"""Exclusions of the verification of trees: kernels, K/V formats, heads, samplers, connectors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MAX_PROCESSES = 16
 """A child of the compiling process takes about 100 MiB of host memory, what it shares left out."""
 
 PATIENCE_SECONDS = 60.0
-"""How long the worker waits for the next kernel. None takes as long, so then something hangs."""
+"""Wait of the worker for the next kernel. None takes as long, so then something hangs."""
 
 _SLOW = ("split_kernel", "latent_kernel", "own_rows_kernel")
 """Kernels that take seconds each. They go first, so that none of them is waited for at the end."""
@@ -116,7 +116,7 @@ class _Running:
             pipe.write(pickle.dumps(job))
 
     def outcomes(self) -> Iterable[Outcome]:
-        """What comes of each kernel, until there are no more or none has come for too long."""
+        """The outcome of each kernel, until there are no more or none has come for too long."""
         assert self._process.stdout is not None
         pipe, rest = self._process.stdout.fileno(), b""
         # Not `select`, which knows no descriptors from 1024 on, as a server may have.

@@ -46,7 +46,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """What came of a kernel in so many seconds; `error` is empty if it was compiled."""
+    """The outcome of a kernel after so many seconds; `error` is empty if it was compiled."""
 
     name: str
     seconds: float

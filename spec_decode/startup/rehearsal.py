@@ -147,7 +147,7 @@ class _Stage:
         self.twin.input_buffers = on_meta(drafter.input_buffers)
 
     def scenes(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What is rehearsed, the parts that take longest to compile first."""
+        """The parts that are rehearsed, those that take longest to compile first."""
         yield "memory", self._allocate
         if self.twin.trees.shape.topk > 1:
             yield "attention of the target", self._attend

@@ -1,4 +1,4 @@
-"""How many drafts trees of each number of nodes get accepted, learned from verified trees."""
+"""Accepted drafts of trees by number of nodes, learned from verified trees."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Record:
 
     @property
     def own(self) -> float:
-        """How many times as often a level is missed as text and rule say."""
+        """Missed levels over those that text and rule expect."""
         return (self.paired_misses + _PRIOR_MISSES) / (self.paired_expected + _PRIOR_MISSES)
 
     @property
@@ -213,7 +213,7 @@ class Acceptance:
         return self._text.misses / self._text.levels
 
     def _gain(self, nodes: int) -> float:
-        """How many times as often as a chain a tree misses a level, by the rule of `WIDTH_GAIN`."""
+        """Misses of a tree's level over those of a chain's, by the rule of `WIDTH_GAIN`."""
         return float((nodes / self._levels[nodes]) ** -WIDTH_GAIN)
 
     def _accepted(self, nodes: int, miss: float) -> float:

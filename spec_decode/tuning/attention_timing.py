@@ -53,7 +53,7 @@ _CACHE_BYTES = 256 << 20
 
 
 class Geometry(NamedTuple):
-    """What attention's time depends on besides the batch."""
+    """The properties besides the batch on which attention's time depends."""
 
     num_heads: int
     kv_heads: int

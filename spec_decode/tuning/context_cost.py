@@ -1,4 +1,4 @@
-"""What a step costs per token of context: learned while serving, from steps that differ in it."""
+"""The cost of a step per token of context: learned while serving, from steps that differ in it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LARGEST_SHARE = 0.9
 """The most of a step's time that its context may be held responsible for."""
 
 _FEW_TOKENS = 8192.0
-"""Where contexts spread over fewer tokens than this, half of the slope or more is noise (ridge)."""
+"""Spread of contexts, in tokens, below which half of the slope or more is noise (ridge)."""
 
 _FEW_ROWS = 16
-"""Where so few tokens have so many rows more or less, the same holds of what rows cost. An H100
-multiplies a token in FP8 with about so many rows in the time that reading it takes."""
+"""Rows by which so few tokens must differ likewise for the cost of rows. An H100 multiplies a token
+in FP8 with about so many rows in the time that reading it takes."""
 
 _MEASURED = 1 / 16
 """Weight of what steps take beyond measured costs, which have four times the errors of timings."""

@@ -1,4 +1,4 @@
-"""What steps take beyond the costs measured at the start, as timed numbers of nodes tell it."""
+"""Time of steps beyond the costs measured at the start, as timed numbers of nodes tell it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 
 def place_of(nodes: int) -> float:
-    """Where a number of nodes lies on the line, on which each doubling of the rows is as long."""
+    """The place of a number of nodes on the line, on which each doubling of the rows is as long."""
     return math.log2(nodes + 1)
 
 
@@ -50,7 +50,7 @@ def level(points: Sequence[Point]) -> float:
 
 
 class Slope(NamedTuple):
-    """How the excess grows with the nodes (ridge regression): the points' mean place, the weighted
+    """Growth of the excess with the nodes (ridge regression): the points' mean place, the weighted
     sum of their squared distances from it (0 for a single number), and seconds per place."""
 
     middle: float = 0.0
@@ -95,12 +95,12 @@ class Floor(NamedTuple):
 
     @classmethod
     def under(cls, timed: Sequence[Timed]) -> Floor:
-        """What the timed numbers of nodes of one batch size tell.
+        """The floor that the timed numbers of nodes of one batch size tell.
 
         No step takes less than its cost and what the device does besides. So the number that takes
-        least beyond its cost tells the latter, and the host bounds those that take clearly more,
-        if no other takes less. With one number, or costs that are alike, what takes far more than
-        its cost is taken for the host's, so that more nodes are tried, which tells.
+        least beyond its cost tells the latter, and the host bounds those that take clearly more, if
+        no other takes less. With one number, or costs that are alike, what takes far more than its
+        cost is taken for the host's, so that more nodes are tried, which tells.
         """
         if not timed:
             return cls()

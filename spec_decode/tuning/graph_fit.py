@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 _DRAFTED = "vllm_graft_drafted"
-"""Where a ``SchedulerOutput`` keeps the number of nodes that its trees had before they were cut."""
+"""The attribute of a ``SchedulerOutput`` with the nodes that its trees had before they were cut."""
 
 
 def graph_rows(vllm_config: VllmConfig, mixed_graphs: bool | None) -> int:

@@ -88,7 +88,7 @@ class TunedLookup(list[int]):
 
 
 class StepKind(NamedTuple):
-    """What a step did.
+    """The requests of a step, and what they did.
 
     Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut.
     `batch` is the number of all requests, `prompts` the rows of those that do not decode.

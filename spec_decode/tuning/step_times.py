@@ -1,4 +1,4 @@
-"""How long a step takes: measured at the start, corrected while serving."""
+"""Times of steps: measured at the start, corrected while serving."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
 
 MEASURED: Handover[Costs] = Handover()
-"""What each engine's workers have measured, from then until the scheduler is built."""
+"""Costs that each engine's workers have measured, until the scheduler is built."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Timings:
         self.last, self._usual = now, None
 
     def usual(self, per_token: float, *, likely: bool = True) -> float:
-        """What they usually take without contexts of so many seconds per token, or the nearest time
+        """Their usual seconds without contexts of so many seconds per token, or the nearest time
         that can be right. Reads are far more frequent than timings, so both are kept."""
         if self._usual is None or self._usual[0] != per_token:
             alone = usual(self._alone(per_token))
@@ -84,7 +84,8 @@ class _Timings:
         return likely if len(self.seconds) >= _FEW else min(likely, self.longest * self.cost)
 
     def proven(self, per_token: float) -> float:
-        """What at least two of them do not exceed: of four and more, what they usually take.
+        """Seconds that at least two of them do not exceed: of four and more, what they usually
+        take.
 
         One is no proof, as a step that seems short may follow one that the host held up.
         """
@@ -105,7 +106,7 @@ class _Timings:
 
 
 class _Told(NamedTuple):
-    """What the timed node counts of one batch size tell of all, until another step is timed or the
+    """The lessons of all timed node counts of one batch size, until another step is timed or the
     rates of contexts change."""
 
     now: int

@@ -12,7 +12,7 @@ SHARE = 0.002
 """The part of all steps that trials may lose while costs prove right, at first."""
 
 LEAST_SHARE = 0.0003
-"""What is left of `SHARE` after many rounds. The machine may change at any time."""
+"""The rest of `SHARE` after many rounds. The machine may change at any time."""
 
 
 @dataclass

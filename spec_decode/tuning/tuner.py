@@ -1,4 +1,4 @@
-"""How many nodes pay: learned while serving, from the times of steps and the tokens they yield."""
+"""The number of nodes that pays: learned while serving, from times of steps and tokens."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class NodeTuner:
 
     @property
     def costs(self) -> Costs:
-        """What was measured at the start."""
+        """The costs measured at the start."""
         return self._times_alone.costs
 
     def knows(self, nodes: int) -> bool:
@@ -261,7 +261,7 @@ class NodeTuner:
         return whole - self._prompt_fraction(history, nodes) * (whole - self._tokens_of_cut(kept))
 
     def _kept(self, history: _BatchHistory, nodes: int, batch: int) -> int:
-        """How many nodes the trees keep beside a prompt of the usual length."""
+        """Nodes that the trees keep beside a prompt of the usual length."""
         if not self._cuts or not (prompts := history.prompts):
             return nodes
         room = self._max_rows - prompts[len(prompts) // 2] - batch

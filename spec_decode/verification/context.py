@@ -37,7 +37,7 @@ class TextWatch(Protocol):
 
 
 class VerifyMode(enum.Enum):
-    """Which requests of the coming forward pass need the ancestor mask."""
+    """The requests of the coming forward pass that need the ancestor mask."""
 
     NONE = enum.auto()
     """No request carries drafts: the platform's attention computes all rows."""
@@ -208,8 +208,8 @@ class TreeContext:
             setattr(self.counters, counter, getattr(self.counters, counter) + 1)
 
     def once(self, metadata: T, make: Callable[[T], Made]) -> Made:
-        """What `make` makes of a metadata object, made once per pass: all layers have to ask for
-        the same."""
+        """The result of `make` for a metadata object, made once per pass: all layers ask for the
+        same."""
         if id(metadata) not in self._made:
             # Keep the original alive: its id() may be reused once it is freed.
             self._made[id(metadata)] = metadata, make(metadata)

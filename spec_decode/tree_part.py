@@ -35,17 +35,16 @@ from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs
-from vllm_graft.spec_decode.chunking.mixed_rows import ask_workers
+from vllm_graft.spec_decode.chunking.handover import ask_workers
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
-from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
+from vllm_graft.spec_decode.grammars.packed_drafts import send_parents
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.models.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
-from vllm_graft.spec_decode.presets.chain_fallback import fall_back
-from vllm_graft.spec_decode.presets.node_count import count_nodes, fill_in_depth
+from vllm_graft.spec_decode.presets.node_count import count_nodes, fall_back, fill_in_depth
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted

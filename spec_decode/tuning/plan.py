@@ -1,4 +1,4 @@
-"""Which shapes of trees an engine drafts, and for which batches."""
+"""Shapes of trees that an engine drafts, and their batches."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.lookup.several_ngrams import SeveralNgrams
+from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
-            paths=self.trees.shape.topk,
+            matches=self.trees.shape.topk,
             depth=self.trees.shape.steps,
             reference=config.room(self.max_model_len),
         )

@@ -123,12 +123,12 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.spec_decode.lookup import ngrams, several_ngrams
+    from vllm_graft.spec_decode.lookup import ngrams
 
     found = Watch()
     for module, name, method in (
         (ngrams, "match_ngrams", found.match),
-        (several_ngrams, "insert_paths", found.insert),
+        (ngrams, "insert_paths", found.insert),
         (tree_drafting, "finish_tree", finish_and_compare),
     ):
         monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))

@@ -20,8 +20,8 @@ from vllm_graft.spec_decode.lookup.schema_text import (
     SPACED,
     Style,
     schema_items,
+    tag_items,
 )
-from vllm_graft.spec_decode.lookup.tag_text import tag_items
 
 CITY = {
     "type": "object",

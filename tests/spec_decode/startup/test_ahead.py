@@ -28,7 +28,7 @@ from vllm_graft.spec_decode.startup.ahead import (
     fingerprint,
     keep_cache,
 )
-from vllm_graft.spec_decode.startup.begin import begin
+from vllm_graft.spec_decode.startup.rehearsal import begin
 
 HOPPER = ("cuda", 90, 32)
 

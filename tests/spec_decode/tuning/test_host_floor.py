@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.spec_decode.tuning.host_floor import Floor, Timed
+from vllm_graft.spec_decode.tuning.excess import Floor, Timed
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 
 COSTS = {0: 1.0, 7: 1.5, 15: 2.0, 63: 4.0}

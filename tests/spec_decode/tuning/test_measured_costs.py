@@ -12,7 +12,7 @@ import torch
 
 from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.spec_decode import tree_part
-from vllm_graft.spec_decode.chunking.mixed_rows import ROWS, captured_rows
+from vllm_graft.spec_decode.chunking.handover import ROWS, captured_rows
 from vllm_graft.spec_decode.drafters import tuner_seed
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
 

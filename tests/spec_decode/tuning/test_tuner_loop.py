@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.worlds.closed_loop import SmallModel, against_the_best
 from tests.support.worlds.tuner_world import make
-from vllm_graft.spec_decode.tuning.host_floor import Floor
+from vllm_graft.spec_decode.tuning.excess import Floor
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 
 

@@ -37,9 +37,6 @@ def one_capture_stream(device: torch.device) -> Iterator[None]:
     cuBLAS has one workspace per stream. On streams of their own, the graphs of each shape of tree
     would therefore have tensors and a workspace of their own. The graphs of a pool never run at
     once, whatever stream they were captured on.
-
-    Args:
-        device: device of the graphs.
     """
     stock = parallel_state.GraphCaptureContext
     shared = stock(torch.cuda.Stream(device=device))
@@ -56,6 +53,7 @@ class DraftGraphRunner(CudaGraphManager):
     It is one of vLLM's `CudaGraphManager`s and an attribute of the speculator: so vLLM's memory
     profiling finds, measures and drops its graphs, and all graphs share the engine's pool. Batches
     are padded to the next captured size; padding rows have request-state index -1 and no prefix.
+    There are `topk` rows per request; 1 for a chain.
     """
 
     def __init__(
@@ -65,14 +63,6 @@ class DraftGraphRunner(CudaGraphManager):
         cudagraph_mode: CUDAGraphMode,
         topk: int,
     ) -> None:
-        """Plan the sizes.
-
-        Args:
-            vllm_config: its capture sizes are taken for numbers of rows.
-            device: where the graphs are captured.
-            cudagraph_mode: the engine's mode.
-            topk: rows per request; 1 for a chain.
-        """
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
         # Where the number of drafts varies, vLLM also plans widths for the target's queries.
         planned = [desc for desc in engine().planned(self) if desc.uniform_token_count == topk]
@@ -135,9 +125,8 @@ class DraftGraphRunner(CudaGraphManager):
     def capture_passes(self, prepare: Callable[[int], Callable[[], None]], title: str) -> None:
         """Capture what `prepare(num_reqs)` returns at every size, the largest first.
 
-        Args:
-            prepare: called outside of the graph, before the warm-up and again before the capture.
-            title: title of the progress bar.
+        It is called outside of the graph, before the warm-up and again before the capture. The
+        progress bar shows `title`.
         """
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
@@ -173,7 +162,7 @@ class ExactDraftRunner(DraftGraphRunner):
     def dispatch(
         self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
-        """The graph of exactly so many rows, on which data-parallel ranks have agreed."""
+        # Data-parallel ranks have agreed on the number of rows.
         desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
         return desc if desc.num_tokens == num_tokens else _without_graph(desc, num_reqs, num_tokens)
 
@@ -192,7 +181,6 @@ class VerifyingDraftRunner(DraftGraphRunner):
     def dispatch(
         self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
-        """The graph that fits a batch, unless it was found to differ."""
         desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
         if self._equal.get(desc, True):
             return desc
@@ -222,7 +210,6 @@ class VerifyingDraftRunner(DraftGraphRunner):
             )
 
     def checks(self) -> dict[str, list[int]]:
-        """Sizes whose replay equalled the launches, and sizes whose replay did not."""
         return {
             outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
             for outcome, e in (("verified", True), ("differing", False))
@@ -246,5 +233,4 @@ class EagerDraftRunner(DraftGraphRunner):
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
-        """No graphs, whatever the engine does."""
         return CUDAGraphMode.NONE

@@ -39,10 +39,9 @@ def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
 
 
 def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None, flag: str) -> None:
-    """Plan graphs of mixed batches as the configuration says.
+    """Plan graphs of mixed batches as the configuration says, before the target's manager captures.
 
     Args:
-        manager: the target's manager, before it captures.
         asked: the configured value; None plans them where vLLM runs mixed batches piecewise and
             nothing forbids it.
         flag: the full flag that was given, for the error.
@@ -91,13 +90,8 @@ def _uncapturable_layer(config: VllmConfig) -> str:
 
 
 def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
-    """Plan FULL graphs of mixed batches: chosen where no uniform graph fits, before piecewise ones.
-
-    Args:
-        manager: the target's manager, before it captures.
-        sizes: rows of each graph, ascending.
-    """
-    planned, first = engine().planned(manager), 1
+    """Plan FULL graphs of so many rows, ascending: chosen after uniform, before piecewise ones."""
+    planned, serving, first = engine().planned(manager), engine().serving(manager), 1
     for size in sizes:
         for loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
@@ -108,13 +102,8 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
             )
             planned.append(desc)
             for tokens in range(first, size + 1):
-                _add_candidate(manager, tokens, desc)
+                candidates = serving.setdefault((tokens, loras), [])
+                full = sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates)
+                candidates.insert(full, desc)
         first = size + 1
     engine().plan(manager, planned)
-
-
-def _add_candidate(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
-    """Offer a graph to batches of `tokens` rows, after uniform and before piecewise graphs."""
-    serving = engine().serving(manager)
-    candidates = serving.setdefault((tokens, desc.num_active_loras), [])
-    candidates.insert(sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates), desc)

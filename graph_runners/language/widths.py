@@ -26,12 +26,10 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
 
     vLLM rounds every capture size up to a multiple of every width, which makes hundreds of graphs.
     It then offers a number of tokens the graphs of one size only, which leaves some widths without
-    a graph. Here each width has graphs for some numbers of requests, and a batch takes the
-    smallest one that fits.
+    a graph. Here each width has graphs for some numbers of requests, and a batch takes the smallest
+    one that fits.
 
-    Args:
-        manager: a manager that has not captured yet.
-        counts: numbers of requests by width; only widths that the manager planned are captured.
+    `counts` are numbers of requests by width; only widths that the manager planned are captured.
     """
     planned = engine().planned(manager)
     uniform = [desc for desc in planned if desc.uniform_token_count is not None]

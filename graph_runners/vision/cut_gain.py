@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from enum import Enum, auto
 
 from vllm_graft.base.log import logger
-from vllm_graft.graph_runners.vision.capture.rate import Rate
-from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass, Outputs
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.graphs.replay import Replay
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
+    EagerPass,
+    Outputs,
+    Replay,
+    VisionBatch,
+)
 from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.replay_plan import SizeClass, size_class
 
@@ -38,13 +41,14 @@ class CutGain:
     cut.
 
     Attributes:
-        pays: the size classes that were measured, and whether cutting pays for them.
-        fused_pays: whether a pass with fused blocks was measured to be faster than the eager pass.
+        pays: whether cutting pays, for the size classes that were measured.
+        fused_pays: whether a pass with fused blocks was measured to be faster than the eager
+            pass.
     """
 
     fused_pays = False
 
-    def __init__(self, store: GraphStore, stats: VitStats, rate: Rate, min_hits: int) -> None:
+    def __init__(self, store: GraphStore, stats: VitStats, rate: TimeShare, min_hits: int) -> None:
         self.pays: dict[SizeClass, bool] = {}
         self._store, self._stats, self._rate, self._min_hits = store, stats, rate, min_hits
         self._seen: Counter[SizeClass] = Counter()

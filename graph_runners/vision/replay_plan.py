@@ -1,8 +1,7 @@
 """How a batch is cut into replays: pure functions of layouts and numbers of patches.
 
-Items do not attend to each other, so a batch may be regrouped freely. Items of one layout form
-groups of a power of two, which keeps the number of exact graphs small: a few sizes per layout.
-Costs are in rows (patches) and not in seconds, so that all ranks choose alike.
+Items do not attend to each other, so a batch may be regrouped freely. Costs are in rows (patches)
+and not in seconds, so that all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Hashable, Iterable, Sequence
 
-from vllm_graft.graph_runners.vision.graphs.replay import (
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,
     LayoutKey,
     PaddedReplay,
@@ -24,9 +23,7 @@ MAX_GROUP = 16
 _REPLAY, _METADATA, _METADATA_ITEM = 256, 192, 48
 """Costs in rows: of a replay, of the metadata of a padded batch, and of each item in it.
 
-An H200 takes about 1 ms per 1000 rows. A replay with its copies and clones takes a quarter of that,
-and the metadata of a padded batch about as much again.
-"""
+A replay with its copies and clones takes as long as a pass over 256 rows."""
 
 SizeClass = tuple[int, int]
 """Batches of about as much work; see :func:`size_class`."""
@@ -35,13 +32,8 @@ SizeClass = tuple[int, int]
 def groups(items: Sequence[Item], max_rows: int) -> list[ExactReplay]:
     """The exact replays that would serve a batch, whether or not their graphs exist.
 
-    Args:
-        items: the batch.
-        max_rows: patches of the largest graph.
-
-    Returns:
-        groups of items of one layout. Each holds a power of two items, `MAX_GROUP` at most, and
-        `max_rows` patches at most unless a single item is larger.
+    Each group holds items of one layout: a power of two of them, which keeps the number of graphs
+    small, `MAX_GROUP` at most, and `max_rows` patches at most unless a single item is larger.
     """
     by_layout: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
@@ -169,15 +161,13 @@ def _deal(
 def size_class(items: Sequence[Item]) -> SizeClass:
     """A class of batches of about as much work, to remember measurements by.
 
-    Returns:
-        patches of the batch in steps of 1024, and the bit length of its largest item's patches.
+    It is the batch's patches in steps of 1024, and the bit length of its largest item's patches.
     """
     rows = sum(item.rows for item in items)
     return -(-rows // 1024), max(item.rows for item in items).bit_length()
 
 
 def _cost(plan: Sequence[Replay]) -> int:
-    """Estimated cost of a plan, in rows."""
     return sum(
         _REPLAY + replay.rows
         if isinstance(replay, ExactReplay)

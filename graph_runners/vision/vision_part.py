@@ -47,18 +47,15 @@ class VisionPart:
         self.built = BuiltClasses("encodes images")
 
     def install(self) -> None:
-        """Wait for vLLM's modules; again does nothing more."""
         after_import(_MANAGER_MODULE, self._hook_manager)
         after_import(_V2_MODULE, _hook_model_state)
         after_import(_V1_MODULE, _hook_v1_runner)
 
     def section(self, config: Any, vllm_config: Any) -> VitConfig | None:
-        """What stands under ``graft.vit``."""
         found: VitConfig | None = config.vit
         return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
-        """Graphs of a vision tower in the usual memory, for every preset."""
         says = f"vision graphs in {VitConfig().memory} MiB of the device's memory"
         return Offer(VitConfig(), says, ("core", NAME))
 
@@ -66,7 +63,6 @@ class VisionPart:
         """Nothing follows from it so early."""
 
     def refuses(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
-        """What rules graphs of an encoder out."""
         yield from sentences(REFUSALS, asked, vllm_config)
 
     def foresees(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
@@ -177,7 +173,6 @@ def _adapt(model: Any, vllm_config: Any) -> None:
 
 
 def _encodes(model_config: Any) -> tuple[str, bool]:
-    """The name of a model's class, and whether it speaks vLLM's encoder protocol."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
 
@@ -186,17 +181,7 @@ def _encodes(model_config: Any) -> tuple[str, bool]:
 
 
 def _adapter_for(model: str, vllm_config: Any, *, speaks: bool) -> Any:
-    """The adapter's class for the name of a class of models; None if it needs none.
-
-    Args:
-        model: name of the class.
-        vllm_config: the engine's configuration.
-        speaks: whether the class speaks vLLM's encoder protocol.
-
-    Raises:
-        ConfigError: if there is none, or the tower is data-parallel.
-        HookError: if it is not a ``VisionAdapter``.
-    """
+    """The adapter's class for a model that `speaks` the protocol or not; None if it needs none."""
     if speaks:
         return None
     from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter

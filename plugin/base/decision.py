@@ -1,9 +1,8 @@
 """What a preset has decided, beside the sections that it wrote.
 
 A preset stands in place of the mapping below ``graft``. The frontend replaces it by the sections of
-the parts that it turns on. All that runs later then reads the same as if the user had written these
-sections. The decisions are kept beside them. ``graft_info()`` shows them, and workers look at them
-because a part that nobody named must not stop a worker.
+the parts that it turns on, and keeps its decisions beside them: workers look at them because a part
+that nobody named must not stop a worker.
 """
 
 from __future__ import annotations

@@ -17,28 +17,19 @@ _LONGEST = 4096
 
 
 class Once:
-    """Logs each message the first time that this process asks for it.
-
-    Args:
-        level: that of the lines.
-    """
+    """Logs each message, at one level, the first time that this process asks for it."""
 
     def __init__(self, level: int) -> None:
         self._level = level
         self._said: dict[tuple[str, int], set[str]] = {}
 
-    def __call__(self, message: str, *, most: int = MOST) -> None:
-        """Log a message.
-
-        Args:
-            message: what to say. The rest of one that is too long is left out.
-            most: different messages that the calling line logs; further ones are not logged.
-        """
+    def __call__(self, message: str) -> None:
+        """Log a message, shortened if it is too long."""
         caller = sys._getframe(1)
         said = self._said.setdefault((caller.f_code.co_filename, caller.f_lineno), set())
         if len(message) > _LONGEST:
             message = message[:_LONGEST] + "..."
-        if message not in said and len(said) < most:
+        if message not in said and len(said) < MOST:
             said.add(message)
             logger.log(self._level, message, stacklevel=2)
 

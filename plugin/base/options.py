@@ -62,11 +62,7 @@ def flag(*path: str | int) -> str:
 
 
 class GraftSection(Section):
-    """Base of the sections below ``graft``.
-
-    Attributes:
-        NAME: the section's key.
-    """
+    """Base of the sections below ``graft``; `NAME` is the section's key."""
 
     NAME: ClassVar[str]
 
@@ -85,14 +81,9 @@ class GraftSection(Section):
 
 
 def with_section(vllm_config: Any, name: str, **values: object) -> None:
-    """Set keys of one part's section in ``vllm_config.additional_config``.
+    """Set keys of a section that ``vllm_config.additional_config`` has.
 
     The user's own mapping is not changed, because another engine may be made of it.
-
-    Args:
-        vllm_config: a configuration that has the section.
-        name: of the section.
-        values: the keys to set.
     """
     additional = vllm_config.additional_config
     sections = additional[KEY]
@@ -101,12 +92,7 @@ def with_section(vllm_config: Any, name: str, **values: object) -> None:
 
 
 def without_section(vllm_config: Any, name: str) -> None:
-    """Take one part's section out of ``vllm_config.additional_config``, as `with_section` does.
-
-    Args:
-        vllm_config: a configuration that has the section.
-        name: of the section.
-    """
+    """Take a section out of ``vllm_config.additional_config``, as `with_section` does."""
     additional = vllm_config.additional_config
     sections = {key: each for key, each in additional[KEY].items() if key != name}
     vllm_config.additional_config = {**additional, KEY: sections}
@@ -127,7 +113,6 @@ def parse(
     Numbers may be strings of digits, as the dotted command line gives them.
 
     Args:
-        model: class of the section.
         values: the values that were given, a mapping if they are right.
         at: full flag of ``values``.
         hints: what to say of a key that is unknown here, instead of the nearest known one.
@@ -149,12 +134,8 @@ def require_plain(value: object, path: str) -> None:
     vLLM hashes its configuration as JSON and hands it to other processes: whatever else stands in
     it would fail there, or come out as something else. A path (`pathlib`) is taken for its text.
 
-    Args:
-        value: what stands under ``path``.
-        path: full flag of ``value``, for the error.
-
     Raises:
-        ConfigError: with a line for each value that is refused.
+        ConfigError: with a line for each value that is refused, below the full flag ``path``.
     """
     if problems := list(islice(_strange(value, path, 0), MAX_LINES + 1)):
         raise ConfigError(several(problems))
@@ -178,7 +159,6 @@ def section_type(annotation: Any) -> type[Section] | None:
 
 
 def _explain(model: type[Section], details: ErrorDetails, at: str, hints: Mapping[str, str]) -> str:
-    """One sentence for one of pydantic's errors."""
     inner, value = details["loc"], details["input"]
     name = below(at, *inner)
     if details["type"] == "extra_forbidden":

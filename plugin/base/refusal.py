@@ -47,7 +47,6 @@ class Refusal:
     find: Find
 
     def told(self) -> dict[str, str]:
-        """The words of it, for programs."""
         return {"what": self.what, "why": self.why, "instead": self.instead}
 
     def sentences(self, asked: Any, vllm_config: Any) -> Iterator[str]:
@@ -107,6 +106,5 @@ def as_table(refusals: Iterable[Refusal]) -> str:
     return markdown.table(("what", "why", "instead"), rows)
 
 
-def _plain(words: str) -> str:
-    """Words without the marks of code that Markdown has."""
+def _plain(words: str) -> str:  # Without the marks of code that Markdown has.
     return words.replace("`", "")

@@ -42,10 +42,7 @@ COMMON = (
 class Series:
     """One metric: its children by engine, and by the value of its label.
 
-    Args:
-        row: the metric.
-        name: its name, without ``_total``.
-        logger: vLLM's ``PrometheusStatLogger``.
+    ``name`` is without ``_total``; ``logger`` is vLLM's ``PrometheusStatLogger``.
     """
 
     def __init__(self, row: Metric, name: str, logger: Any) -> None:
@@ -83,7 +80,6 @@ class Series:
             self._count(self._child(engine, ()), found)
 
     def set(self, engine: int, values: tuple[str, ...], number: Number) -> None:
-        """Set a gauge with several labels."""
         self._child(engine, values).set(number)
 
     def _count(self, child: Any, number: Number) -> None:
@@ -101,12 +97,7 @@ class Series:
 
 
 class Board:
-    """The series of all parts that are on in the engines of one frontend.
-
-    Args:
-        rows: each part's metrics, by its name.
-        logger: vLLM's ``PrometheusStatLogger``, which has been built.
-    """
+    """The series of all parts, by their names, that are on in the engines of one frontend."""
 
     def __init__(self, rows: Mapping[str, Iterable[Metric]], logger: Any) -> None:
         self._series = {
@@ -118,12 +109,7 @@ class Board:
         self._states: dict[int, list[tuple[str, ...]]] = {}
 
     def record(self, stats: Any, engine: int) -> None:
-        """Take our message out of vLLM's statistics, and count it; it never raises.
-
-        Args:
-            stats: vLLM's ``SchedulerStats``; None if a step had none.
-            engine: the engine's index.
-        """
+        """Take our message out of vLLM's ``SchedulerStats``, if any, and count it; never raises."""
         message = None
         try:
             message = taken_out(stats)

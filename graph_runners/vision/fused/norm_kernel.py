@@ -22,6 +22,9 @@ THREADS = 128
 MOST_COLUMNS = 12 * THREADS
 """The widest row that the LayerNorm kernel takes."""
 
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
+"""Compiler options: only the multiply-adds written as `fma` are contracted."""
+
 FEWEST_ROWS = 16
 """The fewest rows that the RMSNorm kernel takes: with fewer, torch splits a row among warps."""
 
@@ -211,17 +214,15 @@ def add_layer_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``layer_norm(x + residual)``, and the sum rounded to its dtype.
+    """``layer_norm(x + residual)`` and the sum rounded to its dtype, contiguous, ``[..., width]``.
 
     Args:
         x: ``[..., width]``, contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`.
-        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the sum.
+        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the
+            sum.
         weight: ``[width]``, of x's dtype.
         bias: likewise.
         eps: added to the variance.
-
-    Returns:
-        the normalised rows and the sum, contiguous, ``[..., width]``.
     """
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
@@ -248,17 +249,16 @@ def add_rms_norm(
     eps: float,
     rounded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rms_norm(x + residual)``, and the sum.
+    """``rms_norm(x + residual)`` and the sum, contiguous, ``[..., width]``.
 
     Args:
-        x: ``[..., width]``, contiguous, at least `FEWEST_ROWS` rows; width is a multiple of 128.
-        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the sum.
+        x: ``[..., width]``, contiguous, at least `FEWEST_ROWS` rows; width is a multiple of
+            128.
+        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the
+            sum.
         weight: ``[width]``, of x's dtype.
         eps: added to the mean of squares.
         rounded: whether the sum is rounded to its dtype before it is normalised.
-
-    Returns:
-        the normalised rows and the sum, contiguous, ``[..., width]``.
     """
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
@@ -276,7 +276,3 @@ def add_rms_norm(
         **NO_FUSION,
     )
     return out, total
-
-
-NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
-"""Compiler options: only the multiply-adds written as `fma` are contracted."""

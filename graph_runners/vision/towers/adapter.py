@@ -25,14 +25,9 @@ _ATTRIBUTE = "_graft_vision_adapter"
 
 
 class VisionAdapter(Tower):
-    """Base of the adapters.
-
-    Attributes:
-        model: the loaded model.
-    """
+    """Base of the adapters of a loaded model; it is built before memory is profiled."""
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Read what is needed from the model; this runs before memory is profiled."""
         self.model = model
         self.vllm_config = vllm_config
 
@@ -46,7 +41,6 @@ class VisionAdapter(Tower):
         """Keyword arguments of ``embed_multimodal`` with these items only."""
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The embeddings from the model's own ``embed_multimodal``."""
         return list(self.model.embed_multimodal(**self.select(inputs, indices)))
 
 
@@ -69,14 +63,7 @@ class FixedSizeAdapter(VisionAdapter):
 
     @abstractmethod
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Run tower and projector.
-
-        Args:
-            pixels: ``[images, channels, height, width]``.
-
-        Returns:
-            ``[images, tokens, hidden]``.
-        """
+        """Run tower and projector: ``[images, tokens, hidden]``."""
 
     def startup(self) -> list[Inputs]:
         """Inputs of 1, 2, 4 and 8 images, if their size is known."""
@@ -99,7 +86,6 @@ class FixedSizeAdapter(VisionAdapter):
         return None
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per image; all have the same layout."""
         pixels = inputs[self.pixels]
         height, width = pixels.shape[-2:]
         rows = (height // self.patch_size) * (width // self.patch_size)
@@ -107,23 +93,19 @@ class FixedSizeAdapter(VisionAdapter):
         return [Item(layout, rows)] * pixels.shape[0]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The images as views of the inputs; neighbours are one slice."""
         return {
             self.pixels: row_slices(inputs[self.pixels], [1] * len(inputs[self.pixels]), indices)
         }
 
     def forward(self, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Encode the whole batch."""
         return self.encode(buffers[self.pixels])
 
     def split(
         self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """One embedding matrix per image."""
         return list(output.unbind(0))
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """The images at `indices`."""
         return {self.pixels: inputs[self.pixels][list(indices)]}
 
 
@@ -132,10 +114,7 @@ def row_slices(
 ) -> list[torch.Tensor]:
     """The rows of some items as views of a tensor; neighbours are one view.
 
-    Args:
-        tensor: ``[sum(lengths), ...]``, the rows of all items one after the other.
-        lengths: rows of each item.
-        indices: the items to return.
+    The tensor is ``[sum(lengths), ...]``, the rows of all items one after the other.
     """
     starts = [0]
     for length in lengths:
@@ -151,14 +130,10 @@ def row_slices(
 
 
 def attach(model: Any, adapter: VisionAdapter) -> None:
-    """Make this instance of a model pass for one that speaks vLLM's protocol.
+    """Make this instance of a model pass for one that speaks vLLM's protocol: it gets methods.
 
     vLLM then builds an ``EncoderCudaGraphManager`` for it, which is our runner. The runner uses the
     adapter, so the model answers only the protocol's methods that the manager's constructor calls.
-
-    Args:
-        model: the loaded model; methods are added to it.
-        adapter: the adapter of the model.
 
     Raises:
         GraftError: if the model speaks the protocol itself.

@@ -28,13 +28,8 @@ def tower_of(
 ) -> Tower:
     """The tower of a model: its adapter, or the tower that fits its protocol methods.
 
-    Args:
-        model: the loaded model.
-        config: the model's description of itself, by the protocol.
-        device: the device of the model.
-        dtype: the dtype of the model.
-        max_items: vLLM's limit of items per batch.
-        max_frames: vLLM's limit of frames per batch.
+    `config` is the model's description of itself, by the protocol. A batch has at most `max_items`
+    items and `max_frames` frames in vLLM.
     """
     if (adapter := adapter_of(model)) is not None:
         return adapter
@@ -48,10 +43,7 @@ def tower_of(
 def obstacles(model: Any, tower: Tower, reads_device: bool) -> str | None:
     """Why no batch of this model may be captured, in a word; None if it may.
 
-    Args:
-        model: the loaded model.
-        tower: the model's tower.
-        reads_device: whether captured regions may read device values on the host.
+    With `reads_device`, captured regions may read device values on the host.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, MMEncoderAttention)]
     # Dynamic FP8 attention updates its scales and a Python counter in each pass.

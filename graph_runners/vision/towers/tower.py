@@ -19,7 +19,7 @@ from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
+    from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 
 Inputs = Mapping[str, Any]
 """Keyword arguments of the model's ``embed_multimodal``."""
@@ -36,8 +36,8 @@ class Item:
     """One image or video.
 
     Attributes:
-        layout: all that the embeddings depend on besides the data: modality, grid, and the shape
-            and dtype of the data. The same graph serves all items of one layout.
+        layout: all that the embeddings depend on besides the data: modality, grid, and the
+            shape and dtype of the data. The same graph serves all items of one layout.
         rows: patches, which measure the work.
     """
 
@@ -57,7 +57,7 @@ class Tower(ABC):
     """The reason, if there are none."""
 
     def fuse(
-        self, side_stream: Callable[[], SideStream | None], agree: Callable[[bool], bool]
+        self, side_stream: Callable[[], CaptureStream | None], agree: Callable[[bool], bool]
     ) -> None:
         """Fuse the operators that keep their bits.
 
@@ -70,11 +70,7 @@ class Tower(ABC):
         self.unfuse(UNKNOWN_BLOCKS)
 
     def unfuse(self, why: str) -> None:
-        """Fuse nothing in the graphs that are captured from now on.
-
-        Args:
-            why: becomes `why_not_fused`.
-        """
+        """Fuse nothing in the graphs that are captured from now on; `why` is kept."""
         self.fused, self.why_not_fused = "", why
 
     def decline(self, inputs: Inputs) -> str | None:
@@ -109,31 +105,25 @@ class Tower(ABC):
 
     @abstractmethod
     def forward(self, buffers: Buffers) -> Any:
-        """The region to capture.
+        """The region to capture: it takes data and constants by name, and returns a pytree of
+        tensors.
 
         It must neither wait for the device nor read a device value on the host.
-
-        Args:
-            buffers: data and constants, by name.
-
-        Returns:
-            any pytree of tensors.
         """
 
     @abstractmethod
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """The embeddings of each item, which must equal those of ``embed_multimodal``.
+        """The embeddings ``[tokens, hidden]`` of each item of `indices`; views are allowed.
+
+        They must equal those of ``embed_multimodal``.
 
         Args:
             output: what `forward` returned.
             inputs: the inputs of the whole batch.
             indices: places of the items that were encoded, in the order of the rows.
             items: all items of the batch.
-
-        Returns:
-            ``[tokens, hidden]`` per item of `indices`; views are allowed.
         """
 
     @abstractmethod
@@ -160,10 +150,7 @@ class Tower(ABC):
         """Items of exactly `rows` patches that fill a batch up; None if there are none.
 
         Their segments are short. A tower with buckets also gives `unit`, `sample` and `bounds`.
-
-        Args:
-            like: an item of the batch, for its modality and dtype.
-            rows: patches to fill.
+        `like` is an item of the batch, for its modality and dtype.
         """
         return None
 

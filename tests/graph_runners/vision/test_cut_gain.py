@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.vision import towers
 from vllm_graft.graph_runners.vision import replay_plan as plan
-from vllm_graft.graph_runners.vision.graphs.replay import PaddedReplay, Replay
+from vllm_graft.graph_runners.vision.graphs.vision_batch import PaddedReplay, Replay
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.tower import Item
 

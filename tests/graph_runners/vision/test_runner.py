@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.vision import towers
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import ConfigError, GraftError
-from vllm_graft.graph_runners.vision.capture.allocator import scratch_bytes, segment_bytes
-from vllm_graft.graph_runners.vision.capture.rate import Never
+from vllm_graft.graph_runners.vision.capture.device_memory import scratch_bytes, segment_bytes
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, adapter_of, attach
 
@@ -160,7 +159,7 @@ def test_ranks_that_have_to_agree_capture_at_the_start_only(
     assert asked == [True] * 5
     assert sorted(runner.store.buckets) == [64, 128]
     assert runner.stats.dropped == {"other_rank": 1}
-    assert isinstance(runner.router.rate, Never)
+    assert runner.router.rate.share == 0
     assert not runner.store.rules.timing
     for _ in range(5):
         assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is not None

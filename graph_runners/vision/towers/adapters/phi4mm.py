@@ -30,14 +30,12 @@ class Phi4MMAdapter(VisionAdapter):
 
     An item is an image ``[crops, channels, height, width]`` with a mask of patches ``[crops, rows,
     columns]``. Its layout is the number of crops and their size.
+
+    Raises:
+        SeamError: if the model does something else after the tower than we know.
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Check that the model still does after the tower what we know of it.
-
-        Raises:
-            SeamError: if it does not.
-        """
         require_seams("phi4mm")
         super().__init__(model, vllm_config)
 
@@ -55,14 +53,12 @@ class Phi4MMAdapter(VisionAdapter):
         return None if fits and len(pixels) else "not_images"
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per image; its layout is the number, size and dtype of the crops."""
         return [
             Item((PIXELS, tuple(image.shape), str(image.dtype), str(mask.dtype)), mask.numel())
             for image, mask in zip(inputs[PIXELS], inputs[MASK])
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The crops of all images, one after the other, and their masks."""
         return {name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK)}
 
     def forward(self, buffers: Buffers) -> torch.Tensor:
@@ -90,7 +86,6 @@ class Phi4MMAdapter(VisionAdapter):
         return found
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """The images at `indices`, with their masks, sizes and token counts."""
         return {
             name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK, TOKENS)
         } | {SIZES: inputs[SIZES][list(indices)]}

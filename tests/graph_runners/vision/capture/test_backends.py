@@ -9,8 +9,7 @@ import torch
 
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import GraftError
-from vllm_graft.graph_runners.vision.capture.backends import make_backend
-from vllm_graft.graph_runners.vision.capture.cuda_backend import no_gc
+from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend, no_gc
 from vllm_graft.graph_runners.vision.capture.tensor_cache import num_bytes
 
 CPU = torch.device("cpu")

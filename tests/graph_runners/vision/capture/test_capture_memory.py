@@ -6,11 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_graft.graph_runners.vision.capture.allocator import MIB, scratch_bytes, segment_bytes
-from vllm_graft.graph_runners.vision.capture.arena import Arena
-from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
-from vllm_graft.graph_runners.vision.capture.slab import ALIGNMENT, Slab
-from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
+from vllm_graft.graph_runners.vision.capture.device_memory import (
+    MIB,
+    Arena,
+    ByteBudget,
+    scratch_bytes,
+    segment_bytes,
+)
+from vllm_graft.graph_runners.vision.capture.tensor_cache import ALIGNMENT, Slab, TensorCache
 
 CPU = torch.device("cpu")
 
@@ -21,7 +24,7 @@ def test_budget() -> None:
     budget.add("a", 10)
     budget.set("b", 50)
     assert (budget.used, budget.free) == (90, 10)
-    assert (budget.of("a"), budget.of("nobody")) == (40, 0)
+    assert (budget.owners["a"], budget.owners["nobody"]) == (40, 0)
     assert budget.owners == {"a": 40, "b": 50}
     budget.drop("a")
     assert budget.free == 50

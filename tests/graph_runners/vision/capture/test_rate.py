@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_graft.config import VitConfig
-from vllm_graft.graph_runners.vision.capture.rate import Never, TimeShare
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 
 
 @pytest.mark.parametrize("cost", [0.02, 0.05, 0.3])
@@ -50,7 +50,6 @@ def test_credit_of_an_idle_time_is_bounded() -> None:
 
 def test_no_share_is_never_and_all_of_it_always() -> None:
     assert not TimeShare(0.0).ready(1e9)
-    assert not Never().ready(1e9)
     everything = TimeShare(1.0)
     everything.start(0.0)
     everything.spent(10.0)

@@ -16,17 +16,16 @@ from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.vision import fused_passes as passes
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.fused import bit_check as check
 from vllm_graft.graph_runners.vision.fused import blocks, side_mergers
 from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_blocks
-from vllm_graft.graph_runners.vision.fused.fusion import fused_blocks
-from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
-from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
+from vllm_graft.graph_runners.vision.fused.pointwise_kernels import rotate_qk, silu_mul
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
 from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.towers import grid_tower
+from vllm_graft.graph_runners.vision.towers.grid_tower import fused_blocks
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.seams import compare as seams
 from vllm_graft.seams.ledger.entry import Seam
@@ -213,7 +212,7 @@ def test_few_rows_go_to_the_norm_itself(rank: None, monkeypatch: pytest.MonkeyPa
     assert isinstance(check.agreed_blocks(model, close), FusedBlocks)
 
 
-class Late(SideStream):
+class Late(CaptureStream):
     """A second stream at its slowest: it reads inputs and writes results only at the join."""
 
     def __init__(self) -> None:

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.cuda_backend import CudaBackend, borrowed
+from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend, borrowed
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
-from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_batch import ExactReplay, VisionBatch
 from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Item, Tower
@@ -90,7 +89,7 @@ def make_store(tower: Tower, limit: int) -> GraphStore:
     torch.cuda.empty_cache()
     made = GraphStore(
         tower,
-        CudaBackend(torch.device("cuda")),
+        GraphBackend(torch.device("cuda")),
         limit,
         Admission(1),
         VitStats(),
@@ -182,7 +181,7 @@ def fill(store: GraphStore) -> dict[int, str | None]:
 def test_memory_stays_within_the_budget(limit: int) -> None:
     tower = Segmented(torch.float32)
     tower.eager(batch([1024], seed=1), [0])  # The eager pass takes a workspace of its own.
-    taken_before = CudaBackend(torch.device("cuda")).overhead
+    taken_before = GraphBackend(torch.device("cuda")).overhead
     before = settled() - taken_before
     store = make_store(tower, limit)
     why = fill(store)
@@ -210,7 +209,7 @@ def test_outputs_of_many_graphs_take_one_place(store: GraphStore) -> None:
         whole = ExactReplay((0, 1), 1024, key=(tuple(lengths), 1))
         why = store.capture_exact(whole, given)
         assert why is None, f"{why}: {state(store)}"
-        sizes.append(store.budget.of("pool"))
+        sizes.append(store.budget.owners["pool"])
         answers.append((whole, given))
     assert len(store.exact) == len(layouts) >= 16
     assert sizes[-1] - sizes[0] <= 4 << 20, f"pool {sizes}; {state(store)}"
@@ -240,7 +239,7 @@ def test_interleaved_sizes_share_poisoned_buffers(store: GraphStore) -> None:
 
 def test_metadata_lies_in_pinned_memory_and_costs_the_device_nothing(store: GraphStore) -> None:
     assert store.capture_bucket(512, 0, False) is None
-    static = store.budget.of("static")
+    static = store.budget.owners["static"]
     kinds = [[first, 401 - first] for first in range(16, 400, 16)]
     for turn in range(3):
         for lengths in kinds:
@@ -254,7 +253,7 @@ def test_metadata_lies_in_pinned_memory_and_costs_the_device_nothing(store: Grap
     block = store.metadata._block
     assert block is not None
     assert block.is_pinned()
-    assert store.budget.of("static") == static, state(store)
+    assert store.budget.owners["static"] == static, state(store)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -282,7 +281,7 @@ def test_all_stores_of_a_process_share_a_workspace(store: GraphStore) -> None:
     grown = other.backend.reserved() - reserved
     told = f"{grown / 2**20:.1f} MiB; overhead {other.backend.overhead / 2**20:.1f}"
     assert grown <= 4 << 20, told
-    assert other.budget.of("overhead") == store.budget.of("overhead"), told
+    assert other.budget.owners["overhead"] == store.budget.owners["overhead"], told
     other.clear()
 
 
@@ -302,7 +301,7 @@ def test_evicted_graphs_make_room_in_the_pool(store: GraphStore) -> None:
     for turn in range(12):
         store.drop_exact(next(iter(store.exact)))
         run(store, batch([512], seed=turn))
-        sizes.append((store.budget.of("pool"), store.budget.of("static"), settled()))
+        sizes.append((store.budget.owners["pool"], store.budget.owners["static"], settled()))
     # In the first turn, buffers and outputs are allocated in another order: it may cost a segment.
     assert len(set(sizes[1:])) == 1, f"pool, static, reserved: {sizes}; {state(store)}"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.vision import towers
-from vllm_graft.graph_runners.vision.capture.rate import Never
-from vllm_graft.graph_runners.vision.capture.slab import aligned
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
+from vllm_graft.graph_runners.vision.capture.tensor_cache import aligned
 from vllm_graft.graph_runners.vision.graphs import graph_store
 from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
@@ -156,7 +156,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
     kind: str, model: Any, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
 ) -> None:
     """Metadata are kept within room for six layouts, for the largest alone, or for none."""
-    runner.router.rate = Never()  # Only padded graphs serve.
+    runner.router.rate = TimeShare(0)  # Only padded graphs serve.
     with torch.inference_mode():
         most = max(
             sum(aligned(value.nbytes) for value in (graph.metadata(items) or {}).values())
@@ -185,7 +185,7 @@ def test_what_is_kept_is_not_written_to(
     kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
 ) -> None:
     """Negative control: if somebody writes to the block of metadata, answers are wrong."""
-    runner.router.rate = Never()
+    runner.router.rate = TimeShare(0)
     inputs = towers.batch(kind, SHAPES[4], seed=1)
     assert runner.execute(inputs) is not None
     assert runner.store.metadata._block is not None

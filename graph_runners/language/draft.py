@@ -100,6 +100,25 @@ class DraftGraphRunner(CudaGraphManager):
         for descs in engine().serving(self).values():
             descs[:] = [desc for desc in descs if desc in kept]
 
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """The graph that a batch takes, on which data-parallel ranks have agreed, or none."""
+        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if self.may_replay(desc, num_tokens):
+            return desc
+        return dataclasses.replace(
+            desc,
+            cg_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            uniform_token_count=None,
+        )
+
+    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+        """Whether a graph may serve a batch of so many rows that fits it."""
+        return True
+
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
         """Return the mode of the levels under the engine's `mode`.
@@ -159,12 +178,8 @@ class DraftGraphRunner(CudaGraphManager):
 class ExactDraftRunner(DraftGraphRunner):
     """Pads no batch: a batch without a graph of exactly its size is launched."""
 
-    def dispatch(
-        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
-    ) -> BatchExecutionDescriptor:
-        # Data-parallel ranks have agreed on the number of rows.
-        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
-        return desc if desc.num_tokens == num_tokens else _without_graph(desc, num_reqs, num_tokens)
+    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+        return desc.num_tokens == num_tokens
 
 
 class VerifyingDraftRunner(DraftGraphRunner):
@@ -178,13 +193,8 @@ class VerifyingDraftRunner(DraftGraphRunner):
         super().__init__(*args, **kwargs)
         self._equal: dict[BatchExecutionDescriptor, bool] = {}
 
-    def dispatch(
-        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
-    ) -> BatchExecutionDescriptor:
-        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
-        if self._equal.get(desc, True):
-            return desc
-        return _without_graph(desc, num_reqs, num_tokens)
+    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+        return self._equal.get(desc, True)
 
     def replay(
         self,
@@ -214,18 +224,6 @@ class VerifyingDraftRunner(DraftGraphRunner):
             outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
             for outcome, e in (("verified", True), ("differing", False))
         }
-
-
-def _without_graph(
-    desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int
-) -> BatchExecutionDescriptor:
-    return dataclasses.replace(
-        desc,
-        cg_mode=CUDAGraphMode.NONE,
-        num_tokens=num_tokens,
-        num_reqs=num_reqs,
-        uniform_token_count=None,
-    )
 
 
 class EagerDraftRunner(DraftGraphRunner):

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
@@ -94,8 +93,7 @@ class CutGain:
         wrong = disagreement(found, eager.outputs)
         if wrong and self._store.rules.verify:
             cause = f"a batch of {len(batch.items)} items that was cut: {wrong}"
-            self._stats.fail(cause)
-            logger.warning("vision graphs: %s; such batches are not cut", cause)
+            self._stats.fail(cause, "vision graphs: %s; such batches are not cut")
             return False
         del found
         # The first run may have allocated segments for its outputs; the second one finds them.

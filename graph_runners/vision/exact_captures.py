@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
@@ -29,9 +28,11 @@ class ExactCaptures:
         self._store, self._admission, self._rate, self._stats = store, admission, rate, stats
 
     def capture_due(
-        self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
+        self, group: ExactReplay | None, batch: VisionBatch, eager: EagerPass | None = None
     ) -> None:
-        """Capture a group while the engine serves: the time counts against the rate."""
+        """Capture a group, if any, while the engine serves: the time counts against the rate."""
+        if group is None:
+            return
         start = time.perf_counter()
         self.capture(group, batch, eager)
         seconds = time.perf_counter() - start
@@ -50,8 +51,7 @@ class ExactCaptures:
         except Exception as error:
             why = "error"
             cause = f"{group.key}: {type(error).__name__}: {error}"
-            self._stats.fail(cause)
-            logger.warning("vision graph was not captured: %s", cause)
+            self._stats.fail(cause, "vision graph was not captured: %s")
         if why is None:
             self._stats.captures["exact"] += 1
             return

@@ -80,11 +80,7 @@ def choose(
 
 
 def _padded(
-    items: Sequence[Item],
-    indices: Iterable[int],
-    buckets: Sequence[int],
-    max_items: int,
-    cut: bool,
+    items: Sequence[Item], indices: Iterable[int], buckets: Sequence[int], max_items: int, cut: bool
 ) -> list[Replay] | None:
     chosen = tuple(indices)
     if (one := _bucket(items, chosen, buckets, max_items)) or not (cut and buckets):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -41,9 +42,6 @@ from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower
 from vllm_graft.graph_runners.vision.towers.tower import Inputs
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.seams.ranks import all_ranks_agree
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class ViTCudaGraphRunner(EncoderCudaGraphManager):
@@ -89,8 +87,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             lockstep=sharded,
             roomy=options.max_patches is None and options.buckets is None,
         )
-        limit = options.memory << 20
-        backend = make_backend(device)
+        backend, limit = make_backend(device), options.memory << 20
         return GraphStore(self.tower, backend, limit, self.admission, self.stats, rules)
 
     def _plan_startup(self, vllm_config: VllmConfig, sharded: bool) -> StartupCaptures:
@@ -172,8 +169,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     # Serving
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """The embeddings of a batch, a tensor ``[tokens, hidden]`` per item; None leaves it to
-        vLLM.
+        """The embeddings ``[tokens, hidden]`` of each item; None leaves the batch to the engine.
 
         `mm_kwargs` are the keyword arguments of ``embed_multimodal``, with items of one modality.
         """
@@ -226,11 +222,17 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             case Answer.REPLAY:
                 return self._replay(route, batch)
             case Answer.CAPTURE:
-                return self._eager_and_capture(route, batch)
+                self._count_miss("eager", batch)
+                eager = self.store.measure(batch, batch.indices)
+                self.captures.capture_due(route.due, batch, eager)
+                return eager.outputs
             case Answer.MEASURE_CUT:
-                return self._eager_and_measure_cut(route, batch)
+                self._count_miss("eager", batch)
+                return self.cuts.measure(route.replays, batch)
             case Answer.FUSED:
-                return self._fused_pass(batch)
+                outputs = self.tower.eager_fused(batch.inputs, batch.indices)
+                self._count_miss("fused", batch)
+                return outputs
             case Answer.DECLINE:
                 return self._decline(route, batch, route.reason)
 
@@ -243,30 +245,12 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self._count_replay(replay)
         if route.cut:
             self.stats.cuts += 1
-        if route.due is not None:
-            self.captures.capture_due(route.due, batch)
-        return outputs
-
-    def _eager_and_capture(self, route: Route, batch: VisionBatch) -> Outputs:
-        self._count_eager(batch)
-        eager = self.store.measure(batch, batch.indices)
-        if route.due is not None:
-            self.captures.capture_due(route.due, batch, eager)
-        return eager.outputs
-
-    def _eager_and_measure_cut(self, route: Route, batch: VisionBatch) -> Outputs:
-        self._count_eager(batch)
-        return self.cuts.measure(route.replays, batch)
-
-    def _fused_pass(self, batch: VisionBatch) -> Outputs | None:
-        outputs = self.tower.eager_fused(batch.inputs, batch.indices)
-        self.stats.items["fused"] += len(batch.items)
-        self.graph_misses += len(batch.items)
+        self.captures.capture_due(route.due, batch)
         return outputs
 
     def _decline(self, route: Route, batch: VisionBatch, reason: Reason) -> Outputs | None:
         self.stats.declines[reason] += 1
-        self._count_eager(batch)
+        self._count_miss("eager", batch)
         if route.due is None:
             return None
         # A capture comes after its batch is answered, so the answer cannot be left to the engine.
@@ -314,8 +298,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self.stats.rows += replay.rows
             self.stats.padded_rows += replay.bucket
 
-    def _count_eager(self, batch: VisionBatch) -> None:
-        self.stats.items["eager"] += len(batch.items)
+    def _count_miss(self, tier: str, batch: VisionBatch) -> None:
+        self.stats.items[tier] += len(batch.items)
         self.graph_misses += len(batch.items)
 
     def report(self) -> dict[str, Any]:

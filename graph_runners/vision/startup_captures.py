@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import VllmConfig
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger, warning_once
@@ -21,9 +23,6 @@ from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
 from vllm_graft.graph_runners.vision.towers.protocol import obstacles
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class StartupCaptures:
@@ -139,8 +138,7 @@ def _capture_bucket(store: GraphStore, rows: int, segments: int, gain: bool) -> 
         return store.capture_bucket(rows, segments, gain)
     except Exception as error:
         cause = f"bucket of {rows}: {type(error).__name__}: {error}"
-        store.stats.fail(cause)
-        logger.warning("vision graph was not captured: %s", cause)
+        store.stats.fail(cause, "vision graph was not captured: %s")
         return "error"
 
 
@@ -235,8 +233,7 @@ def fused_passes_pay(store: GraphStore, max_rows: int) -> bool:
         return all(_fused_pass_pays(store, rows) for rows in sorted({more, max(more, many)}))
     except Exception as error:
         cause = f"passes with fused blocks: {type(error).__name__}: {error}"
-        store.stats.fail(cause)
-        logger.warning("vision encoder: %s; the engine's own are taken", cause)
+        store.stats.fail(cause, "vision encoder: %s; the engine's own are taken")
         return False
 
 

@@ -83,9 +83,7 @@ class VisionPart:
     def describe(self, asked: VitConfig, vllm_config: Any) -> str:
         """Turn vLLM's encoder graphs on, and say which runner will capture them."""
         vllm_config.compilation_config.cudagraph_mm_encoder = True
-        offer = manager.manager().choose(
-            "graft_vit_graph_runners", asked.runner, flag(NAME, "runner")
-        )
+        offer = _offer(asked)
         chosen = f"runner {offer.entry.name} ({offer.provider})"
         return f"vision graphs in {asked.memory} MiB; {chosen}"
 
@@ -125,10 +123,7 @@ class VisionPart:
         if vit is None:
             return stock
         require_seams("core", NAME)
-        offer = manager.manager().choose(
-            "graft_vit_graph_runners", vit.runner, flag(NAME, "runner")
-        )
-        chosen: type[Any] = offer.entry.resolve()
+        chosen: type[Any] = _offer(vit).entry.resolve()
         if not (isinstance(chosen, type) and issubclass(chosen, stock)):
             raise HookError(
                 f"{flag(NAME, 'runner')}={vit.runner}: {chosen!r} must be a subclass of vLLM's "
@@ -139,6 +134,10 @@ class VisionPart:
     def _hook_manager(self, module: ModuleType) -> None:
         stock = getattr(module, "EncoderCudaGraphManager", None)
         build_instead(stock, self.runner_class, self.built.add)
+
+
+def _offer(vit: VitConfig) -> manager.Offer:
+    return manager.manager().choose("graft_vit_graph_runners", vit.runner, flag(NAME, "runner"))
 
 
 def adapt(model: Any, vllm_config: Any) -> None:

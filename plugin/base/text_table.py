@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def table(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    styles: Mapping[str, str] | None = None,
+    heads: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str] | None = None
 ) -> str:
     """Draw a table, whose last column may be long; each line ends with a newline.
 

@@ -232,7 +232,7 @@ def graft_storage_backends() -> list[entries.StorageBackend]:
             "segments",
             "vllm_graft.hicache.storage.segments.store:SegmentsBackend",
             "append-only segments of checked records, bounded, recovered after a crash",
-        ),
+        )
     ]
 
 

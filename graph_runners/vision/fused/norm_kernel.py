@@ -136,40 +136,13 @@ def _layer_norm_kernel(
     scale = tl.rsqrt(tl.math.div_rn(square, 1.0 * WIDTH) + eps)
     start = row * WIDTH
     _layer_norm_store(
-        block0,
-        mean,
-        scale,
-        weight0,
-        bias0,
-        residual_ptr,
-        sum_ptr,
-        out_ptr,
-        start + columns0,
-        live0,
+        block0, mean, scale, weight0, bias0, residual_ptr, sum_ptr, out_ptr, start + columns0, live0
     )
     _layer_norm_store(
-        block1,
-        mean,
-        scale,
-        weight1,
-        bias1,
-        residual_ptr,
-        sum_ptr,
-        out_ptr,
-        start + columns1,
-        live1,
+        block1, mean, scale, weight1, bias1, residual_ptr, sum_ptr, out_ptr, start + columns1, live1
     )
     _layer_norm_store(
-        block2,
-        mean,
-        scale,
-        weight2,
-        bias2,
-        residual_ptr,
-        sum_ptr,
-        out_ptr,
-        start + columns2,
-        live2,
+        block2, mean, scale, weight2, bias2, residual_ptr, sum_ptr, out_ptr, start + columns2, live2
     )
 
 
@@ -243,11 +216,7 @@ def add_layer_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    rounded: bool,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rms_norm(x + residual)`` and the sum, contiguous, ``[..., width]``.
 

@@ -11,8 +11,11 @@ from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream, GraphBackend
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement, same_bits
 from vllm_graft.graph_runners.vision.graphs.graph import ExactGraph, PaddedGraph, TowerGraph
-from vllm_graft.graph_runners.vision.graphs.graph_memory import GraphMemory
-from vllm_graft.graph_runners.vision.graphs.memory_need import MemoryNeed, measure_need
+from vllm_graft.graph_runners.vision.graphs.graph_memory import (
+    GraphMemory,
+    MemoryNeed,
+    measure_need,
+)
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     EagerPass,
@@ -24,7 +27,7 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     VisionBatch,
 )
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
-from vllm_graft.graph_runners.vision.towers.tower import Buffers, Pieces, Tower
+from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, Tower
 
 MIN_GAIN = 0.97
 """A graph is kept if its replay takes at most this fraction of the eager pass's time."""
@@ -130,32 +133,20 @@ class GraphStore:
         None if the graph does not take the items: an exact graph takes only data like those of its
         capture, and a padded graph only what fits into its bucket.
         """
+        pieces = self.tower.data(batch.inputs, replay.indices)
         if isinstance(replay, ExactReplay):
-            graph = self._load_exact(replay, batch)
+            graph: TowerGraph = self.exact[replay.key]
+            loaded = self.exact[replay.key].load(pieces)
         else:
-            graph = self._load_padded(replay, batch)
-        if graph is None:
+            graph = self.buckets[replay.bucket]
+            constants = self._metadata(graph, batch.pick(replay.indices))
+            loaded = constants is not None and graph.load(constants, replay.rows, pieces)
+        if not loaded:
             return None
         parts = self.tower.split(graph.replay(), batch.inputs, replay.indices, batch.items)
         return _clones(parts)
 
-    def _load_exact(self, replay: ExactReplay, batch: VisionBatch) -> TowerGraph | None:
-        graph = self.exact[replay.key]
-        pieces = self.tower.data(batch.inputs, replay.indices)
-        return graph if graph.load(pieces) else None
-
-    def _load_padded(self, replay: PaddedReplay, batch: VisionBatch) -> TowerGraph | None:
-        graph = self.buckets[replay.bucket]
-        constants = self._metadata(graph, replay, batch)
-        pieces = self.tower.data(batch.inputs, replay.indices)
-        if constants is None or not graph.load(constants, replay.rows, pieces):
-            return None
-        return graph
-
-    def _metadata(
-        self, graph: PaddedGraph, replay: PaddedReplay, batch: VisionBatch
-    ) -> Buffers | None:
-        items = batch.pick(replay.indices)
+    def _metadata(self, graph: PaddedGraph, items: Sequence[Item]) -> Buffers | None:
         key = (graph.rows, *(item.layout for item in items))
         found = self.metadata.get(key)
         if found is None:
@@ -342,16 +333,13 @@ class GraphStore:
         if found is None:
             return "mismatch"
         if self.rules.verify and (wrong := disagreement(found, expected)):
-            cause = f"{replay}: {wrong}"
-            self.stats.fail(cause)
-            logger.warning("vision graph %s; it is not used", cause)
+            self.stats.fail(f"{replay}: {wrong}", "vision graph %s; it is not used")
             return "mismatch"
         exact = isinstance(replay, ExactReplay)
         if exact and self.tower.fused and not same_bits(found, expected):
             cause = f"{replay}: not bit for bit what the model gives"
             self.tower.unfuse(cause)
-            self.stats.fail(cause)
-            logger.warning("vision graph %s: graphs to come have nothing fused", cause)
+            self.stats.fail(cause, "vision graph %s: graphs to come have nothing fused")
             return "bits"
         return None
 

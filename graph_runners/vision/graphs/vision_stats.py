@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_graft.base.log import logger
+
 Reason = str
 """A word to count by: why a batch was declined, or why a graph was not kept."""
 
@@ -38,8 +40,11 @@ class VitStats:
     padded_rows: int = 0
     capture_seconds: float = 0.0
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, warning: str = "") -> None:
+        """Keep the cause with the latest few, and log it in a warning if there is one."""
         self.failures = [*self.failures[-7:], cause]
+        if warning:
+            logger.warning(warning, cause)
 
     def report(self) -> dict[str, Any]:
         plain = {

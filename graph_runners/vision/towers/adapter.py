@@ -9,27 +9,34 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item, Pieces, Tower
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
+from vllm_graft.seams.compare import require_seams
 
 _ATTRIBUTE = "_graft_vision_adapter"
 
 
 class VisionAdapter(Tower):
-    """Base of the adapters of a loaded model; it is built before memory is profiled."""
+    """Base of the adapters of a loaded model; it is built before memory is profiled.
+
+    Raises:
+        SeamError: if the installed vLLM differs in one of the adapter's `seams`.
+    """
+
+    seams = ""
+    """The room of the ledger whose symbols the adapter needs, if any."""
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        self.model = model
-        self.vllm_config = vllm_config
+        if self.seams:
+            require_seams(self.seams)
+        self.model, self.vllm_config = model, vllm_config
 
     @classmethod
     def refuses(cls, model: Any) -> str | None:

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.ops import vit_attn_wrappers
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.base.errors import SeamError
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces, Tower
 from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
-
-    from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
 
 PIXELS = "pixel_values"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces, Tower
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 
 class PlainTower(Tower):
@@ -97,7 +96,4 @@ class PlainTower(Tower):
         ]
 
     def _tokens(self, spec: Any) -> tuple[int, ...]:
-        return (
-            spec.output_tokens,
-            *(spec.get_path_output_tokens(path) for path in self._paths),
-        )
+        return (spec.output_tokens, *(spec.get_path_output_tokens(path) for path in self._paths))

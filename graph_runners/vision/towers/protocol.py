@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.graph_runners.vision.towers.adapter import adapter_of
 from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower
 from vllm_graft.graph_runners.vision.towers.plain_tower import PlainTower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 
 def tower_of(

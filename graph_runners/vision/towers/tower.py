@@ -12,22 +12,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 
 Inputs = Mapping[str, Any]
 """Keyword arguments of the model's ``embed_multimodal``."""
 
-Pieces = dict[str, "list[torch.Tensor]"]
+Pieces = dict[str, list[torch.Tensor]]
 """The data of some items, by the name of the buffer that they are copied to."""
 
-Buffers = dict[str, "torch.Tensor"]
+Buffers = dict[str, torch.Tensor]
 """Tensors by name."""
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
 
 from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 
 class LlavaAdapter(FixedSizeAdapter):

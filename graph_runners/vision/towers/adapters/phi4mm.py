@@ -7,15 +7,12 @@ does, and stays eager.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces
-from vllm_graft.seams.compare import require_seams
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 PIXELS, MASK, SIZES, TOKENS = (
     "input_image_embeds",
@@ -30,14 +27,9 @@ class Phi4MMAdapter(VisionAdapter):
 
     An item is an image ``[crops, channels, height, width]`` with a mask of patches ``[crops, rows,
     columns]``. Its layout is the number of crops and their size.
-
-    Raises:
-        SeamError: if the model does something else after the tower than we know.
     """
 
-    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        require_seams("phi4mm")
-        super().__init__(model, vllm_config)
+    seams = "phi4mm"
 
     def decline(self, inputs: Inputs) -> str | None:
         """Decline all but images; the processor's "image embeds" are pixels, so they are served."""

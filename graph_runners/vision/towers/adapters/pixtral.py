@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.model_executor.models.pixtral import (
@@ -20,10 +20,6 @@ from vllm.model_executor.models.pixtral import (
 
 from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces
-from vllm_graft.seams.compare import require_seams
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 Size = tuple[int, int]
 
@@ -33,16 +29,10 @@ class AnySizeAdapter(VisionAdapter):
 
     A layout is the size of an image. Buffers are the images, ``[images, channels, height, width]``,
     and the constants of :meth:`positions` and of attention.
-
-    Raises:
-        SeamError: if the model's own passes, which ours copy, are not those that we know.
     """
 
     pixels = "pixel_values"
-
-    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        require_seams("pixtral")
-        super().__init__(model, vllm_config)
+    seams = "pixtral"
 
     @property
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -34,9 +33,7 @@ def one_capture_stream(device: torch.device) -> Iterator[None]:
     """A context in which all managers capture on one stream, where vLLM takes one stream for each.
 
     All graphs share a pool, but torch's allocator gives memory of one stream to no other, and
-    cuBLAS has one workspace per stream. On streams of their own, the graphs of each shape of tree
-    would therefore have tensors and a workspace of their own. The graphs of a pool never run at
-    once, whatever stream they were captured on.
+    cuBLAS has one workspace per stream. The graphs of a pool never run at once.
     """
     stock = parallel_state.GraphCaptureContext
     shared = stock(torch.cuda.Stream(device=device))
@@ -53,7 +50,7 @@ class DraftGraphRunner(CudaGraphManager):
     It is one of vLLM's `CudaGraphManager`s and an attribute of the speculator: so vLLM's memory
     profiling finds, measures and drops its graphs, and all graphs share the engine's pool. Batches
     are padded to the next captured size; padding rows have request-state index -1 and no prefix.
-    There are `topk` rows per request; 1 for a chain.
+    `topk` is the number of rows per request; 1 for a chain.
     """
 
     def __init__(
@@ -87,14 +84,12 @@ class DraftGraphRunner(CudaGraphManager):
 
     def keep_sizes(self, batches: Collection[int]) -> None:
         """Plan only the sizes that one of `batches`, numbers of requests, is padded to."""
-        ordered = sorted(batches)
-
-        def is_used(desc: BatchExecutionDescriptor) -> bool:
-            sizes = self.batch_sizes(desc.num_reqs or 0)
-            place = bisect.bisect_left(ordered, sizes.start)
-            return place < len(ordered) and ordered[place] in sizes
-
-        kept = [desc for desc in engine().planned(self) if is_used(desc)]
+        wanted = set(batches)
+        kept = [
+            desc
+            for desc in engine().planned(self)
+            if not wanted.isdisjoint(self.batch_sizes(desc.num_reqs or 0))
+        ]
         engine().plan(self, kept)
         # A graph that is not captured must not be chosen.
         for descs in engine().serving(self).values():
@@ -121,10 +116,10 @@ class DraftGraphRunner(CudaGraphManager):
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
-        """Return the mode of the levels under the engine's `mode`.
+        """The mode of the levels under the engine's `mode`.
 
-        The levels are the same rows for every request, so they are captured where the engine
-        captures decodes as a whole, and never piecewise.
+        They are the same rows for every request, so they are captured where decodes are, as a
+        whole.
         """
         if mode.decode_mode() == CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL_DECODE_ONLY
@@ -161,12 +156,10 @@ class DraftGraphRunner(CudaGraphManager):
         launch: Callable[[], None],
         results: Callable[[], Results],
     ) -> None:
-        """Draft by the graph that fits a batch; its static inputs are in place.
+        """Draft by the FULL graph that fits a batch; its static inputs are in place.
 
-        Args:
-            desc: what `dispatch` returned, a FULL graph.
-            launch: drafts the same without a graph, padding included. It may be called repeatedly.
-            results: returns copies of what was drafted for the batch's requests.
+        `launch` drafts the same without a graph, padding included, any number of times. `results`
+        returns copies of what was drafted for the batch's requests.
         """
         self.run_fullgraph(desc)
 
@@ -208,11 +201,9 @@ class VerifyingDraftRunner(DraftGraphRunner):
             return
         found = results()
         launch()
-        expected = results()
-        own = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        equal = all_ranks_agree(own)
-        self._equal[desc] = equal
-        if not equal:
+        own = all(torch.equal(a, b) for a, b in zip(found, results(), strict=True))
+        self._equal[desc] = all_ranks_agree(own)
+        if not self._equal[desc]:
             warning_once(
                 f"the draft's CUDA graph of {desc.num_reqs} requests ({desc.num_tokens} rows) "
                 "drafts something else than its launches: batches of this size are launched from "

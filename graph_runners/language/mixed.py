@@ -1,16 +1,15 @@
 """FULL graphs of mixed batches: prompts beside requests that verify trees.
 
-vLLM launches such a step piece by piece, each layer's attention separately, which keeps the host
-busy for longer than the device. All that differs between batches (lengths, tree rows per request,
-slots) is read on the device, so one graph of n rows fits every batch of at most n rows.
+vLLM launches such a step piece by piece, which keeps the host busy for longer than the device. All
+that differs between batches (lengths, tree rows per request, slots) is read on the device, so one
+graph of n rows fits every batch of at most n rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -18,15 +17,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.versions import engine
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 _SMALLEST = 8
 """Rows of the smallest graph: a prompt of a few tokens and a tree."""
 
 _STEP = 1.2
-"""Smallest ratio of two sizes. Batches are padded to the next size, but each graph takes memory and
-time."""
+"""Smallest ratio of two sizes. Padding costs less the smaller it is, but there are more graphs."""
 
 
 def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
@@ -80,9 +75,9 @@ def why_no_mixed_graphs(manager: CudaGraphManager) -> str:
 def _uncapturable_layer(config: VllmConfig) -> str:
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     for name, layer in layers.items():
-        spec, backend = layer.get_kv_cache_spec(config), layer.get_attn_backend()
-        if spec is None:
+        if (spec := layer.get_kv_cache_spec(config)) is None:
             continue
+        backend = layer.get_attn_backend()
         support = backend.get_builder_cls().get_cudagraph_support(config, spec)
         if support != AttentionCGSupport.ALWAYS:
             return f"{backend.get_name()} of layer {name} captures {support.name} only"

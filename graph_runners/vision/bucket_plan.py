@@ -32,12 +32,9 @@ def plan_buckets(
 ) -> list[int]:
     """Patches of the buckets to capture, ascending; none for a tower whose `unit` is 0.
 
-    They come from our options, else from vLLM's budgets, else from :func:`bucket_sizes`.
-
-    Args:
-        options: `buckets` and `max_patches` are read.
-        budgets: vLLM's ``encoder_cudagraph_token_budgets``, in embeddings.
-        measured: whether a bucket that does not pay is dropped.
+    They come from our options, else from `budgets`, vLLM's ``encoder_cudagraph_token_budgets`` in
+    embeddings, else from :func:`bucket_sizes`. If `measured`, a bucket that does not pay is
+    dropped.
     """
     unit = tower.unit
     if not unit:

@@ -37,12 +37,8 @@ class CutGain:
 
     A measured batch is answered by the eager pass. Its replays run afterwards, and their time
     counts against the rate as captures do. Ranks that have to agree measure nothing, so they never
-    cut.
-
-    Attributes:
-        pays: whether cutting pays, for the size classes that were measured.
-        fused_pays: whether a pass with fused blocks was measured to be faster than the eager
-            pass.
+    cut. `pays` has what was measured. With `fused_pays`, a pass with fused blocks is faster than
+    the eager one.
     """
 
     fused_pays = False

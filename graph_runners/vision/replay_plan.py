@@ -21,9 +21,7 @@ MAX_GROUP = 16
 """The most items of one exact graph."""
 
 _REPLAY, _METADATA, _METADATA_ITEM = 256, 192, 48
-"""Costs in rows: of a replay, of the metadata of a padded batch, and of each item in it.
-
-A replay with its copies and clones takes as long as a pass over 256 rows."""
+"""Costs in rows: of a replay, of the metadata of a padded batch, and of each item in it."""
 
 SizeClass = tuple[int, int]
 """Batches of about as much work; see :func:`size_class`."""
@@ -108,21 +106,12 @@ def _bucket(
 def even_groups(
     items: Sequence[Item], indices: Sequence[int], max_rows: int, max_items: int
 ) -> list[tuple[int, ...]] | None:
-    """Cut items into as few groups as fit, of about as many rows each.
+    """Cut these items into as few groups as fit, of about as many rows each; None if one can't.
 
-    The largest items are dealt out first, each to the group with the fewest rows (Graham's LPT
-    rule, SIAM J. Appl. Math. 17, 1969); if a group comes out too large, there is one group more.
-    Items of one layout are then exchanged so that neighbours in the batch lie side by side in a
-    group.
-
-    Args:
-        items: the batch.
-        indices: the items to cut.
-        max_rows: the most patches of a group.
-        max_items: the most items of a group.
-
-    Returns:
-        the places of each group's items; None if one item alone is too large.
+    A group has at most `max_rows` patches and `max_items` items. The largest items are dealt out
+    first, each to the group with the fewest rows (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969);
+    if a group comes out too large, there is one group more. Items of one layout are then exchanged
+    so that neighbours in the batch lie side by side in a group.
     """
     if not indices or max(items[index].rows for index in indices) > max_rows:
         return None

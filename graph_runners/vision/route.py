@@ -55,15 +55,7 @@ class Route:
 
 
 class Router:
-    """Decides the way of each batch.
-
-    Args:
-        store: the graphs that there are.
-        admission: counts layouts, and knows which of them deserve a graph.
-        rate: says when the next capture may happen.
-        cuts: knows whether it pays to cut a batch that is larger than any graph.
-        max_items: the most items of one padded graph.
-    """
+    """Decides the way of each batch; a padded graph takes at most `max_items` items."""
 
     def __init__(
         self,

@@ -32,9 +32,6 @@ class StartupCaptures:
     is not tried again the second time.
 
     Args:
-        store: gets the graphs.
-        exact: captures the exact graphs.
-        options: `max_patches` and `fuse` are read.
         bucket_rows: patches of the buckets to capture.
         segments: attention segments that each bucket has to hold at least.
         agree: tells whether all ranks that share the tower say yes.
@@ -100,14 +97,8 @@ def capture_buckets(
     """Capture the largest bucket that fits into the budget and pays, and all smaller ones.
 
     The largest bucket comes first, as smaller ones then find their memory in the pool. If a bucket
-    was captured only to be measured, its memory is given back. Returns the patches of the buckets
-    that were kept, ascending.
-
-    Args:
-        planned: patches of each bucket.
-        segments: attention segments that each bucket has to hold at least.
-        pays: whether a bucket has to be faster than the eager pass.
-        agree: tells whether all ranks that share the tower say yes.
+    was captured only to be measured, its memory is given back. With `pays`, a bucket has to be
+    faster than the eager pass. Returns the patches of the buckets that were kept, ascending.
     """
     most = math.inf
     for rows in sorted(planned, reverse=True):
@@ -182,9 +173,7 @@ def find_obstacle(
 ) -> Reason | None:
     """Why nothing is captured at all; None if something may be.
 
-    Args:
-        reads_device: whether captured regions may read device values on the host.
-        idle: whether ranks share the tower, and there is nothing to capture at the start.
+    It is `idle` if ranks share the tower, and there is nothing to capture at the start.
     """
     lora = vllm_config.lora_config
     if lora is not None and lora.enable_tower_connector_lora:
@@ -199,8 +188,6 @@ def find_obstacle(
 
 def fuse_tower(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]) -> None:
     """Let the tower find out which of its operators it can fuse.
-
-    `agree` tells whether all ranks that share the tower say yes.
 
     Raises:
         ConfigError: if the user asks for fusing, and nothing can be fused.

@@ -90,8 +90,8 @@ class VisionPart:
     def verify(self, asked: VitConfig, worker: Any, vllm_config: Any) -> None:
         """Check that the worker encodes with a class of ours; note it where a preset asks.
 
-        V2 has built its manager by then. V1 builds one when it captures: there, the hooks have to
-        be in place.
+        V2 has built its manager by then. V1 builds one when it captures: the hooks have to be in
+        place.
         """
         runner = getattr(worker, "model_runner", None)
         state = getattr(runner, "model_state", None)
@@ -207,10 +207,7 @@ def _no_graphs(name: str, reason: str) -> str:
 
 
 def _data_parallel(vllm_config: Any) -> str | None:
-    """Why an adapter cannot serve a tower whose items are spread over ranks; None if they aren't.
-
-    vLLM spreads them by methods of its protocol that an adapted model does not answer.
-    """
+    """Why an adapter cannot serve a tower whose items vLLM's protocol spreads over ranks."""
     mode = getattr(vllm_config.model_config.multimodal_config, "mm_encoder_tp_mode", None)
     if mode != "data" or (ranks := vllm_config.parallel_config.tensor_parallel_size) == 1:
         return None

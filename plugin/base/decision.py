@@ -24,17 +24,15 @@ PRESETS: tuple[str, ...] = get_args(Preset)
 
 
 class Decision(GraftSection):
-    """What a preset turned on and left off."""
+    """What a preset turned on and left off: what runs of each part, or why it does not."""
 
     NAME = NAME
 
     preset: Preset
 
     on: dict[str, str]
-    """What runs of each part that is on, by the part's name."""
 
     off: dict[str, str]
-    """Why a part is off, by its name."""
 
     before: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """What stood in vLLM's speculative config before a part filled it in, by the part's name."""

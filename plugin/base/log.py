@@ -9,8 +9,8 @@ import sys
 logger = logging.getLogger("vllm.graft")
 
 MOST = 16
-"""Different messages that one place of the code logs. What a request or a foreign program holds
-may stand in them, and must not decide how large a log grows, or what is remembered of it."""
+"""Different messages that one place of the code logs. What a request or a foreign program holds may
+stand in them, and must not decide how large a log grows."""
 
 _LONGEST = 4096
 """Characters of a message."""

@@ -1,7 +1,6 @@
 """What sections of the configuration are made of, and how they are read and explained.
 
-Everything that a user configures goes through `parse`: the sections below ``graft``, the keys of
-the host cache's connector, and the options of stores, those of third parties included.
+Everything that a user configures goes through `parse`, the options of third parties included.
 """
 
 from __future__ import annotations
@@ -207,26 +206,22 @@ def _fields_at(model: type[Section], path: Iterable[str | int]) -> Mapping[str, 
 
 
 def _strange(value: object, path: str, depth: int) -> Iterator[str]:
-    if isinstance(value, (dict, list, tuple)):
-        if depth == MAX_DEPTH:
-            yield f"{path}: lists and mappings are nested more than {MAX_DEPTH} deep."
-        elif isinstance(value, dict):
-            yield from _strange_mapping(value, path, depth)
-        else:
-            for index, member in enumerate(value):
-                yield from _strange(member, below(path, index), depth + 1)
-    elif reason := _strange_scalar(value):
-        yield f"{path}: {shown(value)} is refused: {reason}."
-
-
-def _strange_mapping(values: dict[object, object], path: str, depth: int) -> Iterator[str]:
-    for key, value in values.items():
-        if not isinstance(key, str):
-            yield f"{path}: the key {shown(key)} is refused: a key is a text."
-        elif reason := _strange_text(key):
+    if not isinstance(value, (dict, list, tuple)):
+        if reason := _strange_scalar(value):
+            yield f"{path}: {shown(value)} is refused: {reason}."
+        return
+    if depth == MAX_DEPTH:
+        yield f"{path}: lists and mappings are nested more than {MAX_DEPTH} deep."
+        return
+    for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and (reason := _strange_key(key)):
             yield f"{path}: the key {shown(key)} is refused: {reason}."
         else:
-            yield from _strange(value, below(path, key), depth + 1)
+            yield from _strange(member, below(path, key), depth + 1)
+
+
+def _strange_key(key: object) -> str | None:
+    return _strange_text(key) if isinstance(key, str) else "a key is a text"
 
 
 def _strange_scalar(value: object) -> str | None:

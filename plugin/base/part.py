@@ -1,6 +1,6 @@
 """What a part is to everyone else: a name, a section of the configuration, and what it hooks.
 
-A part is an object in its own folder. The front door goes through all of them and knows none.
+The front door goes through all parts and knows none.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Part(Protocol):
     def install(self) -> None:
         """Prepare to look at configurations; called in every process, any number of times.
 
-        It must import none of the modules that it hooks, and change nothing for a configuration
-        without the part's section.
+        It imports no module that it hooks, and changes nothing for a configuration without its
+        section.
         """
 
     def section(self, config: Any, vllm_config: Any) -> Any:
@@ -69,8 +69,8 @@ class Part(Protocol):
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """What the part would run for a preset, or a sentence that says why it can't.
 
-        It is called before vLLM plans its CUDA graphs. What :meth:`refuses` says of the offer need
-        not be looked at here.
+        It is called before vLLM plans its CUDA graphs. :meth:`refuses` is asked about the offer
+        later.
         """
 
     def fill_in(self, asked: Any, vllm_config: Any) -> None:
@@ -85,8 +85,8 @@ class Part(Protocol):
     def foresees(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that a worker would refuse once it has loaded the model.
 
-        Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known before a model is
-        loaded is left out.
+        Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known so early is left
+        out.
         """
 
     def describe(self, asked: Any, vllm_config: Any) -> str:

@@ -162,21 +162,19 @@ class Manager:
             self._register(provider, entry_point.load())
 
     def _provider(self, entry_point: importlib.metadata.EntryPoint) -> Provider:
-        """Who an entry point is: each is told apart, also where one has another's names."""
         dist = entry_point.dist
         name, version = (dist.name, dist.version) if dist else (None, None)
         provider = Provider(name or "unknown distribution", version or "?", entry_point.name)
         known = {*self.providers, *self.broken}
-        alike = (
-            replace(provider, plugin=f"{entry_point.name} #{number}")
-            for number in itertools.count(2)
-        )
-        return next(one for one in itertools.chain([provider], alike) if one not in known)
+        numbers = itertools.count(2)
+        while provider in known:
+            provider = replace(provider, plugin=f"{entry_point.name} #{next(numbers)}")
+        return provider
 
     def _register(self, provider: Provider, plugin: object) -> None:
-        """Bind a plugin's hooks, in a manager of its own: so no plugin meets another one."""
         if any(plugin is other for other in self._plugins.values()):
             raise HookError("it is an object that another entry point has registered")
+        # Its own manager, so that no plugin meets another one.
         own = pluggy.PluginManager(GROUP)
         own.add_hookspecs(hookspecs)
         own.register(plugin, name=f"{provider.dist}:{provider.plugin}")
@@ -191,12 +189,8 @@ class Manager:
             self.providers.remove(provider)
         self._plugins.pop(provider, None)
         self._hooks.pop(provider, None)
-        logger.warning(
-            "third-party plugin %s (%s) is set aside: %s",
-            provider,
-            provider.plugin,
-            self.broken[provider],
-        )
+        told = "third-party plugin %s (%s) is set aside: %s"
+        logger.warning(told, provider, provider.plugin, self.broken[provider])
 
 
 @functools.cache
@@ -205,15 +199,10 @@ def manager() -> Manager:
     return Manager(importlib.metadata.entry_points(group=GROUP))
 
 
-def choose(hook: str, name: str, *path: str) -> entries.Entry:
-    """``choose("graft_tree_policies", config.policy, "tree", "policy")``: the entry.
+def resolve(hook: str, name: str, *path: str) -> Any:
+    """The object of the entry that the configuration names at a path, as ``"tree", "policy"``.
 
     Raises:
         EntryError: see :meth:`Manager.choose`.
     """
-    return manager().choose(hook, name, flag(*path)).entry
-
-
-def resolve(hook: str, name: str, *path: str) -> Any:
-    """:func:`choose`, then the entry's object."""
-    return choose(hook, name, *path).resolve()
+    return manager().choose(hook, name, flag(*path)).entry.resolve()

@@ -1,8 +1,7 @@
 """The frontend's side: Prometheus series of the parts, beside vLLM's own and like them.
 
 vLLM's ``PrometheusStatLogger`` says of which classes its metrics are (Ray has others) and what its
-labels are. Where several API servers run, each process writes its own share to files from which
-``/metrics`` adds up counters and histograms, and takes the latest value of a gauge.
+labels are. Several API servers write their own shares to files, which ``/metrics`` adds up.
 """
 
 from __future__ import annotations
@@ -75,25 +74,19 @@ class Series:
                     child.observe(float(value))
         elif isinstance(found, Mapping):
             for value, number in found.items():
-                self._count(self._child(engine, (value,)), number)
+                self.put(engine, (value,), number)
         else:
-            self._count(self._child(engine, ()), found)
+            self.put(engine, (), found)
 
-    def set(self, engine: int, values: tuple[str, ...], number: Number) -> None:
-        self._child(engine, values).set(number)
-
-    def _count(self, child: Any, number: Number) -> None:
-        if self.kind is Kind.GAUGE:
-            child.set(number)
-        else:
-            child.inc(number)
+    def put(self, engine: int, values: tuple[str, ...], number: Number) -> None:
+        child = self._child(engine, values)
+        (child.set if self.kind is Kind.GAUGE else child.inc)(number)
 
     def _child(self, engine: int, values: tuple[str, ...]) -> Any:
-        found = self._children.get((engine, values))
-        if found is None:
-            found = self._metric.labels(*self._labels[engine], *values)
-            self._children[engine, values] = found
-        return found
+        if (engine, values) not in self._children:
+            child = self._metric.labels(*self._labels[engine], *values)
+            self._children[engine, values] = child
+        return self._children[engine, values]
 
 
 class Board:
@@ -110,10 +103,8 @@ class Board:
 
     def record(self, stats: Any, engine: int) -> None:
         """Take our message out of vLLM's ``SchedulerStats``, if any, and count it; never raises."""
-        message = None
         try:
-            message = taken_out(stats)
-            if message is not None:
+            if (message := taken_out(stats)) is not None:
                 self._count(message, engine)
         except Exception as error:
             warning_once(f"a frontend's metrics are incomplete: {reason_of(error)}")
@@ -133,9 +124,9 @@ class Board:
         told = [(*state, __version__) for state in states]
         for gone in self._states.get(engine, []):
             if gone not in told:
-                self._info.set(engine, gone, 0)
+                self._info.put(engine, gone, 0)
         for values in told:
-            self._info.set(engine, values, 1)
+            self._info.put(engine, values, 1)
         self._states[engine] = told
 
 

@@ -31,7 +31,6 @@ STATES_SECONDS = 60.0
 WORKER, ENGINE = "worker", "engine"
 ERRORS = (Metric("errors", Kind.COUNTER, "Failures to count, by process.", label="process"),)
 
-
 News = dict[str, Number | dict[str, Number]]
 """Like `Numbers`: increments of counters and histograms, and gauges that have changed."""
 
@@ -96,8 +95,7 @@ class Relay:
         local: Callable[[], Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._local = local
-        self._clock, self._states, self._workers = clock, states, list(workers)
+        self._local, self._clock, self._states, self._workers = local, clock, states, list(workers)
         self._increments = {name: Increments(each.rows) for name, each in metrics.items()}
         self._watches: dict[str, Watch] = {
             name: each.watch() for name, each in metrics.items() if each.watch is not None
@@ -147,17 +145,17 @@ class Relay:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: message}
 
     def _take(self, report: Mapping[str, Any]) -> None:
-        numbers, errors = report["numbers"], report["errors"]
-        self._reported, self._errors[WORKER] = numbers, errors
+        self._reported, self._errors[WORKER] = report["numbers"], report["errors"]
         self._workers = self._workers or [report]
 
     def _message(self, now: float) -> dict[str, Any]:
         message: dict[str, Any] = {}
         if self._local is not None:
             self._take(self._local())
-        for part in self._increments:
+        for part, increments in self._increments.items():
             try:
-                if news := self._news_of(part):
+                counted = self._watches[part].numbers() if part in self._watches else {}
+                if news := increments.take({**self._reported.get(part, {}), **counted}):
                     message.setdefault("news", {})[part] = news
             except Exception as error:
                 self._failed(error)
@@ -167,11 +165,6 @@ class Relay:
             message["states"] = self._states_now(now)
         self._sent = now
         return message
-
-    def _news_of(self, part: str) -> News:
-        watch = self._watches.get(part)
-        counted = {} if watch is None else watch.numbers()
-        return self._increments[part].take({**self._reported.get(part, {}), **counted})
 
     def _failed(self, error: Exception) -> None:
         self._errors[ENGINE] += 1

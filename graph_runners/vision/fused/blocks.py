@@ -152,18 +152,11 @@ def _attend(
     max_seqlen: torch.Tensor,
     sequence_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A block's attention, with the arguments of the block's own.
+    """A block's attention over ``[rows, 1, width]``, with the arguments of the block's own.
 
-    One kernel reads queries and keys from the projection's output and rotates them.
-
-    Args:
-        attn: the block's attention module.
-        x: ``[rows, 1, width]``, and so is the result.
-        cu_seqlens: int32 ``[segments + 1]``, offsets of the segments in rows.
-        rotary_pos_emb_cos: ``[rows, size / 2]``, where size is that of a head.
-        rotary_pos_emb_sin: likewise.
-        max_seqlen: rows of the longest segment, a number on the host.
-        sequence_lengths: rows of each segment; only FlashInfer needs them.
+    One kernel reads queries and keys from the projection's output and rotates them. `cu_seqlens` is
+    int32 ``[segments + 1]``, and cosines and sines are ``[rows, size / 2]``, with the size of a
+    head. `max_seqlen` lies on the host. Only FlashInfer needs `sequence_lengths`.
     """
     qkv, _ = attn.qkv(x)
     rows = qkv.shape[0]

@@ -187,15 +187,11 @@ def add_layer_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``layer_norm(x + residual)`` and the sum rounded to its dtype, contiguous, ``[..., width]``.
+    """``layer_norm(x + residual)`` and the sum rounded to its dtype, ``[..., width]`` each.
 
-    Args:
-        x: ``[..., width]``, contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`.
-        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the
-            sum.
-        weight: ``[width]``, of x's dtype.
-        bias: likewise.
-        eps: added to the variance.
+    `x` is contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`. `residual` is a tensor
+    like `x`, or None to normalise `x` itself, which is then the sum. `weight` and `bias` are
+    ``[width]``, of x's dtype.
     """
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
@@ -218,16 +214,10 @@ def add_layer_norm(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rms_norm(x + residual)`` and the sum, contiguous, ``[..., width]``.
+    """``rms_norm(x + residual)`` and the sum, ``[..., width]`` each.
 
-    Args:
-        x: ``[..., width]``, contiguous, at least `FEWEST_ROWS` rows; width is a multiple of
-            128.
-        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the
-            sum.
-        weight: ``[width]``, of x's dtype.
-        eps: added to the mean of squares.
-        rounded: whether the sum is rounded to its dtype before it is normalised.
+    As `add_layer_norm`, with at least `FEWEST_ROWS` rows and a width that is a multiple of 128.
+    With `rounded`, the sum is rounded to its dtype before it is normalised.
     """
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]

@@ -65,16 +65,10 @@ def _rotate_kernel(
 
 
 def rotate_qk(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotate queries and keys by halves, as GPT-NeoX does.
+    """Rotate queries and keys by halves, as GPT-NeoX does: ``[2, rows, heads, size]``.
 
-    Args:
-        qkv: ``[rows, 3 * heads * size]``, contiguous.
-        cos: ``[rows, size / 2]``, contiguous, of qkv's dtype.
-        sin: likewise.
-        heads: heads of the queries, and as many of the keys.
-
-    Returns:
-        queries and keys, ``[2, rows, heads, size]``.
+    `qkv` is ``[rows, 3 * heads * size]``, and `cos` and `sin` are ``[rows, size / 2]`` of its
+    dtype, all contiguous.
     """
     rows, size = qkv.shape[0], qkv.shape[1] // (3 * heads)
     out = qkv.new_empty(2, rows, heads, size)

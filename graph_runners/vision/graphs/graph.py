@@ -30,11 +30,7 @@ class TowerGraph:
         self._captured = backend.capture(lambda: self._tower.forward(self.buffers))
 
     def replay(self) -> Any:
-        """The static output, valid until the next replay of any graph.
-
-        Raises:
-            RuntimeError: if the graph was dropped.
-        """
+        """The static output, valid until the next replay of any graph."""
         if self._captured is None:
             raise RuntimeError("the graph was dropped")
         self._captured.replay()
@@ -155,10 +151,8 @@ class PaddedGraph(TowerGraph):
     def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
         """Copy metadata and data in; False if they do not fit, and it must not be replayed.
 
-        Args:
-            constants: what :meth:`metadata` returned; they are only read.
-            used: patches of the items.
-            pieces: data of the items.
+        `constants` are what :meth:`metadata` returned, only to be read; the items have `used`
+        patches.
         """
         if any(not self._fits(name, value) for name, value in constants.items()):
             return False

@@ -177,12 +177,8 @@ class GraphStore:
     def capture_bucket(self, rows: int, segments: int, gain: bool) -> Reason | None:
         """Capture the padded graph of a bucket of `rows` patches, with noise for inputs.
 
-        Args:
-            segments: attention segments that the bucket has to hold at least.
-            gain: whether the bucket has to be faster than the eager pass.
-
-        Returns:
-            why the graph was not kept; None if it was.
+        It holds at least so many attention segments. With `gain`, it has to be faster than the
+        eager pass. Returns why the graph was not kept; None if it was.
         """
         inputs = self.tower.sample(rows)
         if inputs is None:
@@ -210,12 +206,10 @@ class GraphStore:
     def capture_exact(
         self, replay: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
     ) -> Reason | None:
-        """Capture an exact graph: why it was not kept, or None if it was.
+        """Capture an exact graph with a replay's items of a batch; why it was not kept, if it was
+        not.
 
-        Args:
-            replay: the graph's key, and the items of the batch to capture it with.
-            batch: the batch of these items.
-            eager: the eager pass over these items, if there was one.
+        `eager` is the eager pass over these items, if there was one.
         """
         if eager is None:
             eager = self.measure(batch, replay.indices)
@@ -289,7 +283,7 @@ class GraphStore:
     def fits(self, rows: int) -> bool:
         """Whether a bucket of so many patches leaves room for other graphs.
 
-        The answer is an estimate from eager passes on noise over fewer patches, which run once.
+        It is an estimate from eager passes on noise over fewer patches, which run once.
         """
         sample = min(rows, _SAMPLE_ROWS)
         if sample not in self._needs:

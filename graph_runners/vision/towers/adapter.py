@@ -1,8 +1,8 @@
 """Adapters: towers of models that do not speak vLLM's ``SupportsEncoderCudaGraph``.
 
 An adapter is an entry of the hook ``graft_vision_adapters``, named after the model's architecture.
-It is attached while the model is loaded. vLLM then takes the model for one that speaks the
-protocol, so both model runners profile, capture and clear as usual.
+Once it is attached, vLLM takes the model for one that speaks the protocol, so both model runners
+profile, capture and clear as usual.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ def tower_of(
 ) -> Tower:
     """The tower of a model: its adapter, or the tower that fits its protocol methods.
 
-    `config` is the model's description of itself, by the protocol. A batch has at most `max_items`
-    items and `max_frames` frames in vLLM.
+    `config` is how the model describes itself. vLLM limits a batch's items and frames.
     """
     if (adapter := adapter_of(model)) is not None:
         return adapter

@@ -1,10 +1,9 @@
 """What the runner has to know of a vision encoder, and nothing about graphs.
 
 A *tower* turns the multimodal keyword arguments of a batch (``inputs``) into embeddings. The items
-of a batch are images or videos. They do not attend to each other, so a batch may be cut anywhere.
-The embeddings of an item depend on its *layout*, which is host values such as a grid, and on its
-*data*, which is tensors such as pixels. A graph is captured for given layouts; a replay copies data
-in.
+of a batch do not attend to each other, so it may be cut anywhere. The embeddings of an item depend
+on its *layout*, which is host values such as a grid, and on its *data*, which is tensors such as
+pixels. A graph is captured for given layouts; a replay copies data in.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ class Tower(ABC):
 
     @abstractmethod
     def forward(self, buffers: Buffers) -> Any:
-        """The region to capture: it takes data and constants by name, and returns a pytree of
-        tensors.
+        """The region to capture, of data and constants by name; it returns a pytree of tensors.
 
         It must neither wait for the device nor read a device value on the host.
         """
@@ -115,13 +113,8 @@ class Tower(ABC):
     ) -> list[torch.Tensor]:
         """The embeddings ``[tokens, hidden]`` of each item of `indices`; views are allowed.
 
-        They must equal those of ``embed_multimodal``.
-
-        Args:
-            output: what `forward` returned.
-            inputs: the inputs of the whole batch.
-            indices: places of the items that were encoded, in the order of the rows.
-            items: all items of the batch.
+        They must equal those of ``embed_multimodal``. `output` is what `forward` returned for these
+        items, and `inputs` and `items` are those of the whole batch.
         """
 
     @abstractmethod

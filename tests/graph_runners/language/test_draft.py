@@ -78,7 +78,6 @@ def test_sizes_are_whole_requests_the_largest_first(make_runner: Any) -> None:
 
 @pytest.fixture
 def said(monkeypatch: Any) -> list[str]:
-    """Warnings of the module."""
     found: list[str] = []
     monkeypatch.setattr(draft, "warning_once", found.append)
     return found
@@ -228,7 +227,6 @@ class Doubling:
         torch.mul(self.inputs, 2, out=self.drafts)
 
     def draft(self, value: float, num_reqs: int = 3) -> list[float]:
-        """Return the drafts of a step, by graph or not."""
         self.inputs.fill_(value)
         desc = dispatch(self.runner, num_reqs)
         if desc.cg_mode == CUDAGraphMode.FULL:
@@ -259,7 +257,6 @@ def test_a_graph_with_a_stale_input_is_never_believed(make_runner: Any, said: li
 
 
 def test_a_graph_that_another_rank_refuses_is_launched(make_runner: Any, monkeypatch: Any) -> None:
-    """One rank must not replay what its peer launches."""
     asked: list[bool] = []
     monkeypatch.setattr(draft, "all_ranks_agree", lambda own: bool(asked.append(own)))
     doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4)

@@ -71,7 +71,6 @@ def test_random_batches(kind: str, model: Any, runner: Any) -> None:
 
 
 def test_equal_sums_of_other_segments(kind: str, runner: Any) -> None:
-    """Batches with equal numbers of patches but other segments need other graphs."""
     for grids in ([(1, 4, 12), (1, 4, 16)], [(1, 4, 16), (1, 4, 12)], [(1, 4, 28)], [(7, 4, 4)]):
         for seed in range(3):
             assert towers.right(runner, towers.batch(kind, grids, seed=seed))
@@ -107,7 +106,6 @@ def test_a_key_of_the_sum_alone_is_caught(kind: str, model: Any) -> None:
 
 
 def test_verify_refuses_such_a_key(kind: str, model: Any) -> None:
-    """A graph with wrong metadata is not used if `verify` is on."""
     runner = towers.make_runner(model, {**OPTIONS, "buckets": []})
 
     class Square(GridTower):

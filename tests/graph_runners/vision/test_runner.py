@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_sdpa_reads_lengths_on_the_host(kind: str, model: Any, monkeypatch: Any)
     assert runner.report()["declines"] == {"torch_sdpa": 1}
 
 
-def test_ranks_that_have_to_agree_capture_at_the_start_only(
+def test_ranks_that_agree_capture_at_the_start_only(
     kind: str, model: Any, monkeypatch: Any
 ) -> None:
     config = towers.make_config(SMALL)
@@ -175,9 +176,7 @@ def let_the_pool_grow(runner: ViTCudaGraphRunner, monkeypatch: Any) -> None:
     monkeypatch.setattr(backend, "reserved", lambda: honest() + backend.captures * 10**9)
 
 
-def test_a_pool_that_outgrows_the_budget_is_given_back(
-    kind: str, model: Any, monkeypatch: Any
-) -> None:
+def test_a_pool_that_outgrows_its_budget_goes(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
     store = runner.store
     runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
@@ -198,9 +197,7 @@ def test_a_pool_that_outgrows_the_budget_is_given_back(
     assert towers.right(runner, other)
 
 
-def test_ranks_in_lockstep_keep_what_the_others_keep(
-    kind: str, model: Any, monkeypatch: Any
-) -> None:
+def test_ranks_in_lockstep_keep_what_others_do(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
     runner.store.rules.lockstep = True
     let_the_pool_grow(runner, monkeypatch)
@@ -209,9 +206,7 @@ def test_ranks_in_lockstep_keep_what_the_others_keep(
     assert runner.stats.dropped == {"memory": 1}
 
 
-def test_a_budget_that_only_holds_the_overhead_is_an_error(
-    kind: str, model: Any, monkeypatch: Any
-) -> None:
+def test_a_budget_for_the_overhead_alone(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "memory": 32}, capture=False)
     monkeypatch.setattr(type(runner.store.backend), "overhead", 32 << 20)
     message = r"graft\.vit\.memory=32: cuBLAS takes 32 MiB .* leaves 0 MiB, .* at least 64"
@@ -221,8 +216,6 @@ def test_a_budget_that_only_holds_the_overhead_is_an_error(
 
 
 class _Allocations(TorchDispatchMode):
-    """Records the bytes of each allocation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
@@ -284,9 +277,7 @@ def test_memory_in_segments(kind: str, model: Any, memory: int, buckets: list[in
 def test_a_failed_capture_costs_the_key_its_graph(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": []})
 
-    def fail(region: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
+    fail = mock.Mock(side_effect=RuntimeError("operation not permitted when capturing"))
     monkeypatch.setattr(runner.store.backend, "capture", fail)
     inputs = towers.batch(kind, [(1, 8, 8)])
     expected = towers.eager(model, inputs)
@@ -298,14 +289,10 @@ def test_a_failed_capture_costs_the_key_its_graph(kind: str, model: Any, monkeyp
     assert "not permitted" in report["failures"][0]
 
 
-def test_a_failed_replay_leaves_the_batch_to_the_engine(
-    kind: str, model: Any, monkeypatch: Any
-) -> None:
+def test_a_failed_replay_is_the_engines(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, SMALL)
 
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("an illegal value")
-
+    fail = mock.Mock(side_effect=RuntimeError("an illegal value"))
     monkeypatch.setattr(runner.store, "replay", fail)
     assert runner.execute(towers.batch(kind, [(1, 8, 8)])) is None
     report = runner.report()
@@ -333,8 +320,6 @@ def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatc
 
 
 class Sum(FixedSizeAdapter):
-    """A tower that needs no real model."""
-
     image_size = (3, 8, 8)
     patch_size = 4
 

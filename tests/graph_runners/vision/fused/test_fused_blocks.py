@@ -124,7 +124,6 @@ def test_blocks_are_their_own_afterwards(wide: Any) -> None:
 
 @torch.inference_mode()
 def test_each_sum_is_normalised_once(wide: Any, kind: str, monkeypatch: Any) -> None:
-    """The sum after a block is normalised for the next block, which does not repeat it."""
     names = {"qwen3": "add_layer_norm", "qwen2_5": "add_rms_norm"}
     calls = []
     norm = getattr(blocks, names[kind])
@@ -166,7 +165,6 @@ def test_what_has_other_bits_is_left_out(
 
 
 def test_ranks_fuse_alike(wide: Any, few_rows: None) -> None:
-    """An operator whose bits differ on another rank is left out on this rank, too."""
     asked = []
 
     def other(ok: bool) -> bool:
@@ -263,13 +261,11 @@ def test_other_blocks_are_not_touched(wide: Any, model: Any) -> None:
     assert (find_blocks(model) is not None) is norms, "an RMSNorm of 64 columns is another"
 
 
-def test_another_vllm_is_no_error(wide: Any, monkeypatch: Any) -> None:
+def test_another_vllm_or_a_failed_trial_is_no_error(wide: Any, monkeypatch: Any) -> None:
     moved = Seam("fused", "model_executor.gone.Block", "name", "present", "why", "until")
     monkeypatch.setattr(seams, "LEDGER", (moved,))
     assert "model_executor.gone.Block" in str(fused_blocks(wide, lambda: None, bool))
-
-
-def test_a_failed_trial_is_no_error(wide: Any, monkeypatch: Any) -> None:
+    monkeypatch.undo()
     fails = mock.Mock(side_effect=RuntimeError("no such kernel"))
     monkeypatch.setattr(check, "find_blocks", fails)
     assert fused_blocks(wide, lambda: None, bool) == "RuntimeError: no such kernel"
@@ -279,11 +275,9 @@ def test_asked_for_and_not_there_is_an_error(wide: Any) -> None:
     small = {"max_patches": 64, "buckets": []}
     with pytest.raises(ConfigError, match=r"additional-config\.graft\.vit\.fuse=true, but nothing"):
         towers.make_runner(wide, {"fuse": True, **small})
-    for options, why in (
-        ({}, "the device has no kernels of ours"),
-        ({"fuse": False}, "not asked for"),
-    ):
-        assert towers.make_runner(wide, {**options, **small}).report()["fused"] == f"no: {why}"
+    for fuse, why in ((None, "the device has no kernels of ours"), (False, "not asked for")):
+        runner = towers.make_runner(wide, {"fuse": fuse, **small})
+        assert runner.report()["fused"] == f"no: {why}"
 
 
 def fused_runner(model: Any, monkeypatch: Any, **options: Any) -> Any:
@@ -296,7 +290,6 @@ def fused_runner(model: Any, monkeypatch: Any, **options: Any) -> Any:
 
 @BOTH
 def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: Any) -> None:
-    """A graph whose bits differ is dropped, and the next one of its layout has no fused blocks."""
     runner = fused_runner(wide, monkeypatch, buckets=[])
     assert runner.report()["fused"] == "rotation, norms, gates"
     monkeypatch.setattr(blocks, "rotate_qk", lambda *args: 1.0001 * rotate_qk(*args))
@@ -354,7 +347,6 @@ NO_GAIN = (OTHER, 0.98, OTHER)
 
 
 def test_large_batches_pass_fused(wide: Any, kind: str, monkeypatch: Any) -> None:
-    """Batches larger than any graph are answered by a pass with fused blocks, others as before."""
     runner, stand = fused_passes(wide, monkeypatch, 2 * GAIN)
     assert runner.report()["fused_passes"] is True
     captured, beside = stand.passes, stand.beside
@@ -386,9 +378,7 @@ def test_passes_that_gain_nothing_or_differ_are_not_fused(
     assert stand.passes == tried
 
 
-def test_passes_that_fail_at_the_start_are_not_fused(
-    wide: Any, kind: str, monkeypatch: Any
-) -> None:
+def test_passes_that_fail_at_first_are_not_fused(wide: Any, kind: str, monkeypatch: Any) -> None:
     """The engine starts even if there is no memory for these passes, for example."""
     honest = GridTower.eager
 
@@ -414,9 +404,7 @@ def test_a_failed_fused_pass_is_the_engines(wide: Any, kind: str, monkeypatch: A
     assert "out of something" in runner.report()["failures"][0]
 
 
-def test_a_batch_is_not_held_against_a_pass_that_is_no_more(
-    wide: Any, kind: str, monkeypatch: Any
-) -> None:
+def test_a_pass_that_is_no_more_does_not_count(wide: Any, kind: str, monkeypatch: Any) -> None:
     runner, _ = fused_passes(wide, monkeypatch, (*2 * GAIN, OTHER, OURS, OURS, OTHER))
     runner.tower.unfuse("a graph had other bits")
     inputs = towers.batch(kind, [(1, 8, 8), (1, 4, 8), (1, 8, 4)])
@@ -426,9 +414,7 @@ def test_a_batch_is_not_held_against_a_pass_that_is_no_more(
 
 
 @pytest.mark.parametrize("cut", [0.85, 0.95])
-def test_a_batch_is_cut_if_that_beats_a_fused_pass(
-    wide: Any, kind: str, monkeypatch: Any, cut: float
-) -> None:
+def test_a_cut_has_to_beat_a_fused_pass(wide: Any, kind: str, monkeypatch: Any, cut: float) -> None:
     runner, _ = fused_passes(wide, monkeypatch, (*2 * GAIN, OTHER, cut, cut, OTHER, OURS))
     inputs = towers.batch(kind, [(1, 8, 8), (1, 4, 8), (1, 8, 4)])
     for _ in range(3):

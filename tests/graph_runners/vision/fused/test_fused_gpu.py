@@ -92,7 +92,6 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @torch.inference_mode()
 def test_blocks(model: Any) -> None:
-    """Every operator is fused, and gives the same bits for all numbers of rows and segments."""
     found = check.agreed_blocks(model)
     assert isinstance(found, FusedBlocks), found
     assert found.parts == "rotation, norms, gates"

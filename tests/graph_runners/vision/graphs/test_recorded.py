@@ -50,7 +50,7 @@ def recorded(model: Any) -> Iterator[ViTCudaGraphRunner]:
         yield runner
 
 
-def test_recorded_replays_are_the_eager_pass(kind: str, recorded: ViTCudaGraphRunner) -> None:
+def test_recorded_replays_are_the_eager_pass(kind: str, recorded: Any) -> None:
     for seed in range(3):
         for grids, modality in (
             ([(1, 8, 8)], "image"),
@@ -66,7 +66,7 @@ def test_recorded_replays_are_the_eager_pass(kind: str, recorded: ViTCudaGraphRu
 
 
 def test_a_region_that_reads_the_device_is_not_captured(
-    kind: str, recorded: ViTCudaGraphRunner, monkeypatch: Any
+    kind: str, recorded: Any, monkeypatch: Any
 ) -> None:
     forward = recorded.tower.forward
 
@@ -85,7 +85,7 @@ def test_a_region_that_reads_the_device_is_not_captured(
 
 
 def test_no_zeros_under_attention_of_captured_towers(
-    kind: str, recorded: ViTCudaGraphRunner, monkeypatch: Any
+    kind: str, recorded: Any, monkeypatch: Any
 ) -> None:
     """Runs vLLM's wrapper of FlashAttention as if it were captured on CUDA."""
     from vllm.v1.attention.backends import fa_utils
@@ -121,9 +121,7 @@ def test_no_zeros_under_attention_of_captured_towers(
     assert wrappers.current_platform is cuda
 
 
-def test_a_budget_that_holds_no_bucket(
-    kind: str, recorded: ViTCudaGraphRunner, monkeypatch: Any
-) -> None:
+def test_a_budget_that_holds_no_bucket(kind: str, recorded: Any, monkeypatch: Any) -> None:
     recorded.clear()
     monkeypatch.setattr(recorded.store, "fits", lambda rows: True)
     recorded.store.budget.limit = 1000

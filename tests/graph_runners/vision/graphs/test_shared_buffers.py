@@ -35,13 +35,13 @@ def runner(model: Any) -> Iterator[ViTCudaGraphRunner]:
     made.clear()
 
 
-def poison(runner: ViTCudaGraphRunner) -> None:
+def poison(runner: Any) -> None:
     """Fill all shared buffers with NaN, or with integers that are no valid places."""
     for buffer in runner.store.arena._buffers.values():
         buffer.fill_(math.nan if buffer.is_floating_point() else 1 << 30)
 
 
-def differing(runner: ViTCudaGraphRunner, kind: str, turns: int = 48) -> int:
+def differing(runner: Any, kind: str, turns: int = 48) -> int:
     """The number of batches whose answers differ from the eager ones, with poisoned buffers."""
     wrong = 0
     for turn in range(turns):
@@ -54,7 +54,7 @@ def differing(runner: ViTCudaGraphRunner, kind: str, turns: int = 48) -> int:
     return wrong
 
 
-def test_nothing_shared_lives_from_replay_to_replay(kind: str, runner: ViTCudaGraphRunner) -> None:
+def test_nothing_shared_lives_from_replay_to_replay(kind: str, runner: Any) -> None:
     assert differing(runner, kind) == 0
     report = runner.report()
     assert report["failures"] == []
@@ -64,7 +64,7 @@ def test_nothing_shared_lives_from_replay_to_replay(kind: str, runner: ViTCudaGr
 
 @pytest.mark.parametrize("name", ["pixel_values", "cos", "cu_"])
 def test_a_buffer_that_is_not_written_anew_shows(
-    kind: str, runner: ViTCudaGraphRunner, monkeypatch: Any, name: str
+    kind: str, runner: Any, monkeypatch: Any, name: str
 ) -> None:
     """Negative control: a load that skips one buffer."""
     honest = PaddedGraph.load
@@ -82,20 +82,20 @@ def test_a_buffer_that_is_not_written_anew_shows(
 
 
 def test_an_answer_that_is_not_cloned_is_overwritten(
-    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
+    kind: str, runner: Any, monkeypatch: Any
 ) -> None:
     """Negative control: replays of other graphs write to outputs in the pool."""
     monkeypatch.setattr(graph_store, "_clones", lambda parts: parts)
     first = towers.batch(kind, SHAPES[0])
     kept = runner.execute(first) or []
-    assert towers.agree(kept, towers.eager(model, first))
+    assert towers.agree(kept, towers.eager(runner.model, first))
     runner.execute(towers.batch(kind, SHAPES[3]))
     assert kept[0].isnan().all()
 
 
 @pytest.mark.parametrize("own_segment", [True, False])
 def test_padding_is_seen_by_nobody(
-    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any, own_segment: bool
+    kind: str, runner: Any, monkeypatch: Any, own_segment: bool
 ) -> None:
     """Rows of padding are NaN; it shows only if they share a segment with an item."""
     honest = PaddedGraph.load
@@ -114,7 +114,7 @@ def test_padding_is_seen_by_nobody(
     found = runner.execute(inputs)
     assert found is not None
     assert runner.stats.padded_rows > runner.stats.rows
-    (first, second), expected = found, towers.eager(model, inputs)
+    (first, second), expected = found, towers.eager(runner.model, inputs)
     assert torch.allclose(first, expected[0], atol=1e-5)
     assert torch.allclose(second, expected[1], atol=1e-5) is own_segment
 
@@ -141,7 +141,7 @@ def test_graphs_of_all_sizes_take_the_buffers_of_the_largest(kind: str, model: A
 
 @pytest.mark.parametrize("room", [6, 1, 0])
 def test_metadata_is_kept_on_the_host_while_it_fits(
-    kind: str, runner: ViTCudaGraphRunner, room: int, monkeypatch: Any
+    kind: str, runner: Any, room: int, monkeypatch: Any
 ) -> None:
     """Metadata are kept within room for six layouts, for the largest alone, or for none."""
     runner.router.rate = TimeShare(0)  # Only padded graphs serve.
@@ -166,9 +166,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
     assert runner.report()["metadata"]["host_bytes"] == 0
 
 
-def test_what_is_kept_is_not_written_to(
-    kind: str, model: Any, runner: ViTCudaGraphRunner, monkeypatch: Any
-) -> None:
+def test_what_is_kept_is_not_written_to(kind: str, runner: Any, monkeypatch: Any) -> None:
     """Negative control: if somebody writes to the block of metadata, answers are wrong."""
     runner.router.rate = TimeShare(0)
     inputs = towers.batch(kind, SHAPES[4], seed=1)
@@ -177,6 +175,6 @@ def test_what_is_kept_is_not_written_to(
     with torch.inference_mode():
         runner.store.metadata._block.fill_(0x7F)
     found = runner.execute(inputs)
-    expected = towers.eager(model, inputs)
+    expected = towers.eager(runner.model, inputs)
     assert runner.report()["metadata"]["hits"] == 1
     assert found is None or not torch.allclose(found[0], expected[0], atol=1e-5)

@@ -128,7 +128,6 @@ ANY_SIZE = [name for name in MODELS if name != "paligemma"]
 
 
 def _adapter(model: Any) -> type[VisionAdapter]:
-    """The adapter's class, found by the hook as the plugin finds it."""
     name = type(model).__name__
     found: type[VisionAdapter] = (
         manager().choose("graft_vision_adapters", name, "--flag").entry.resolve()
@@ -184,7 +183,7 @@ def _sizes(model: Any) -> list[tuple[int, int]]:
     return [(16, 16)] if model.name == "paligemma" else [(16, 24), (24, 16), (8, 48), (64, 8)]
 
 
-def test_every_size_is_bit_identical(model: Any, runner: ViTCudaGraphRunner) -> None:
+def test_every_size_is_bit_identical(model: Any, runner: Any) -> None:
     for size in _sizes(model):
         runner.prewarm(_images(model, size))
         for seed in (1, 2):
@@ -194,16 +193,14 @@ def test_every_size_is_bit_identical(model: Any, runner: ViTCudaGraphRunner) -> 
 
 
 @pytest.mark.parametrize("model", ANY_SIZE, indirect=True)
-def test_sizes_of_equal_length_have_graphs_of_their_own(
-    model: Any, runner: ViTCudaGraphRunner
-) -> None:
+def test_sizes_of_equal_length_have_graphs_of_their_own(model: Any, runner: Any) -> None:
     for size in ((16, 24), (24, 16), (8, 48)):
         runner.prewarm(_images(model, size))
     assert len(runner.store.exact) == 3
     assert all(_right(runner, _images(model, size, seed=3)) for size in ((16, 24), (24, 16)))
 
 
-def test_batches_are_cut(model: Any, runner: ViTCudaGraphRunner) -> None:
+def test_batches_are_cut(model: Any, runner: Any) -> None:
     sizes = _sizes(model)[:2] * 3
     runner.prewarm(_images(model, *sizes))
     inputs = _images(model, *sizes, seed=4)
@@ -214,14 +211,14 @@ def test_batches_are_cut(model: Any, runner: ViTCudaGraphRunner) -> None:
 
 
 @pytest.mark.parametrize("model", ["paligemma"], indirect=True)
-def test_a_size_that_is_known_has_its_graph_before(model: Any, runner: ViTCudaGraphRunner) -> None:
+def test_a_size_that_is_known_has_its_graph_before(model: Any, runner: Any) -> None:
     assert runner.stats.captures["exact"] == 4
     assert _right(runner, _images(model, *[(16, 16)] * 8))
     assert runner.stats.replays["exact"] == 1
 
 
 @pytest.mark.parametrize("model", ANY_SIZE, indirect=True)
-def test_a_size_gets_its_graph_when_it_comes_back(model: Any, runner: ViTCudaGraphRunner) -> None:
+def test_a_size_gets_its_graph_when_it_comes_back(model: Any, runner: Any) -> None:
     size = _sizes(model)[0]
     answers = [runner.execute(_images(model, size, seed=seed)) for seed in range(4)]
     assert answers[0] is None
@@ -233,9 +230,7 @@ def test_a_size_gets_its_graph_when_it_comes_back(model: Any, runner: ViTCudaGra
 
 
 @pytest.mark.parametrize(("name", "obstacle"), [("mistral3", True), ("paligemma", False)])
-def test_a_tower_that_ranks_share_is_captured_at_the_start_or_declined(
-    name: str, obstacle: bool, rank: None, monkeypatch: Any
-) -> None:
+def test_a_tower_that_ranks_share(name: str, obstacle: bool, rank: None, monkeypatch: Any) -> None:
     config = _config()
     model = _made(name, config)
     config.parallel_config.tensor_parallel_size = 2

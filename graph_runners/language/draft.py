@@ -172,7 +172,7 @@ class ExactDraftRunner(DraftGraphRunner):
     """Pads no batch: a batch without a graph of exactly its size is launched."""
 
     def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
-        return desc.num_tokens == num_tokens
+        return bool(desc.num_tokens == num_tokens)
 
 
 class VerifyingDraftRunner(DraftGraphRunner):

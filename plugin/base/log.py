@@ -23,13 +23,13 @@ class Once:
         self._level = level
         self._said: dict[tuple[str, int], set[str]] = {}
 
-    def __call__(self, message: str) -> None:
-        """Log a message, shortened if it is too long."""
+    def __call__(self, message: str, *, most: int = MOST) -> None:
+        """Log a message, shortened if too long; the calling line logs ``most`` different ones."""
         caller = sys._getframe(1)
         said = self._said.setdefault((caller.f_code.co_filename, caller.f_lineno), set())
         if len(message) > _LONGEST:
             message = message[:_LONGEST] + "..."
-        if message not in said and len(said) < MOST:
+        if message not in said and len(said) < most:
             said.add(message)
             logger.log(self._level, message, stacklevel=2)
 

@@ -121,13 +121,13 @@ def _ours(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 class _Loop(asyncio.SelectorEventLoop):
     """A loop whose threads nobody waits for: a lookup of a name may take longer than `SECONDS`."""
 
-    def run_in_executor(self, executor: Any, call: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         done: Future[Any] = Future()
         done.set_running_or_notify_cancel()  # From now on, only the call ends it.
 
         def run() -> None:
             try:
-                done.set_result(call(*args))
+                done.set_result(func(*args))
             except BaseException as error:
                 done.set_exception(error)
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -121,7 +121,9 @@ def _ours(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 class _Loop(asyncio.SelectorEventLoop):
     """A loop whose threads nobody waits for: a lookup of a name may take longer than `SECONDS`."""
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> Any:
         done: Future[Any] = Future()
         done.set_running_or_notify_cancel()  # From now on, only the call ends it.
 

@@ -17,8 +17,8 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 CHOOSE = """
 import logging; logging.basicConfig(level=logging.INFO)
-from vllm_graft.hooks.manager import choose, resolve
-print(choose("graft_tree_policies", "dynamic", "tree", "policy").load)
+from vllm_graft.hooks.manager import manager, resolve
+print(manager().choose("graft_tree_policies", "dynamic", "--flag").entry.load)
 """
 RESOLVE = """
 print(resolve("graft_tree_policies", "dynamic", "tree", "policy").__name__)

@@ -28,7 +28,7 @@ BOUNDED = {
         plugin/hooks/manager.py:Manager._configured plugin/hooks/manager.py:Manager._hooks
         plugin/hooks/manager.py:Manager._plugins plugin/hooks/manager.py:Manager.broken
         plugin/hooks/manager.py:manager plugin/metrics/board.py:Board._states
-        plugin/metrics/board.py:Series._children plugin/metrics/increments.py:Increments._known
+        plugin/metrics/board.py:Series._children plugin/metrics/relay.py:Increments._known
         plugin/metrics/relay.py:Relay._reported plugin/seams/compare.py:_assigned
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:moved
         plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
@@ -41,7 +41,7 @@ BOUNDED = {
         graph_runners/vision/graphs/vision_stats.py:VitStats.dropped
         graph_runners/vision/graphs/vision_stats.py:VitStats.items
         graph_runners/vision/graphs/vision_stats.py:VitStats.replays
-        graph_runners/vision/capture/capture_stream.py:stream_of
+        graph_runners/vision/capture/graph_backend.py:stream_of
         hicache/rank/worker.py:HiCacheWorker._counters
         hicache/messages/cache_stats.py:HiCacheProm._series""",
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
@@ -82,8 +82,8 @@ BOUNDED = {
     "Bounded by bytes, and keyed by hashes.": """
         spec_decode/lookup/token_cache.py:TokenCache._kept""",
     "Graphs and buffers within the memory that the configuration gives.": """
-        graph_runners/vision/capture/arena.py:Arena._buffers
-        graph_runners/vision/capture/budget.py:ByteBudget._owners
+        graph_runners/vision/capture/device_memory.py:Arena._buffers
+        graph_runners/vision/capture/device_memory.py:ByteBudget.owners
         graph_runners/vision/capture/tensor_cache.py:TensorCache._entries
         graph_runners/vision/graphs/graph.py:PaddedGraph._offsets
         graph_runners/vision/graphs/graph.py:TowerGraph.buffers

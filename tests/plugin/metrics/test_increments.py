@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.plugin.metrics.stand_ins import ROWS
-from vllm_graft.metrics.increments import Increments
+from vllm_graft.metrics.relay import Increments
 
 
 def test_counters_add_up_gauges_replace_and_the_rest_is_passed_over() -> None:

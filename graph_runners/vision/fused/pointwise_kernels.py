@@ -1,4 +1,4 @@
-"""A kernel for the rotary embedding of queries and keys, which reads the projection's output."""
+"""Kernels for the gate of a SwiGLU, and for the rotary embedding of queries and keys."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -6,6 +6,30 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+BLOCK = 1024
+"""Columns per program."""
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < WIDTH
+    gate = tl.load(x_ptr + row * (2 * WIDTH) + column, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + column, mask=live, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * WIDTH + column, value, mask=live)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``[..., 2 * width]``, contiguous: ``[..., width]``."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    rows = out.numel() // width
+    grid = (rows, triton.cdiv(width, BLOCK))
+    _silu_mul_kernel[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=4)
+    return out
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,16 +65,10 @@ def _rotate_kernel(
 
 
 def rotate_qk(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotate queries and keys by halves, as GPT-NeoX does.
+    """Rotate queries and keys by halves, as GPT-NeoX does: ``[2, rows, heads, size]``.
 
-    Args:
-        qkv: ``[rows, 3 * heads * size]``, contiguous.
-        cos: ``[rows, size / 2]``, contiguous, of qkv's dtype.
-        sin: likewise.
-        heads: heads of the queries, and as many of the keys.
-
-    Returns:
-        queries and keys, ``[2, rows, heads, size]``.
+    `qkv` is ``[rows, 3 * heads * size]``, and `cos` and `sin` are ``[rows, size / 2]`` of its
+    dtype, all contiguous.
     """
     rows, size = qkv.shape[0], qkv.shape[1] // (3 * heads)
     out = qkv.new_empty(2, rows, heads, size)

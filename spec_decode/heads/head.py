@@ -44,7 +44,6 @@ class DraftHead:
     et al. 2025; SGLang's token map).
 
     Args:
-        draft: the loaded draft model.
         topk: how many tokens `top` returns by default.
         hot_tokens: a file of the tokens to draft from, or how many tokens to learn while serving.
         vocab_size: size of the target's vocabulary; None takes that of the draft's output head.
@@ -55,8 +54,6 @@ class DraftHead:
             vocabularies are the same.
         hot_weight: ``[draft_vocab, hidden]``, the head's rows of a hot-token file; None without a
             file, and where `fp8` holds them.
-        fp8: the head's rows in FP8; None if they stay as they were loaded.
-        learned: the vocabulary that is learned; None if none is.
 
     Raises:
         ConfigError: if the file or the number does not fit the draft, or the head can't be cut or
@@ -211,12 +208,7 @@ class DraftHead:
             self.learned.renew()
 
     def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
-        """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.
-
-        Args:
-            hidden: the draft's output states.
-            narrow: whether to return only logits of the learned vocabulary's tokens.
-        """
+        """Return logits ``[num_rows, draft_vocab]``; `narrow` leaves the learned vocabulary's."""
         if (multiply := self._product_of_some(narrow)) is not None:
             return self.output.logits(hidden, functools.partial(self._cut_logits, multiply))
         if self.fp8 is not None:
@@ -228,7 +220,6 @@ class DraftHead:
         return draft.compute_logits(hidden)
 
     def _product_of_some(self, narrow: bool) -> Project | None:
-        """The product of states with some of the head's rows; None if all are to be multiplied."""
         if narrow:
             assert self.learned is not None
             return self.learned.rows.multiply
@@ -261,8 +252,8 @@ class DraftHead:
             narrow: whether to choose among the learned vocabulary's tokens only.
 
         Returns:
-            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened
-            by `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
+            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened by
+            `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
         """
         logits = self.logits(hidden, narrow=narrow)
         ids = self.learned.target_ids if narrow and self.learned else self.target_ids

@@ -18,9 +18,7 @@ class HotRows(Protocol):
     """Some rows of an output head. Their addresses never change, as CUDA graphs hold them."""
 
     @property
-    def num_bytes(self) -> int:
-        """Device bytes that they take."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def take(self, ids: torch.Tensor) -> None:
         """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary.
@@ -35,15 +33,7 @@ class HotRows(Protocol):
 
 
 class PlainRows:
-    """Rows as they were loaded.
-
-    Args:
-        head: vLLM's layer with the draft's rows, sharded or not.
-        size: number of rows.
-
-    Attributes:
-        weight: ``[size, hidden]``, of the head's dtype.
-    """
+    """`size` rows as they were loaded, of a `head` that is sharded or not."""
 
     def __init__(self, head: Any, size: int) -> None:
         self._head = head
@@ -61,16 +51,7 @@ class PlainRows:
 
 
 class Fp8Rows:
-    """Rows of a head that is kept in FP8.
-
-    Args:
-        fp8: the head in FP8, whose numbers and scales are copied.
-        head: vLLM's layer with the draft's rows, which says how they are sharded.
-        size: number of rows.
-
-    Attributes:
-        rows: the copies.
-    """
+    """`size` rows of a head that is kept in FP8; `head` says how they are sharded."""
 
     def __init__(self, fp8: Fp8Head, head: Any, size: int) -> None:
         self._fp8, self._head = fp8, head
@@ -106,12 +87,8 @@ def _take(
 ) -> torch.Tensor:
     """Fill `out` with the rows of `ids`, and return it.
 
-    Args:
-        source: the rows that this rank holds.
-        head: says which these are.
-        ids: int64 ``[n]``, of the draft's vocabulary.
-        out: ``[n, width]``.
-        add_up: adds up tensors of all ranks. Each row is on one rank, and zero on the others.
+    `source` has the rows that this rank holds. `add_up` adds up tensors of all ranks: each row is
+    on one rank, and zero on the others.
     """
     if head.tp_size == 1:
         return torch.index_select(source, 0, ids, out=out)
@@ -138,5 +115,4 @@ def _sum_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(head: Fp8Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head's numbers and scales as bytes: ``[rows, hidden]`` and ``[rows, 4]``."""
     return head.weight.view(torch.uint8), head.scale.view(torch.uint8)

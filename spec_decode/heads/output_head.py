@@ -17,13 +17,9 @@ class OutputHead:
 
     EAGLE heads have an ``lm_head`` and a logits processor of their own, and their states go into
     these as they are. Modules for one token more (MTP) keep the processor one level deeper, and
-    some have rows and a norm of their own, such as GLM-4.5's ``shared_head``. There the processor
-    is replaced by a stand-in, and the draft computes logits once, so that the stand-in sees which
-    rows it is passed. Later it computes what it is told to of the states that it is passed, which
-    have been through the draft's norm.
-
-    Args:
-        draft: the loaded draft model.
+    some have rows and a norm of their own, such as GLM-4.5's ``shared_head``. There a stand-in
+    replaces the processor, and the draft computes logits once, so that the stand-in sees which rows
+    it is passed.
 
     Attributes:
         rows: the layer that holds the head's rows, sharded as vLLM shards it.
@@ -51,9 +47,7 @@ class OutputHead:
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
         """Compute logits by ``project`` where the draft would compute its own. Capturable.
 
-        Args:
-            hidden: the draft's output states ``[num_rows, hidden]``.
-            project: gets the states behind the draft's own norm, if it has one.
+        ``project`` gets the states behind the draft's own norm, if it has one.
         """
         if self._stand_in is None:
             return project(hidden)

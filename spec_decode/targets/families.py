@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.targets.base import TargetState
 from vllm_graft.spec_decode.targets.features import in_layer
-from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
     from vllm_graft.base.refusal import Refusal
     from vllm_graft.seams.ledger.entry import Seam
-    from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
-    from vllm_graft.spec_decode.verification.context import TreeContext
+    from vllm_graft.spec_decode.targets.base import TargetFamily
+    from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 HOOK = "graft_target_families"
 
@@ -57,8 +58,7 @@ def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
     """The first family that claims a layer and serves all of its features.
 
     Raises:
-        ConfigError: if there is none. The message names the layer, and its kind or the feature
-            that no family serves.
+        ConfigError: if there is none.
     """
     claiming = [served for served in among if served.family.claims(layer)]
     if not claiming:
@@ -78,14 +78,38 @@ def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
     )
 
 
+class UnchangedState(TargetState):
+    """What vLLM itself keeps in step with the accepted tokens of a chain."""
+
+    def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
+        """Do nothing: the accepted rows are the first ones."""
+
+
+class UnchangedFamily:
+    """Layers of any kind for chains (``topk: 1``).
+
+    Rows of a chain are in order, so the engine's own kernels, states and caches are right.
+    """
+
+    def claims(self, layer: Any) -> bool:
+        return True
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        """Leave the layer alone."""
+
+    def state(self, *args: Any, **kwargs: Any) -> UnchangedState:
+        return UnchangedState()
+
+
 class ServedLayers:
     """The layers of a target and its draft, each with the family that serves it.
 
+    The layers of a target stay as they are where trees are chains (`chain`), those of a draft where
+    it has no trees (`draft_too`).
+
     Args:
-        layers: the layers of target and draft by name.
+        layers: all layers by name.
         draft: names of the draft's layers.
-        chain: whether the trees are chains, so that the target's layers serve them as they are.
-        draft_too: whether the draft's layers run over trees; else they stay as they are.
 
     Raises:
         ConfigError: if no family serves one of the layers.
@@ -140,19 +164,11 @@ class ServedLayers:
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
     ) -> list[TargetState]:
-        """Make one state per family that the target has layers of, once the cache is allocated.
-
-        Args:
-            layers: all layers of the engine by name.
-            kv_cache_config: the groups of layers.
-            block_tables: the slots of each group.
-        """
-        of_target = {
-            name: family for name, family in self._families.items() if name not in self._draft
-        }
+        """Make one state per family that the target has layers of, once the cache is allocated."""
+        of_target = {n: kind for n, kind in self._families.items() if n not in self._draft}
         return [
             kind.state(
-                {name: layers[name] for name, family in of_target.items() if family is kind},
+                {name: layers[name] for name, own in of_target.items() if own is kind},
                 kv_cache_config,
                 block_tables,
             )

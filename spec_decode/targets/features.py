@@ -1,8 +1,6 @@
 """Features of target models that a family has to serve for a tree to be verified.
 
-Each feature is looked for twice: by the frontend in the model's configuration, before anything is
-loaded, and by the worker in the loaded layers, which tell more. A feature that no family serves is
-refused. A family's features lie in its room.
+The frontend looks for each in the model's configuration, the worker in the loaded layers.
 """
 
 from __future__ import annotations

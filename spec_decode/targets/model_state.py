@@ -56,10 +56,7 @@ def samples_by_temperature(params: SamplingParams | None) -> bool:
 
 
 class TreeModelState:
-    """Mixed into the model state class that vLLM resolves for the target.
-
-    `bind` makes a subclass whose class attributes belong to one engine.
-    """
+    """Mixed into the model state class that vLLM resolves for the target."""
 
     graft: TreeContext
     layers: ServedLayers
@@ -70,12 +67,7 @@ class TreeModelState:
 
     @classmethod
     def bind(cls, context: TreeContext, layers: ServedLayers) -> type[TreeModelState]:
-        """Return a subclass for one engine.
-
-        Args:
-            context: the engine's tree context.
-            layers: the layers of target and draft, each with its family.
-        """
+        """Return a subclass whose class attributes belong to one engine."""
         return type("TreeModelState", (cls,), {"graft": context, "layers": layers})
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:

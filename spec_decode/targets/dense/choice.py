@@ -38,7 +38,6 @@ class Point(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """The point without its context."""
         return Size(self.num_reqs, self.rows)
 
 
@@ -47,12 +46,10 @@ Costs = Mapping[Point, Mapping[KernelName, float]]
 
 
 def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[Point]:
-    """Where to measure: at most three widths, four numbers of requests and three contexts.
+    """Where to measure: at most three widths, and sizes of `BATCHES` and `CONTEXTS`.
 
     Args:
         widths: rows per request (root and nodes) that the engine may verify.
-        max_reqs: largest number of requests.
-        max_model_len: longest context.
     """
     ordered = sorted(set(widths))
     chosen = sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}) if ordered else []
@@ -72,8 +69,8 @@ def choose(costs: Costs, size: Size) -> KernelName:
     """The kernel whose worst loss against the better one, over all contexts, is the smallest.
 
     A graph is captured for one size and replayed at any context. A size that was not measured takes
-    the choice of the nearest measured size, by the ratios of requests and of rows. If two are
-    equally near, the larger one decides.
+    the choice of the nearest measured size, by the ratios of requests and of rows; of two equally
+    near ones the larger decides.
 
     Raises:
         ValueError: if nothing was measured.
@@ -101,13 +98,9 @@ class KernelChoice:
     """The kernel for each size of one engine's batches.
 
     Attributes:
-        asked: what the configuration asks for.
         why: why there is no choice; empty where the measured times decide.
-        costs: measured times.
-        used: the kernel of each size that came up.
-        declined: layer calls that took the Triton kernel although ``flash`` was chosen. This
-            happens outside of graphs, where requests differ in rows or the query is not quantized
-            beside an fp8 cache.
+        declined: layer calls that took the Triton kernel although ``flash`` was chosen: outside of
+            graphs, where requests differ in rows or the query is not quantized beside an fp8 cache.
     """
 
     asked: Literal["auto", "triton", "flash"]

@@ -1,7 +1,6 @@
-"""Paged attention in plain torch, for the CPU: vLLM's own CPU kernels pack K in a private layout.
+"""Paged attention in plain torch for tests and demonstrations on a CPU.
 
-It is meant for tests and demonstrations. Layers get it one by one after loading, so engines of the
-same process that did not ask for trees keep vLLM's own attention.
+vLLM's own CPU kernels pack K in a private layout. Layers get this one after loading.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.dense.chunked_metadata import WholeBatch
-from vllm_graft.spec_decode.targets.dense.window import chunk_of, first_key, window_of
+from vllm_graft.spec_decode.targets.dense.window import WholeBatch, chunk_of, first_key, window_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -59,17 +56,14 @@ class TorchAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend that this one replaces."""
         return "CPU_ATTN"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Any block size that vLLM uses."""
         return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """The layout that the CPU platform allocates."""
         return (KVCacheLayout.LBHNC,)
 
     @staticmethod
@@ -89,27 +83,15 @@ class TorchAttentionImpl(AttentionImpl[WholeBatch]):
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
+        num_kv_heads: int,
+        *,
         sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
         chunk: int = 0,
     ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap
-        self.attn_type = attn_type
-        self.sliding_window = sliding_window
-        self.sinks = sinks
-        self.alibi_slopes = alibi_slopes
-        self.chunk = chunk
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype = float(scale), "auto"
+        self.sliding_window, self.sinks, self.chunk = sliding_window, sinks, chunk
 
     def do_kv_cache_update(
         self,
@@ -200,7 +182,6 @@ def replace(layer: Attention) -> None:
         old.scale,
         layer.num_kv_heads,
         sliding_window=old.sliding_window,
-        attn_type=layer.attn_type,
         sinks=old.sinks,
         chunk=chunk_of(layer),
     )

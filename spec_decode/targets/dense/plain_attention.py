@@ -14,10 +14,7 @@ from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 def tree_attention_reference(
     batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernels' ``tree_attention``, in float32, without a ``workspace``.
-
-    It reads lengths on the host.
-    """
+    """The kernels' ``tree_attention`` in float32; it reads lengths on the host."""
     query, scales = _float_query(batch), (batch.k_scale, batch.v_scale)
     starts = batch.query_start_loc.tolist()
     for r, (length, rows) in enumerate(zip(batch.seq_lens.tolist(), batch.num_rows.tolist())):
@@ -51,11 +48,7 @@ def tree_attention_reference(
 def prefix_attention_reference(
     batch: TreeBatch, *, multiprocessors: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A :class:`vllm_graft.spec_decode.targets.dense.two_pass.PrefixAttention` in float32.
-
-    Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
-    host.
-    """
+    """The first of two passes (see `Passes`) in float32; NaN where there is no prefix."""
     query = _float_query(batch)
     out = torch.full(query.shape, float("nan"), device=query.device)
     lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
@@ -77,7 +70,7 @@ def prefix_attention_reference(
 def draft_attention_reference(
     batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernels' ``draft_attention``, in float32, without a ``workspace``."""
+    """The kernels' ``draft_attention`` in float32."""
     query, topk, slots = _float_query(batch), batch.topk, (batch.level + 1) * batch.topk
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
@@ -104,7 +97,7 @@ def write_scratch_reference(
     num_reqs: int,
     topk: int,
 ) -> None:
-    """The reference of the kernels' ``write_scratch``."""
+    """The kernels' ``write_scratch``."""
     rows = num_reqs * topk
     both = torch.cat([key[:rows], value[:rows]], dim=-1)
     level_slots = slice(level * topk, (level + 1) * topk)
@@ -120,7 +113,7 @@ def windowed_table_reference(
     max_rows: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of the kernels' ``windowed_table``. It reads lengths on the host."""
+    """The kernels' ``windowed_table``; it reads lengths on the host."""
     num_reqs = len(block_table)
     width = min(table_width(window, max_rows, block_size), block_table.shape[1])
     table, lens = block_table.new_zeros(num_reqs, width), kv_lens.new_zeros(num_reqs)

@@ -24,21 +24,14 @@ class AttentionShape:
     """Sizes of a problem.
 
     Attributes:
-        rows: Tree rows of each request, 0 for one that the kernel must skip.
-        lens: Keys of each request: those of a tree include its own rows, those of a draft are its
-            prefix.
-        kv_heads: KV heads.
-        group: Query heads per KV head.
-        head_size: Elements of a head.
-        block_size: Slots per block.
-        dtype: Dtype of the query, and of the cache unless ``fp8``.
-        fp8: Whether the cache is e4m3, with scales.
-        slots_first: Whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
-        max_blocks: Requests share blocks when they need more than this many.
-        window: Positions that a row sees, 0 for all. Blocks before them hold NaN, as the null block
-            of an engine may.
-        chunked: Whether ``window`` is the size of chunks in place of a window; for trees alone.
-        sinks: Whether each head has a sink.
+        rows: tree rows of each request, 0 for one that the kernel must skip.
+        lens: keys of each request: of a tree with its own rows, of a draft its prefix.
+        group: query heads per KV head.
+        dtype: of the query, and of the cache unless it is ``fp8`` (e4m3, with scales).
+        slots_first: whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
+        max_blocks: requests share blocks when they need more than this many.
+        window: positions that a row sees, 0 for all; with ``chunked`` the size of chunks. Blocks
+            before them hold NaN, as the null block of an engine may.
     """
 
     rows: tuple[int, ...]

@@ -1,9 +1,8 @@
 """Grafts tree attention onto the layers with MLA of Kimi Linear, which are a class of their own.
 
-Such a layer writes the latents of a batch's rows to the cache in the same pass that makes their
-queries. So we stand before both, in ``_attention``. A batch of trees alone is written by the
-layer's own operation and attended by our kernel. A batch with prompts is computed by the layer, and
-rows of trees are computed again.
+Such a layer writes latents to the cache in the pass that makes their queries. So we stand before
+both, in ``_attention``. The layer's own operation writes a batch of trees alone, and our kernel
+attends; the layer computes a batch with prompts, and rows of trees are computed again.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TreeKimiLatents(LatentTrees):
-    """In place of a layer's ``_attention``: computes tree rows, passes other rows on.
-
-    Attributes:
-        stock: the layer's own ``_attention``.
-    """
+    """In place of a layer's ``_attention`` (`stock`): computes tree rows, passes other rows on."""
 
     stock: Callable[..., None]
 
@@ -47,11 +42,10 @@ class TreeKimiLatents(LatentTrees):
         """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``.
 
         Args:
-            positions: ``[num_tokens]``, which the layer does not use, as it has no rotations.
+            positions: ``[num_tokens]``, not used, as the layer has no rotations.
             q: ``[num_tokens, num_heads, qk_head_dim]``.
             kv_c_normed: latents of the rows ``[num_tokens, rank]``.
             k_pe: keys that heads share ``[num_tokens, 1, rope]``.
-            attn_out: receives the result.
         """
         known, mode = get_forward_context().attn_metadata, self.context.mode
         plain = not isinstance(known, dict) or mode is VerifyMode.NONE
@@ -84,8 +78,7 @@ def graft_kimi_latents(
     """Make the layer `name` compute tree rows besides what it does already.
 
     Raises:
-        ConfigError: if the layer is the draft's or has rotations, or keeps its latents in a layout
-            or format that we can't read.
+        ConfigError: if the layer is the draft's or has rotations, or we can't read its latents.
     """
     if is_draft or layer.rotary_emb is not None:
         raise ConfigError(

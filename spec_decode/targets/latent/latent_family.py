@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
 from vllm_graft.spec_decode.targets.dense.draft_window import refuse_window
 from vllm_graft.spec_decode.targets.latent.kimi_latents import graft_kimi_latents
@@ -57,11 +56,5 @@ class LatentFamily:
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
     ) -> DenseState:
-        """The caches of the layers, each with one head, and the slots of their groups."""
-        caches, groups = [], []
-        for index, group in enumerate(kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                if name in layers:
-                    caches.append(layers[name].kv_cache.unsqueeze(1))
-                    groups.append(index)
-        return DenseState(KVCacheTable.build(caches, groups), block_tables.slot_mappings)
+        caches = {name: layer.kv_cache.unsqueeze(1) for name, layer in layers.items()}
+        return DenseState.of(caches, kv_cache_config, block_tables)

@@ -1,11 +1,9 @@
 """Grafts tree attention onto layers with MLA, of a target or of a draft, in its absorbed form.
 
 vLLM computes a batch's leading requests in the absorbed form, where all heads read latents, and the
-others with K and V of each head, which it makes of the latents. Both see keys in the order of their
-slots. In which form a tree's rows would be computed depends on the backend and on the lengths of
-the other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute
-rows of trees in the absorbed form by our kernel, whatever else is in the batch. A level of a
-draft's tree has such rows alone, and their latents go to a scratch.
+others with K and V of each head. Which form a tree's rows would get depends on the backend and on
+other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute rows of
+trees in the absorbed form by our kernel. Latents of a draft's level go to a scratch.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
-from vllm_graft.spec_decode.targets.dense.dense_features import KV_DTYPES
-from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
+from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, refuse_format
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.targets.latent import latent_attention as kernels
 from vllm_graft.spec_decode.targets.latent import plain_latent as reference
@@ -70,13 +67,7 @@ TORCH = LatentOps(
 
 
 class TreePart(NamedTuple):
-    """The part of a batch in which trees are.
-
-    Attributes:
-        num_reqs: requests up to the last one with a tree.
-        num_tokens: their rows.
-        block_table: int32 ``[num_reqs, max_blocks]``.
-    """
+    """The part of a batch in which trees are: up to the last request with one."""
 
     num_reqs: int
     num_tokens: int
@@ -85,12 +76,9 @@ class TreePart(NamedTuple):
 
 @dataclass
 class LatentTrees:
-    """Computes rows of trees over a layer's latents.
+    """Computes rows of trees over latents of a layer, an ``MLAAttention`` or one with its parts.
 
     Attributes:
-        layer: an ``MLAAttention``, or a layer with its parts.
-        context: what the tree parts of the worker share.
-        ops: what computes rows of trees.
         two_pass: the two passes, and where they are chosen; None where the kernel is the only one.
     """
 
@@ -100,7 +88,6 @@ class LatentTrees:
     two_pass: TwoPass | None = field(default=None, init=False)
 
     def part(self, metadata: Any) -> TreePart:
-        """Where the trees of a batch are."""
         return self.context.once(metadata, self._tree_part)
 
     def verify(
@@ -150,8 +137,8 @@ class LatentTrees:
         """Weighted latents of tree rows, by the kernel that is chosen for such a batch.
 
         Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
-        its buffers among rows might spread. So they are zeros, but for those of a mixed batch,
-        which are not used.
+        its buffers among rows might spread. So they are zeros, but for a mixed batch, which does
+        not use them.
         """
         space, two_pass = self.context.workspace, self.two_pass
         if (
@@ -198,12 +185,7 @@ class LatentTrees:
 
 @dataclass
 class TreeLatents(LatentTrees):
-    """In place of a layer's ``forward_impl``: computes tree rows, passes other rows on.
-
-    Attributes:
-        stock: the layer's own ``forward_impl``.
-        is_draft: whether the layer is the draft's, whose levels have a metadata of their own.
-    """
+    """In place of a layer's ``forward_impl`` (`stock`): computes tree rows, passes others on."""
 
     stock: Callable[..., torch.Tensor]
     is_draft: bool = False
@@ -229,9 +211,6 @@ class TreeLatents(LatentTrees):
             kv_cache: ``[num_blocks, block_size, rank + rope]``.
             attn_metadata: vLLM's ``MLACommonMetadata``, our `DraftTreeMetadata` in a draft's level,
                 or None in a run without attention.
-            output: receives the result.
-            *args: passed on.
-            **kwargs: passed on.
         """
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
@@ -254,7 +233,6 @@ class TreeLatents(LatentTrees):
         metadata: DraftTreeMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Compute a level of the draft's trees, whose latents are kept in the scratch."""
         layer, rows = self.layer, len(q)
         self.ops.write_scratch(
             latent.view(rows, 1, layer.kv_lora_rank),
@@ -299,11 +277,7 @@ def ops_for(name: str, layer: Any, *, is_draft: bool = False) -> LatentOps:
             f"--{'speculative-config.attention_backend' if is_draft else 'attention-backend'} "
             f"{'CPU_MLA' if backend == 'AMX_MLA' else 'TRITON_MLA'}"
         )
-    if layer.kv_cache_dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"--additional-config.graft.tree cannot read --kv-cache-dtype {layer.kv_cache_dtype} "
-            f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
-        )
+    refuse_format(name, layer.kv_cache_dtype)
     return TORCH if backend == "CPU_MLA" else TRITON
 
 

@@ -26,10 +26,7 @@ class LatentGeometry(NamedTuple):
 
     Attributes:
         num_heads: query heads of a rank.
-        rank: numbers of a latent.
-        rope: numbers of its rotated part.
-        dtype: of queries and latents.
-        block_size: slots per block.
+        rank, rope: numbers of a latent, and of its rotated part.
     """
 
     num_heads: int
@@ -50,7 +47,6 @@ class LatentGeometry(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> LatentGeometry:
-        """The geometry of a layer, whose absorbing weights say how many heads a rank has."""
         sizes = (len(layer.W_UK_T), layer.kv_lora_rank, layer.qk_rope_head_dim)
         return cls(*sizes, dtype, block_size)
 

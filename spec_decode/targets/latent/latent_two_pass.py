@@ -1,9 +1,8 @@
 """Tree attention over latents (MLA) in two passes: FlashAttention 3 over the prefix, then the tree.
 
 In the absorbed form all heads of a request's rows share their keys, so arithmetic bounds attention
-over a long context, and FlashAttention 3 (arXiv:2407.08608) computes several times as fast as our
-Triton kernel. Its keys are the rotated parts, its values the latents, which meet queries of their
-own.
+over a long context, where FlashAttention 3 is several times as fast as our Triton kernel. Its keys
+are the rotated parts, its values the latents, which meet queries of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.targets.dense.two_pass import Passes, bounded_splits
+from vllm_graft.spec_decode.targets.dense.two_pass import (
+    Passes,
+    attended_prefix,
+    bounded_splits,
+    scheduled,
+)
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 
 if TYPE_CHECKING:
@@ -27,70 +31,38 @@ _RANK, _ROPE = 512, 64
 
 
 def latent_splits(batch: LatentBatch, multiprocessors: int) -> int:
-    """Upper bound of the splits of a request's latents; see `bounded_splits`."""
+    """See `bounded_splits`."""
     num_tokens, num_heads, rank = batch.query.shape
     programs = cdiv(batch.max_rows * num_heads, _TILE)
     return bounded_splits(num_tokens * num_heads, rank, programs, multiprocessors)
 
 
 def plan_latent_prefix(batch: LatentBatch, *, multiprocessors: int) -> torch.Tensor:
-    """FlashAttention's schedule of the first pass, which all layers of a forward pass share.
-
-    No device value is read on the host.
-
-    Returns:
-        int32, opaque.
-    """
-    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
-
-    plan: torch.Tensor = get_scheduler_metadata(
-        batch_size=batch.num_reqs,
-        max_seqlen_q=batch.max_rows,
-        max_seqlen_k=batch.max_seq_len,
-        num_heads_q=batch.query.shape[1],
+    """`scheduled` for latents."""
+    return scheduled(
+        batch,
         num_heads_kv=1,
         headdim=batch.query_rope.shape[2],
         headdim_v=batch.query.shape[2],
-        cache_seqlens=batch.prefix_lens,
-        qkv_dtype=batch.query.dtype,
-        cu_seqlens_q=batch.query_start_loc,
         page_size=batch.latents.shape[1],
-        causal=False,
         num_splits=latent_splits(batch, multiprocessors),
     )
-    return plan
 
 
 def flash_prefix_latents(
     batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the latents before each tree; `plan` is `plan_latent_prefix` of the same batch.
-
-    Returns:
-        ``[num_tokens, num_heads, rank]`` of the query's dtype, and its log-sum-exp, f32
-        ``[num_heads, num_tokens]``. Both are arbitrary for a request without a prefix.
-    """
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-
+    """Attend to the latents before each tree; `plan` is `plan_latent_prefix` of the same batch."""
     rank = batch.query.shape[2]
-    out, lse = flash_attn_varlen_func(
+    return attended_prefix(
+        batch,
+        plan,
         q=batch.query_rope,
         k=batch.latents[..., rank:].unsqueeze(-2),
         v=batch.latents[..., :rank].unsqueeze(-2),
         q_v=batch.query,
-        cu_seqlens_q=batch.query_start_loc,
-        max_seqlen_q=batch.max_rows,
-        seqused_k=batch.prefix_lens,
-        max_seqlen_k=batch.max_seq_len,
-        block_table=batch.block_table,
-        softmax_scale=batch.scale,
-        causal=False,
-        return_softmax_lse=True,
-        scheduler_metadata=plan,
         num_splits=latent_splits(batch, multiprocessors),
-        fa_version=3,
     )
-    return out, lse
 
 
 LATENT_PASSES = Passes(plan_latent_prefix, flash_prefix_latents, attend_own_latents)

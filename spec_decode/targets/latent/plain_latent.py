@@ -11,10 +11,7 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 def latent_attention_reference(
     batch: LatentBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernel's ``latent_attention``, in float32, without a ``workspace``.
-
-    It reads lengths on the host.
-    """
+    """The kernel's ``latent_attention`` in float32; it reads lengths on the host."""
     for r, own in enumerate(_own_rows(batch)):
         rows = own.stop - own.start
         if rows == 0:
@@ -30,11 +27,7 @@ def latent_attention_reference(
 def prefix_latents_reference(
     batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of two passes in float32, the latents before each tree, with its log-sum-exp.
-
-    Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
-    host.
-    """
+    """The first of two passes (see `Passes`) in float32; NaN where there is no prefix."""
     out = torch.full(batch.query.shape, float("nan"), device=batch.query.device)
     lse = torch.full(batch.query.shape[1::-1], float("nan"), device=batch.query.device)
     starts = batch.query_start_loc.tolist()
@@ -54,7 +47,7 @@ def prefix_latents_reference(
 def latent_draft_attention_reference(
     batch: LatentDraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernel's ``latent_draft_attention``, in float32, without a workspace."""
+    """The kernel's ``latent_draft_attention`` in float32."""
     topk, slots = batch.topk, (batch.level + 1) * batch.topk
     for r, prefix in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
@@ -68,7 +61,7 @@ def latent_draft_attention_reference(
 def copy_tree_rows_reference(
     source: torch.Tensor, target: torch.Tensor, batch: LatentBatch
 ) -> None:
-    """The reference of the kernel's ``copy_tree_rows``."""
+    """The kernel's ``copy_tree_rows``."""
     for own in _own_rows(batch):
         target[own] = source[own]
 

@@ -1,6 +1,6 @@
 """Grafts trees onto layers of Mamba-2, in Nemotron-H, Falcon-H1 and Granite 4.0-H.
 
-Rows that drafts are verified of lead such a layer's batch, prompts follow.
+Verified rows lead such a layer's batch, prompts follow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class TreeSelectiveState(TreeRecurrence):
 
         Args:
             projected_states: ``[num_tokens, gate + inputs, B and C + heads]``.
-            output: receives the result.
         """
         metadata = metadata_of(self.layer)
         if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:
@@ -62,7 +61,6 @@ class TreeSelectiveState(TreeRecurrence):
         self.recur(inputs, gates, part, output.unflatten(1, (layer.tped_dt_size, layer.head_dim)))
 
     def _part(self, metadata: Mamba2AttentionMetadata) -> Parted:
-        """Where trees are, by host values alone. Layers of one metadata object share it."""
         columns, starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
         accepted = metadata.num_accepted_tokens
         assert columns is not None
@@ -79,11 +77,7 @@ class TreeSelectiveState(TreeRecurrence):
 
     @classmethod
     def prepare(cls, name: str, layer: Any) -> None:
-        """Refuse states that are kept as inputs of a chain.
-
-        Raises:
-            ConfigError: if ``--use-replayssm`` is given.
-        """
+        """Refuse states that are kept as inputs of a chain."""
         if layer.use_replayssm:
             raise ConfigError(
                 f"--use-replayssm keeps no state per row in layer {name}, which "
@@ -105,5 +99,4 @@ class TreeSelectiveState(TreeRecurrence):
         return weights
 
     def fold_gates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rates of decay, and what is added to steps."""
         return self.layer.A, self.layer.dt_bias

@@ -1,11 +1,8 @@
-"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5), Kimi Delta Attention (Kimi Linear)
-and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H).
+"""Recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2.
 
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
 its parent's state and leaves its own in the block of its row; or it leaves its inputs in a buffer
-of the layer, and the state that the accepted path ends in is made of them. So nothing of what vLLM
-allocates or schedules changes; see `vllm_graft.spec_decode.targets.recurrent.recurrent_layer` for
-the pass.
+of the layer, and the state that the accepted path ends in is made of them.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
@@ -51,8 +48,6 @@ class RecurrentState:
     """A state or kept inputs per node, and a window of the inputs of all nodes.
 
     Attributes:
-        caches: what each layer keeps.
-        table: where it lies.
         kept: which requests have left inputs in place of states; None if none ever does.
         folds: the layers that keep inputs; None likewise.
     """
@@ -65,9 +60,9 @@ class RecurrentState:
     def fork(self, step: VerifyStep) -> None:
         """Let prompts of one token that carry placeholders for drafts be verified, from zeros.
 
-        Every node has a column of its own already. But vLLM pads such a prompt to the rows of a
-        tree, and takes it for a prompt of so many tokens: its state would be the one behind the
-        placeholders. (Where a token comes before it, vLLM has it verified.)
+        vLLM pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens.
+        So its state would be the one behind the placeholders. (Where a token comes before it, vLLM
+        has it verified.)
         """
         if self.kept is not None:
             self.kept.firsts.fill_(-1)
@@ -163,7 +158,6 @@ class RecurrentFamily:
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
     ) -> RecurrentState:
-        """The caches of the layers, and the blocks of their groups."""
         caches: list[RecurrentCache] = []
         folded: list[FoldedLayer] = []
         modes: set[str] = set()
@@ -191,7 +185,6 @@ class RecurrentFamily:
 
 
 def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
-    """The layer, if it keeps inputs."""
     trees = graft_of(layer)
     if trees is None or trees.inputs is None:
         return []

@@ -1,17 +1,20 @@
 """Whether a pass over trees writes a recurrent state per row, or keeps the rows' inputs instead.
 
 A state is large: 2 MiB a layer in Qwen3-Next and Nemotron-H, against some 16 KiB of a row's inputs.
-A pass that writes states reads one state and writes as many as there are rows, and reads a parent's
-again where it is not the row before. A pass that keeps inputs reads one state; when a path is
-accepted, its state is read and one is written.
+A pass that keeps inputs reads one state and writes none; one more is read and written later, when a
+path is accepted.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import MAX_ROWS, keep_rows
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+    MAX_ROWS,
+    KeptRows,
+    LayerInputs,
+    keep_rows,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +33,11 @@ def allocate_inputs(
     context: TreeContext,
     dtype: torch.dtype | None = None,
 ) -> LayerInputs:
-    """Memory for the inputs of a layer.
-
-    What all layers share is allocated with the first one.
+    """Memory for the inputs of a layer. What all layers share is allocated with the first one.
 
     Args:
         weight: ``[features, ...]`` of its convolution.
         gates: numbers per head that a row's gates are, and heads.
-        context: bounds the rows.
         dtype: of what is behind the convolution; None for the weight's.
     """
     max_reqs, width = context.path.shape
@@ -56,8 +56,7 @@ class Batch(NamedTuple):
     """Rows of a pass that drafts are verified in, as the host knows them.
 
     Attributes:
-        rows: how many there are.
-        requests: of so many requests, a graph's padding included.
+        requests: a graph's padding included.
         most: rows of a request, at most.
         padded: rows with a graph's padding.
     """
@@ -69,10 +68,7 @@ class Batch(NamedTuple):
 
 
 def keeps_inputs(batch: Batch, context: TreeContext) -> bool:
-    """Whether the rows' inputs are kept, by host values alone.
-
-    A graph is captured in the form that its number of rows has.
-    """
+    """Whether the rows' inputs are kept, by host values alone: a graph is captured in one form."""
     kept = context.kept
     if kept is None or max(batch.rows, batch.padded) > kept.max_rows:
         return False
@@ -87,10 +83,7 @@ def keep_inputs(
     """Note that a pass keeps its rows' inputs, if it does.
 
     Args:
-        batch: the rows.
-        rows: which row continues which.
         batch_rows: their places in the batch, as of `keep_rows`.
-        context: what the tree parts of the worker share.
 
     Returns:
         The most rows of a request, or 0 where the pass writes states.

@@ -1,7 +1,6 @@
 """Grafts trees onto recurrent layers: what the grafts of all kinds share.
 
-vLLM sends rows of requests that it verifies drafts of through a convolution and a recurrence of
-their own, each row behind the row before. A graft stands before both and lets each row continue its
+A graft stands before a layer's convolution and recurrence and lets each verified row continue its
 parent. All other rows are computed by the layer itself, as a batch of their own.
 """
 
@@ -26,7 +25,7 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_form import allocate_inp
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import LayerInputs
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
@@ -49,13 +48,10 @@ class TreeRecurrence:
     """In place of a layer's pass: each verified row continues its parent's state.
 
     A pass either writes each row's state to the row's column, or writes no state and keeps the
-    rows' inputs, by which the accepted path's state is made afterwards.
-
-    A kind of layer is a subclass, called in place of the layer's method `PASS`.
+    rows' inputs, by which the accepted path's state is made afterwards. A kind of layer is a
+    subclass, called in place of the layer's method `PASS`.
 
     Attributes:
-        layer: the layer.
-        context: what the tree parts of the worker share.
         stock: the layer's own pass.
         inputs: keeps the rows' inputs; None if every pass writes states.
     """
@@ -143,8 +139,6 @@ class TreeRecurrence:
 
         Args:
             inputs: ``[num_rows, features]``, before the convolution.
-            gates: of the rows.
-            part: which row continues which, and what is kept.
             out: ``[num_rows, heads, V]``, receives the result.
         """
         layer, rows = self.layer, part.rows
@@ -208,11 +202,7 @@ def told(layer: Any, metadata: Any) -> Iterator[None]:
 
 
 def require_columns(name: str, layer: Any) -> None:
-    """Refuse a layer that does not keep a state per row.
-
-    Raises:
-        ConfigError: if vLLM keeps the states of the layer `name` in another way.
-    """
+    """Refuse a layer that does not keep a state per row."""
     mode = layer.cache_config.mamba_cache_mode
     if mode not in ("none", "align"):
         raise ConfigError(

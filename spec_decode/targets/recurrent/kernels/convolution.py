@@ -113,7 +113,6 @@ def tree_conv(
             window is in the block of its first column.
         weights: ``[dim, width]``, contiguous in its width, oldest input first.
         bias: ``[dim]`` or None.
-        rows: which row continues which.
         silu: whether ``x * sigmoid(x)`` follows.
         outputs: ``[num_rows, dim]``, receives the result; rows of no request stay as they are.
 

@@ -23,7 +23,7 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     stepped,
     tile_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows, LayerInputs
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import columns_of
 
 _TYPES = {
@@ -44,17 +44,13 @@ class FoldedLayer(NamedTuple):
     """A layer whose states are continued by kept inputs.
 
     Attributes:
-        inputs: what it keeps.
         states: ``[num_blocks, value_heads, V, K]`` (of Mamba-2 ``[num_blocks, heads, P, N]``),
             contiguous but for the first stride.
         rates: ``[value_heads]``, of decay; of the gated delta rule their logarithms. None of Kimi
             delta attention, whose gates are kept as they count.
         bias: ``[value_heads]``, added to decays, or to the steps of Mamba-2; None likewise.
         groups: heads of keys, or groups of ``B`` and ``C``.
-        blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
-            address must stay.
-        block_size: tokens per block.
-        decay: the kind of decay.
+        blocks: as of `RecurrentCache`.
     """
 
     inputs: LayerInputs
@@ -77,7 +73,6 @@ class FoldTable:
         layers: i64 ``[num_layers, 6]``, addresses of states, of rows, of gates, of rates and of
             biases, and elements from a block of states to the next.
         tables: i64 ``[num_layers, 3]``, as in `StateTable`.
-        decay: as in `FoldedLayer`.
         shape: groups (heads of keys) and heads of values, and the two sizes of a state.
         row_stride: elements from a kept row to the next.
         dtypes: of states, rows, rates and biases; None of what there is none of.
@@ -97,14 +92,10 @@ class FoldTable:
 
     @classmethod
     def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> FoldTable:
-        """Describe the layers, which must be alike in shapes and dtypes.
-
-        Args:
-            layers: at least one.
-            by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``).
+        """Describe the layers, at least one.
 
         Raises:
-            ValueError: if they differ.
+            ValueError: if they differ in shapes or dtypes.
         """
         kinds = {
             (

@@ -20,7 +20,7 @@ from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TRITON
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.verification.context import VerifyMode
 

@@ -25,6 +25,7 @@ from tests.support.models.recurrent_models import (
 )
 from tests.support.watches.launch_counts import count_launches
 from vllm_graft.plan.memory import memory_of
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import (
     delta_layer,
     recurrent_family,
@@ -34,7 +35,6 @@ from vllm_graft.spec_decode.targets.recurrent import (
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 

@@ -52,10 +52,7 @@ class TargetFamily(Protocol):
         ...
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> TargetState:
         """Make the state of the target's layers of this family, whose ``kv_cache`` is bound."""
         ...

@@ -159,10 +159,7 @@ class ServedLayers:
             family.attach(name, self._layers[name], context, is_draft=name in self._draft)
 
     def states(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> list[TargetState]:
         """Make one state per family that the target has layers of, once the cache is allocated."""
         of_target = {n: kind for n, kind in self._families.items() if n not in self._draft}

@@ -81,10 +81,7 @@ class DenseFamily:
         graft_attention(name, layer, context, is_draft=is_draft)
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> DenseState:
         # A layer that reads another's K/V would have them moved twice.
         own = {n: each for n, each in layers.items() if not each.kv_sharing_target_layer_name}

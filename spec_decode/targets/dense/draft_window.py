@@ -56,11 +56,7 @@ class DraftWindow:
         if metadata.level == 0 or self._levels is None:
             # In a graph the first level makes the tables anew, and the others read them there.
             self._levels = self.narrow(
-                metadata.block_table,
-                metadata.prefix_lens,
-                None,
-                max_rows=0,
-                block_size=block_size,
+                metadata.block_table, metadata.prefix_lens, None, max_rows=0, block_size=block_size
             )
         table, lens = self._levels
         return dataclasses.replace(

@@ -148,10 +148,7 @@ def _call(batch: LatentBatch | LatentDraftBatch, **own: Any) -> _Call:
 
 
 def _launch(
-    call: _Call,
-    out: torch.Tensor,
-    workspace: AttentionWorkspace | None,
-    num_splits: int | None,
+    call: _Call, out: torch.Tensor, workspace: AttentionWorkspace | None, num_splits: int | None
 ) -> None:
     call.check(out)
     if call.num_reqs == 0:

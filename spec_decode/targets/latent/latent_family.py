@@ -51,10 +51,7 @@ class LatentFamily:
         graft_kimi_latents(name, layer, context, is_draft=is_draft)
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> DenseState:
         caches = {name: layer.kv_cache.unsqueeze(1) for name, layer in layers.items()}
         return DenseState.of(caches, kv_cache_config, block_tables)

@@ -53,10 +53,7 @@ class LatentOps(NamedTuple):
 
 
 TRITON = LatentOps(
-    kernels.latent_attention,
-    kernels.copy_tree_rows,
-    kernels.latent_draft_attention,
-    write_scratch,
+    kernels.latent_attention, kernels.copy_tree_rows, kernels.latent_draft_attention, write_scratch
 )
 TORCH = LatentOps(
     reference.latent_attention_reference,

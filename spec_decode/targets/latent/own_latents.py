@@ -15,10 +15,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     check_masked_rows,
     check_prefix,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
-    _merged_weights,
-    _tree_rows,
-)
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import _merged_weights, _tree_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch

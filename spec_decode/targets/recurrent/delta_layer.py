@@ -134,11 +134,7 @@ class TreeDeltaRule(DeltaTrees):
     DECAY = Decay.SCALAR
 
     def __call__(
-        self,
-        mixed_qkv: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-        core_attn_out: torch.Tensor,
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
         """Compute a batch into `core_attn_out` ``[num_tokens, value_heads, V]``, which holds zeros.
 

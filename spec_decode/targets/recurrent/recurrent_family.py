@@ -105,12 +105,8 @@ class RecurrentState:
 
 def _kind_of(layer: MambaBase) -> type[TreeRecurrence] | None:
     # The modules of these layers bring many kernels: they are there if such a layer is.
-    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
-        KimiGatedDeltaNetAttention,
-    )
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-        QwenGatedDeltaNetAttention,
-    )
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     if isinstance(layer, QwenGatedDeltaNetAttention):
@@ -153,10 +149,7 @@ class RecurrentFamily:
         self._kept = context.kept
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> RecurrentState:
         caches: list[RecurrentCache] = []
         folded: list[FoldedLayer] = []

@@ -79,13 +79,7 @@ def _recurrent(model: Any) -> str:
 _STATES = "A recurrent state folds the rows in order; a node's row has to continue its parent's."
 
 RECURRENT: tuple[Feature, ...] = (
-    Feature(
-        "gated delta rule",
-        _STATES,
-        in_model=_delta_rule,
-        asked="recurrent",
-        unasked=True,
-    ),
+    Feature("gated delta rule", _STATES, in_model=_delta_rule, asked="recurrent", unasked=True),
     Feature(
         "Kimi delta attention",
         _STATES,
@@ -93,10 +87,7 @@ RECURRENT: tuple[Feature, ...] = (
         asked="recurrent",
     ),
     Feature(
-        "Mamba-2",
-        _STATES,
-        in_model=_of_types(_MAMBA2, "has Mamba-2 layers"),
-        asked="recurrent",
+        "Mamba-2", _STATES, in_model=_of_types(_MAMBA2, "has Mamba-2 layers"), asked="recurrent"
     ),
     Feature(
         "other Mamba or linear attention",

@@ -108,14 +108,7 @@ class KeptRows:
 @Kernel
 @triton.jit
 def _keep_rows_kernel(
-    query_start_loc,
-    num_accepted,
-    parents,
-    batch_rows,
-    firsts,
-    accepted,
-    masks,
-    ROWS: tl.constexpr,
+    query_start_loc, num_accepted, parents, batch_rows, firsts, accepted, masks, ROWS: tl.constexpr
 ):
     req = tl.program_id(0)
     first = tl.load(query_start_loc + req)

@@ -45,28 +45,6 @@ def tree_attention_reference(
         out[own] = found.to(out.dtype)
 
 
-def prefix_attention_reference(
-    batch: TreeBatch, *, multiprocessors: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of two passes (see `Passes`) in float32; NaN where there is no prefix."""
-    query = _float_query(batch)
-    out = torch.full(query.shape, float("nan"), device=query.device)
-    lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
-    starts = batch.query_start_loc.tolist()
-    for r, length in enumerate(batch.prefix_lens.tolist()):
-        own = slice(starts[r], starts[r + 1])
-        if length == 0 or own.start == own.stop:
-            continue
-        key, value = _gather(
-            batch.kv_cache, batch.block_table[r], length, batch.k_scale, batch.v_scale
-        )
-        logits = _logits(query[own], key, batch.scale, batch.soft_cap)
-        lse[:, own] = logits.logsumexp(-1).flatten(0, 1)
-        mixed = torch.einsum("hgrn,nhd->rhgd", logits.softmax(-1), value)
-        out[own] = mixed.reshape(out[own].shape)
-    return out, lse
-
-
 def draft_attention_reference(
     batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:

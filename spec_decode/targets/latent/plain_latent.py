@@ -24,26 +24,6 @@ def latent_attention_reference(
         out[own] = _attend(batch, own, keys, visible).to(out.dtype)
 
 
-def prefix_latents_reference(
-    batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of two passes (see `Passes`) in float32; NaN where there is no prefix."""
-    out = torch.full(batch.query.shape, float("nan"), device=batch.query.device)
-    lse = torch.full(batch.query.shape[1::-1], float("nan"), device=batch.query.device)
-    starts = batch.query_start_loc.tolist()
-    for r, length in enumerate(batch.prefix_lens.tolist()):
-        own = slice(starts[r], starts[r + 1])
-        if length == 0:
-            continue
-        keys = _gather(batch, r, length)
-        both = torch.cat([batch.query[own], batch.query_rope[own]], dim=-1).float()
-        logits = torch.einsum("rhd,nd->hrn", both, keys) * batch.scale
-        lse[:, own] = logits.logsumexp(-1)
-        latents = keys[:, : batch.query.shape[2]]
-        out[own] = torch.einsum("hrn,nd->rhd", logits.softmax(-1), latents)
-    return out, lse
-
-
 def latent_draft_attention_reference(
     batch: LatentDraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.references.prefix_reference import prefix_latents_reference
 from tests.support.samples.attention_spaces import check_rows, nans
 from tests.support.watches.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
@@ -19,10 +20,7 @@ from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     plan_latent_prefix,
 )
 from vllm_graft.spec_decode.targets.latent.own_latents import OwnTile, attend_own_latents
-from vllm_graft.spec_decode.targets.latent.plain_latent import (
-    latent_attention_reference,
-    prefix_latents_reference,
-)
+from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 from vllm_graft.spec_decode.tuning.attention_timing import measure
 

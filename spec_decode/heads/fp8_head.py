@@ -26,17 +26,12 @@ class Fp8Head:
     """The rows of a draft's output head as e4m3 numbers, with one scale per row.
 
     Incoming states are quantised, too, with one scale per row, so that the product is an FP8 one
-    (vLLM's CUTLASS kernel). It is passed for ``lm_head`` to vLLM's logits processor.
-
-    Args:
-        weight: ``[rows, hidden]``, bf16 or f16 (f32 without CUDA); it is not kept.
+    (vLLM's CUTLASS kernel). It is passed for ``lm_head`` to vLLM's logits processor. A device
+    without such a product is refused.
 
     Attributes:
-        weight: e4m3 ``[rows, hidden]``.
+        weight: e4m3 ``[rows, hidden]``, of bf16 or f16 (f32 without CUDA).
         scale: f32 ``[rows, 1]``.
-
-    Raises:
-        ConfigError: if the device has no product of FP8 numbers.
     """
 
     def __init__(self, weight: torch.Tensor, tp_size: int = 1) -> None:

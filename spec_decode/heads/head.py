@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 SHARPNESS = 1.12
 """Factor by which a draft's logits are multiplied before its tokens are ranked and scored.
 
-A draft averages over contexts that it can't tell apart, so its softmax is about the mean of the
-target's distributions there. The target emits its largest logit (with noise, at a temperature
-above 0). That is the draft's best token more often, and an unlikely token less often, than this
-mean says; a factor above 1 corrects both. Acceptance lengths hardly depend on the
-factor near this value."""
+A draft averages over contexts that it can't tell apart. The target emits its largest logit, which
+is the draft's best token more often, and an unlikely one less often, than the draft's softmax says.
+"""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,10 +36,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class DraftHead:
     """Top-k of a draft's next-token distribution.
 
-    The k best are taken in the draft vocabulary and mapped to target ids afterwards, so no tensor
-    has the size of the target's vocabulary. The draft vocabulary is EAGLE-3's own (``d2t``) or
-    the whole vocabulary, cut to the tokens of a hot-token file if there is one (FR-Spec, Zhao
-    et al. 2025; SGLang's token map).
+    The k best are taken in the draft vocabulary and mapped to target ids afterwards. The draft
+    vocabulary is EAGLE-3's own (``d2t``) or the whole vocabulary, cut to the tokens of a hot-token
+    file if there is one (FR-Spec, Zhao et al. 2025; SGLang's token map).
 
     Args:
         topk: how many tokens `top` returns by default.
@@ -56,8 +53,7 @@ class DraftHead:
             file, and where `fp8` holds them.
 
     Raises:
-        ConfigError: if the file or the number does not fit the draft, or the head can't be cut or
-            quantised.
+        ConfigError: if the draft or its head can't have what is asked for.
     """
 
     def __init__(
@@ -98,9 +94,7 @@ class DraftHead:
         config: TreeConfig,
         engine_config: VllmConfig,
     ) -> DraftHead:
-        """The head that a configuration asks for.
-
-        It is without FP8 or hot tokens if a preset alone wants them and the head can't have them.
+        """The head that a configuration asks for; what a preset alone wants may be left out.
 
         Raises:
             ConfigError: somebody asked for what the draft's head can't have.
@@ -242,11 +236,9 @@ class DraftHead:
         *,
         narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the best tokens of each row, best first.
+        """Return the best tokens of each row of `hidden` ``[num_rows, hidden]``, best first.
 
         Args:
-            hidden: ``[num_rows, hidden]``, the draft's output states.
-            topk: how many tokens; None takes the head's own number.
             out: receives what is returned.
             noise: the noise that the target will draw with at these rows; None ranks without.
             narrow: whether to choose among the learned vocabulary's tokens only.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,26 +14,11 @@ _CHUNK = 4096
 """Rows that tensor-parallel ranks exchange at a time: 67 MB of 4,096 numbers in 32 bits."""
 
 
-class HotRows(Protocol):
-    """Some rows of an output head. Their addresses never change, as CUDA graphs hold them."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def take(self, ids: torch.Tensor) -> None:
-        """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary.
-
-        All ranks of tensor parallelism call this at once, and each gets all rows.
-        """
-        ...
-
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """Multiply states ``[num_rows, hidden]``: logits ``[num_rows, size]``. Capturable."""
-        ...
-
-
 class PlainRows:
-    """`size` rows as they were loaded, of a `head` that is sharded or not."""
+    """`size` rows as they were loaded, of a `head` that is sharded or not.
+
+    Addresses of rows never change, as CUDA graphs hold them.
+    """
 
     def __init__(self, head: Any, size: int) -> None:
         self._head = head
@@ -44,9 +29,14 @@ class PlainRows:
         return int(self.weight.nbytes)
 
     def take(self, ids: torch.Tensor) -> None:
+        """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary.
+
+        All ranks of tensor parallelism call this at once, and each gets all rows.
+        """
         take_rows(self._head, ids, out=self.weight)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
+        """Multiply states ``[num_rows, hidden]``: logits ``[num_rows, size]``. Capturable."""
         return states @ self.weight.t()
 
 
@@ -68,6 +58,9 @@ class Fp8Rows:
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         return self.rows.apply(self.rows, states)
+
+
+HotRows = PlainRows | Fp8Rows
 
 
 def take_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -63,9 +63,6 @@ def check_draft_tokens(draft: Any, vocab_size: int, path: str) -> None:
 
     A draft of fewer tokens than the target adds an offset of ``d2t`` to each of its ids. vLLM fills
     it with zeros where the draft's files (from `path`) have none.
-
-    Raises:
-        ConfigError: if an id is no token of the target.
     """
     offsets: torch.Tensor | None = getattr(draft, "draft_id_to_target_id", None)
     if offsets is None or offsets.is_meta:

@@ -52,16 +52,12 @@ _ROOM = 8 * READ
 class HotVocabulary:
     """The most frequent of a draft's tokens, and their rows of the draft's output head.
 
-    The head is a third of what an EAGLE-3 level reads, and most of what a level of an EAGLE-1 head
-    or of an MTP module reads. FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts it to a fixed list
-    of tokens. Here the list follows the text that is served: the device counts emitted tokens, the
-    tokens of new prompts are added, and every `PERIOD` steps the most frequent ones are chosen. The
-    list is used as long as it holds so much of what is emitted that it gains more than it loses.
+    FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts the head, most of what a level of a small
+    draft reads, to a fixed list of tokens. Here the list follows the text that is served: the
+    device counts emitted tokens, the tokens of new prompts are added, and every `PERIOD` steps the
+    most frequent ones are chosen. The list is used as long as it gains more than it loses.
 
     It is a `TextWatch`, which reads prompts.
-
-    Args:
-        target_ids: int64 ``[draft_vocab]``, the target's id of each draft token.
 
     Attributes:
         emitted: int32 ``[vocab_size]``, tokens emitted since the last choice, counted by
@@ -207,10 +203,7 @@ def _least_of_any(nodes: int, num_reqs: int) -> float:
 
 
 class HotGains:
-    """Compares steps that draft from the whole vocabulary with steps that draft from hot tokens.
-
-    Numbers of nodes that are missing in `hot` gain nothing.
-    """
+    """Compares steps that draft from the whole vocabulary with steps that draft from hot tokens."""
 
     def __init__(self, whole: Costs, hot: Costs) -> None:
         self._whole, self._hot = whole, hot

@@ -15,15 +15,10 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 class OutputHead:
     """The output head of a draft, whose rows drafts may be chosen from in another way.
 
-    EAGLE heads have an ``lm_head`` and a logits processor of their own, and their states go into
-    these as they are. Modules for one token more (MTP) keep the processor one level deeper, and
-    some have rows and a norm of their own, such as GLM-4.5's ``shared_head``. There a stand-in
-    replaces the processor, and the draft computes logits once, so that the stand-in sees which rows
-    it is passed.
-
-    Attributes:
-        rows: the layer that holds the head's rows, sharded as vLLM shards it.
-        processor: vLLM's logits processor.
+    EAGLE heads have an ``lm_head`` and a logits processor of their own. Modules for one token more
+    (MTP) keep the processor one level deeper, and some have rows and a norm of their own, such as
+    GLM-4.5's ``shared_head``. There a stand-in replaces the processor, and the draft computes
+    logits once, so that the stand-in sees which rows it is passed.
 
     Raises:
         AttributeError: if the draft has no logits processor in either place.
@@ -45,10 +40,7 @@ class OutputHead:
         self._stand_in, self.rows, self.processor = found, found.rows, found.processor
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Compute logits by ``project`` where the draft would compute its own. Capturable.
-
-        ``project`` gets the states behind the draft's own norm, if it has one.
-        """
+        """Compute logits by ``project`` of states behind the draft's own norm. Capturable."""
         if self._stand_in is None:
             return project(hidden)
         self._stand_in.project = project

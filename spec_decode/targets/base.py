@@ -1,7 +1,6 @@
 """The interface between tree verification and a family of target models.
 
-A family claims layers, puts tree attention (or its equivalent) over them, and keeps what its layers
-cache in step with the accepted path.
+A family claims layers, puts tree attention over them, and keeps their caches in step.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ class TargetState(Protocol):
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
         """After verification: leave what a chain of the accepted tokens would have left.
 
-        Args:
-            path: int32 ``[max_reqs, num_nodes + 1]``, accepted nodes of each request of the batch.
-            step: the pass; its ``num_sampled`` says how many of them count.
+        `path` is int32 ``[max_reqs, num_nodes + 1]``, accepted nodes of each request of the batch;
+        the step's ``num_sampled`` says how many of them count.
         """
         ...
 

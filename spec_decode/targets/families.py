@@ -55,11 +55,7 @@ def _entries() -> list[entries.TargetFamily]:
 
 
 def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
-    """The first family that claims a layer and serves all of its features.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """The first family that claims a layer and serves all of its features, else a `ConfigError`."""
     claiming = [served for served in among if served.family.claims(layer)]
     if not claiming:
         raise ConfigError(
@@ -86,10 +82,7 @@ class UnchangedState(TargetState):
 
 
 class UnchangedFamily:
-    """Layers of any kind for chains (``topk: 1``).
-
-    Rows of a chain are in order, so the engine's own kernels, states and caches are right.
-    """
+    """Any layers of chains (``topk: 1``), whose rows are in order, so that the engine is right."""
 
     def claims(self, layer: Any) -> bool:
         return True
@@ -102,14 +95,10 @@ class UnchangedFamily:
 
 
 class ServedLayers:
-    """The layers of a target and its draft, each with the family that serves it.
+    """The layers of a target and its draft by name, each with the family that serves it.
 
     The layers of a target stay as they are where trees are chains (`chain`), those of a draft where
     it has no trees (`draft_too`).
-
-    Args:
-        layers: all layers by name.
-        draft: names of the draft's layers.
 
     Raises:
         ConfigError: if no family serves one of the layers.

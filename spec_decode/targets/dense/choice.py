@@ -46,11 +46,7 @@ Costs = Mapping[Point, Mapping[KernelName, float]]
 
 
 def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[Point]:
-    """Where to measure: at most three widths, and sizes of `BATCHES` and `CONTEXTS`.
-
-    Args:
-        widths: rows per request (root and nodes) that the engine may verify.
-    """
+    """Where to measure `widths` (root and nodes): at most three of them."""
     ordered = sorted(set(widths))
     chosen = sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}) if ordered else []
     batches = sorted({min(batch, max_reqs) for batch in BATCHES})
@@ -70,10 +66,7 @@ def choose(costs: Costs, size: Size) -> KernelName:
 
     A graph is captured for one size and replayed at any context. A size that was not measured takes
     the choice of the nearest measured size, by the ratios of requests and of rows; of two equally
-    near ones the larger decides.
-
-    Raises:
-        ValueError: if nothing was measured.
+    near ones the larger decides. Nothing measured is a `ValueError`.
     """
     if not costs:
         raise ValueError("no kernel of tree attention was measured")

@@ -1,7 +1,4 @@
-"""Paged attention in plain torch for tests and demonstrations on a CPU.
-
-vLLM's own CPU kernels pack K in a private layout. Layers get this one after loading.
-"""
+"""Paged attention in plain torch for a CPU: vLLM's own kernels pack K in a private layout."""
 
 from __future__ import annotations
 
@@ -164,11 +161,7 @@ class TorchAttentionImpl(AttentionImpl[WholeBatch]):
 
 
 def replace(layer: Attention) -> None:
-    """Give a loaded attention layer this backend in place of vLLM's CPU backend.
-
-    Raises:
-        ConfigError: if the layer stores K/V in fp8, or caps logits.
-    """
+    """Give a loaded attention layer this backend in place of vLLM's CPU backend."""
     old: Any = layer.impl
     if layer.kv_cache_dtype.startswith("fp8") or getattr(old, "logits_soft_cap", 0):
         raise ConfigError(

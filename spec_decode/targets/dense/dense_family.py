@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class DenseState(TargetState):
     """K/V in pages: node i has the i-th new slot, and the accepted path moves to the front.
 
-    Attributes:
-        slot_mappings: int64 ``[groups, max_tokens]``, the slot of each row of the batch.
+    `slot_mappings` is int64 ``[groups, max_tokens]``, the slot of each row of the batch.
     """
 
     table: KVCacheTable
@@ -67,11 +66,6 @@ class DenseFamily:
         return isinstance(layer, Attention)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Put tree attention over the layer's own.
-
-        Raises:
-            ConfigError: if the layer's K/V can't be read, or if a draft's window is too short.
-        """
         window = window_of(layer.impl)
         if is_draft and 0 < window < context.shape.steps:
             raise ConfigError(

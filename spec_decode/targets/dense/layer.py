@@ -68,6 +68,18 @@ class DraftTreeMetadata:
     scratch: torch.Tensor
     max_seq_len: int
 
+    def of_batch(self) -> dict[str, Any]:
+        """What batches of K/V and of latents take over."""
+        return {
+            "ancestors": self.ancestors,
+            "level": self.level,
+            "prefix_lens": self.prefix_lens,
+            "block_table": self.block_table,
+            "max_seq_len": self.max_seq_len,
+            "num_reqs": self.num_reqs,
+            "topk": self.topk,
+        }
+
 
 class AttentionOps(NamedTuple):
     """The operations of tree attention, by Triton kernels or in plain torch."""
@@ -209,13 +221,7 @@ class TreeAttentionMixin:
             q_scale=layer._q_scale if self._quantized else None,
             kv_cache=self._cache(kv_cache),
             scratch_kv=metadata.scratch,
-            ancestors=metadata.ancestors,
-            level=metadata.level,
-            prefix_lens=metadata.prefix_lens,
-            block_table=metadata.block_table,
-            max_seq_len=metadata.max_seq_len,
-            num_reqs=metadata.num_reqs,
-            topk=metadata.topk,
+            **metadata.of_batch(),
             **self._scales(layer),
         )
         self.ops.draft_attention(batch, output, workspace=self.graft.workspace)
@@ -261,12 +267,7 @@ def _tree_impl(base: type) -> type:
 
 
 def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_draft: bool) -> None:
-    """Make the attention layer `name` compute tree rows besides what it does already.
-
-    Raises:
-        ConfigError: if the layer keeps its K/V in a layout or format that we can't read, or can't
-            have the window that a draft is to have.
-    """
+    """Make the attention layer `name` compute tree rows besides what it does, or refuse it."""
     backend = layer.get_attn_backend().get_name()
     if backend not in BACKENDS:
         raise ConfigError(

@@ -150,12 +150,9 @@ def two_pass_attention(
 
     Args:
         batch: its queries have at most ``max_rows`` rows each.
-        out: like the query, bf16 or fp16. None completes what the first pass returns, in place;
-            `attend_own_latents` can do so.
+        out: like the query, bf16 or fp16. None completes what the first pass returns, in place, and
+            returns it; `attend_own_latents` can do so.
         prefix_attention, own_attention: see `Passes`.
-
-    Returns:
-        `out`, or the first pass's output.
     """
     if batch.num_reqs == 0:
         return torch.zeros_like(batch.query) if out is None else out
@@ -196,14 +193,10 @@ class TwoPass:
     _plan: torch.Tensor | None = None
 
     def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
-        """Whether the two passes compute a batch in which every request verifies a tree.
+        """Whether the two passes compute a batch whose requests all verify a tree, of `max_rows`.
 
-        Only host values decide.
-
-        Args:
-            metadata: vLLM's metadata of the attention backend.
-            max_rows: upper bound of a request's rows.
-            alike: whether query and cache are both fp8 or neither, as FlashAttention requires.
+        Only host values decide. `alike` says that query and cache are both fp8 or neither, as
+        FlashAttention requires.
         """
         num_reqs = metadata.query_start_loc.shape[0] - 1
         if self.choice.of(num_reqs, max_rows) != "flash":
@@ -221,16 +214,13 @@ class TwoPass:
         *,
         multiprocessors: int,
     ) -> torch.Tensor:
-        """Compute a batch for which `takes` was true.
+        """Compute a batch for which `takes` was true, and return its rows.
 
         Args:
             batch: the batch, without padding rows in its query.
             out: like the query, but it may have padding rows, which stay untouched; or None, as in
                 `two_pass_attention`.
             metadata: the object that `takes` saw; each forward pass has its own.
-
-        Returns:
-            The rows of the batch, like the query.
         """
         # A plan made before a capture is not in the captured graph: its replays would read the
         # plan of another batch.

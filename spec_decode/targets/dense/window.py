@@ -45,7 +45,6 @@ class WholeBatch:
         query_start_loc: i32 ``[num_reqs + 1]``.
         seq_lens: i32 ``[num_reqs]``, keys per request, including those of its new tokens.
         block_table: i32 ``[num_reqs, max_blocks]``.
-        max_query_len, max_seq_len: upper bounds.
     """
 
     query_start_loc: torch.Tensor

@@ -75,11 +75,7 @@ class TreeKimiLatents(LatentTrees):
 def graft_kimi_latents(
     name: str, layer: MultiHeadLatentAttention, context: TreeContext, *, is_draft: bool
 ) -> None:
-    """Make the layer `name` compute tree rows besides what it does already.
-
-    Raises:
-        ConfigError: if the layer is the draft's or has rotations, or we can't read its latents.
-    """
+    """Make the layer `name` compute tree rows besides what it does already, or refuse it."""
     if is_draft or layer.rotary_emb is not None:
         raise ConfigError(
             f"--additional-config.graft.tree does not support layers like {name}, a "

@@ -45,6 +45,20 @@ def latent_tile(
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
 
 
+def check_latent_shapes(
+    query: torch.Tensor, rope: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Raise a `ValueError` if queries, latents and outputs don't fit."""
+    width = query.shape[2] + rope.shape[2]
+    if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
+        raise ValueError(
+            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
+            f"{tuple(latents.shape)}"
+        )
+    if out.shape != query.shape:
+        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
+
+
 @dataclass(kw_only=True, slots=True)
 class _Call(AttentionCall):
     query_rope: torch.Tensor
@@ -58,13 +72,7 @@ class _Call(AttentionCall):
     def check(self, out: torch.Tensor) -> None:
         query, rope, latents = self.query, self.query_rope, self.latents
         width = query.shape[2] + rope.shape[2]
-        if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-            raise ValueError(
-                f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-                f"{tuple(latents.shape)}"
-            )
-        if out.shape != query.shape:
-            raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
+        check_latent_shapes(query, rope, latents, out)
         if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *FP8):
             raise ValueError(
                 f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "

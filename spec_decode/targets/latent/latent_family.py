@@ -1,6 +1,4 @@
-"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, Kimi Linear, GLM-4-MoE-Lite,
-LongCat.
-"""
+"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, Kimi Linear, LongCat, ..."""
 
 from __future__ import annotations
 
@@ -23,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class LatentFamily:
-    """Layers that cache one latent per token, from which K and V of all heads are made.
-
-    A node's latent has a slot of its own, as K/V of plain attention have, and moves as they do.
-    """
+    """Layers that cache one latent per token, which moves as K/V of plain attention do."""
 
     _checked = False
 
@@ -34,12 +29,6 @@ class LatentFamily:
         return is_latent(layer)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Put tree attention over the layer's own.
-
-        Raises:
-            ConfigError: if its latents can't be read, or a draft's are to have a window.
-            SeamError: if this vLLM computes layers of Kimi Linear in another way than we know.
-        """
         if is_draft and context.draft_window:
             refuse_window(name, "has MLA")
         if isinstance(layer, MLAAttention):

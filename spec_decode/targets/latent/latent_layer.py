@@ -73,11 +73,7 @@ class TreePart(NamedTuple):
 
 @dataclass
 class LatentTrees:
-    """Computes rows of trees over latents of a layer, an ``MLAAttention`` or one with its parts.
-
-    Attributes:
-        two_pass: the two passes, and where they are chosen; None where the kernel is the only one.
-    """
+    """Computes rows of trees over latents of a layer, an ``MLAAttention`` or one with its parts."""
 
     layer: Any
     context: TreeContext
@@ -245,13 +241,7 @@ class TreeLatents(LatentTrees):
             query_rope=rope,
             latents=kv_cache,
             scratch=metadata.scratch,
-            ancestors=metadata.ancestors,
-            level=metadata.level,
-            prefix_lens=metadata.prefix_lens,
-            block_table=metadata.block_table,
-            num_reqs=metadata.num_reqs,
-            topk=metadata.topk,
-            max_seq_len=metadata.max_seq_len,
+            **metadata.of_batch(),
             scale=layer.scale,
             k_scale=self.k_scale,
         )
@@ -261,11 +251,7 @@ class TreeLatents(LatentTrees):
 
 
 def ops_for(name: str, layer: Any, *, is_draft: bool = False) -> LatentOps:
-    """The operations that read the latents of the layer `name`.
-
-    Raises:
-        ConfigError: if it keeps them in a layout or format that we can't read.
-    """
+    """The operations that read the latents of the layer `name`, or refuse it."""
     backend = layer.get_attn_backend().get_name()
     if backend not in LATENT_BACKENDS:
         raise ConfigError(
@@ -281,12 +267,7 @@ def ops_for(name: str, layer: Any, *, is_draft: bool = False) -> LatentOps:
 def graft_latents(
     name: str, layer: MLAAttention, context: TreeContext, *, is_draft: bool = False
 ) -> None:
-    """Make the layer `name` compute tree rows besides what it does already.
-
-    Raises:
-        ConfigError: if the layer keeps its latents in a layout or format that we can't read, or
-            writes its output in another format than its queries have.
-    """
+    """Make the layer `name` compute tree rows besides what it does already, or refuse it."""
     ops = ops_for(name, layer, is_draft=is_draft)
     if layer._vllm_config.compilation_config.pass_config.fuse_attn_quant:
         raise ConfigError(

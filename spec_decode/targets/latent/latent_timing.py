@@ -22,12 +22,7 @@ _CACHE_BYTES = 256 << 20
 
 
 class LatentGeometry(NamedTuple):
-    """What attention's time depends on besides the batch.
-
-    Attributes:
-        num_heads: query heads of a rank.
-        rank, rope: numbers of a latent, and of its rotated part.
-    """
+    """What attention's time depends on besides the batch, of one rank."""
 
     num_heads: int
     rank: int
@@ -90,7 +85,7 @@ class LatentGeometry(NamedTuple):
     ) -> dict[KernelName, Callable[[], None]]:
         """A call of each kernel, for graphs whose requests have up to `longest` keys.
 
-        A call does what a layer does: the kernel that is the only one gets zeros to write to.
+        The kernel that is the only one gets zeros to write to, as in a layer.
         """
         batch = replace(batch, max_seq_len=longest)
         both, metadata = TwoPass(KernelChoice("flash"), LATENT_PASSES), object()

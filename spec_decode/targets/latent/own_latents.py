@@ -18,6 +18,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import _merged_weights, _tree_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.targets.latent.latent_attention import check_latent_shapes
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 _PROGRAMS = 256
@@ -257,15 +258,8 @@ def _check(
 ) -> None:
     check_masked_rows(batch.max_rows)
     query, rope, latents = batch.query, batch.query_rope, batch.latents
-    width = query.shape[2] + rope.shape[2]
-    if latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-        raise ValueError(
-            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-            f"{tuple(latents.shape)}"
-        )
+    check_latent_shapes(query, rope, latents, out)
     check_prefix(query, prefix_out, prefix_lse)
-    if out.shape != query.shape:
-        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
     if not query.dtype == rope.dtype == latents.dtype == out.dtype:
         raise ValueError(
             f"queries of {query.dtype} and {rope.dtype}, latents of {latents.dtype} and an output "

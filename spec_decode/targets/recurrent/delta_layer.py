@@ -95,8 +95,7 @@ class DeltaTrees(TreeRecurrence):
 def parted(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> Parted:
     """Where trees are in a batch with verified requests, by host values alone.
 
-    Args:
-        parents: i32 ``[max_tokens]``, the row that each row of the batch continues.
+    `parents` is i32 ``[max_tokens]``, the row that each row of the batch continues.
     """
     count = metadata.num_spec_decodes
     columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc

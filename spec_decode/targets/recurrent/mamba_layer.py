@@ -36,8 +36,7 @@ class TreeSelectiveState(TreeRecurrence):
     def __call__(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
         """Compute a batch into `output` ``[num_tokens, heads * P]``.
 
-        Args:
-            projected_states: ``[num_tokens, gate + inputs, B and C + heads]``.
+        `projected_states` is ``[num_tokens, gate + inputs, B and C + heads]``.
         """
         metadata = metadata_of(self.layer)
         if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:

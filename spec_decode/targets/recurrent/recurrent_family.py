@@ -28,11 +28,7 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     move_states,
 )
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
-from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
-    TreeRecurrence,
-    graft_of,
-    windows_of,
-)
+from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import TreeRecurrence, windows_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +43,8 @@ if TYPE_CHECKING:
 class RecurrentState:
     """A state or kept inputs per node, and a window of the inputs of all nodes.
 
-    Attributes:
-        kept: which requests have left inputs in place of states; None if none ever does.
-        folds: the layers that keep inputs; None likewise.
+    `kept` says which requests have left inputs in place of states, `folds` by which layers; both
+    are None if none ever does.
     """
 
     caches: list[RecurrentCache]
@@ -127,12 +122,6 @@ class RecurrentFamily:
         return isinstance(layer, MambaBase) and _kind_of(layer) is not None
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Let tree rows continue their parents' states.
-
-        Raises:
-            ConfigError: if the layer is the draft's, or its states can't be read.
-            SeamError: if this vLLM computes such layers in another way than we know.
-        """
         if is_draft:
             raise ConfigError(
                 f"--additional-config.graft.tree needs a draft of plain attention layers, but "
@@ -178,7 +167,7 @@ class RecurrentFamily:
 
 
 def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
-    trees = graft_of(layer)
+    trees: TreeRecurrence | None = getattr(layer, "tree_recurrence", None)
     if trees is None or trees.inputs is None:
         return []
     rates, bias = trees.fold_gates()

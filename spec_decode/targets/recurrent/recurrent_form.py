@@ -1,8 +1,6 @@
 """Whether a pass over trees writes a recurrent state per row, or keeps the rows' inputs instead.
 
 A state is large: 2 MiB a layer in Qwen3-Next and Nemotron-H, against some 16 KiB of a row's inputs.
-A pass that keeps inputs reads one state and writes none; one more is read and written later, when a
-path is accepted.
 """
 
 from __future__ import annotations
@@ -55,10 +53,7 @@ def allocate_inputs(
 class Batch(NamedTuple):
     """Rows of a pass that drafts are verified in, as the host knows them.
 
-    Attributes:
-        requests: a graph's padding included.
-        most: rows of a request, at most.
-        padded: rows with a graph's padding.
+    `requests` and `padded` (rows) include a graph's padding; `most` is of one request.
     """
 
     rows: int
@@ -80,10 +75,7 @@ def keeps_inputs(batch: Batch, context: TreeContext) -> bool:
 def keep_inputs(
     batch: Batch, rows: RecurrentRows, batch_rows: torch.Tensor | None, context: TreeContext
 ) -> int:
-    """Note that a pass keeps its rows' inputs, if it does.
-
-    Args:
-        batch_rows: their places in the batch, as of `keep_rows`.
+    """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`.
 
     Returns:
         The most rows of a request, or 0 where the pass writes states.

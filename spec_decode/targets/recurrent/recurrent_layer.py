@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 
 class Parted(NamedTuple):
-    """The two parts of a batch with verified requests.
+    """The rows of requests that drafts are verified of, and the rest of a batch.
 
     Attributes:
-        rows: the rows of requests that drafts are verified of.
         others: vLLM's metadata of the rest alone; None if there is none.
         max_rows: most rows of a request, if their inputs are kept; 0 if their states are written.
     """
@@ -45,15 +44,11 @@ class Parted(NamedTuple):
 
 @dataclass
 class TreeRecurrence:
-    """In place of a layer's pass: each verified row continues its parent's state.
+    """In place of a layer's pass (`stock`): each verified row continues its parent's state.
 
     A pass either writes each row's state to the row's column, or writes no state and keeps the
-    rows' inputs, by which the accepted path's state is made afterwards. A kind of layer is a
+    rows' `inputs`, by which the accepted path's state is made afterwards. A kind of layer is a
     subclass, called in place of the layer's method `PASS`.
-
-    Attributes:
-        stock: the layer's own pass.
-        inputs: keeps the rows' inputs; None if every pass writes states.
     """
 
     PASS: ClassVar[str]
@@ -71,17 +66,11 @@ class TreeRecurrence:
     inputs: LayerInputs | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a batch as the layer's own pass would."""
         raise NotImplementedError
 
     @classmethod
     def graft(cls, name: str, layer: Any, context: TreeContext) -> None:
-        """Make the layer `name` compute tree rows besides what it does already.
-
-        Raises:
-            ConfigError: if the layer keeps its states in another way than a column per row, or is
-                computed by kernels that ours don't stand for.
-        """
+        """Make the layer `name` compute tree rows besides what it does already, or refuse it."""
         cls.prepare(name, layer)
         require_columns(name, layer)
         trees = cls(layer, context, getattr(layer, cls.PASS))
@@ -96,12 +85,10 @@ class TreeRecurrence:
         """Refuse the layer, or have it take the pass that is replaced."""
 
     def installed(self) -> Callable[..., Any]:
-        """What takes the place of the layer's pass."""
         return self
 
     @property
     def heads(self) -> int:
-        """Heads of values of this rank."""
         return len(self.layer.A_log)
 
     @property
@@ -121,7 +108,6 @@ class TreeRecurrence:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Weights of the convolution ``[features, taps]``."""
         weights: torch.Tensor = self.layer.conv1d.weight.flatten(1)
         return weights
 
@@ -135,11 +121,9 @@ class TreeRecurrence:
         return self.layer.A_log, self.layer.dt_bias
 
     def recur(self, inputs: torch.Tensor, gates: Gates, part: Parted, out: torch.Tensor) -> None:
-        """Send rows through convolution and recurrence.
+        """Send `inputs` ``[num_rows, features]`` through convolution and recurrence.
 
-        Args:
-            inputs: ``[num_rows, features]``, before the convolution.
-            out: ``[num_rows, heads, V]``, receives the result.
+        `out` ``[num_rows, heads, V]`` receives the result.
         """
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
@@ -169,11 +153,6 @@ class TreeRecurrence:
             groups=groups,
             max_rows=part.max_rows,
         )
-
-
-def graft_of(layer: Any) -> TreeRecurrence | None:
-    """What computes a layer's trees; None if it has no graft."""
-    return getattr(layer, "tree_recurrence", None)
 
 
 def windows_of(layer: Any) -> torch.Tensor:

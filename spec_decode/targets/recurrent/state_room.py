@@ -16,13 +16,7 @@ same requests need the rest."""
 
 
 class StateRoom(NamedTuple):
-    """The room that a device has for recurrent states.
-
-    Attributes:
-        nodes: most nodes of a preset's tree.
-        says: why it has so many, or why there is no room.
-        fits: whether states of so many nodes have room.
-    """
+    """The most nodes of a preset's tree, why so many or none, and whether they have room."""
 
     nodes: int
     says: str
@@ -86,10 +80,8 @@ def state_room(vllm_config: Any) -> StateRoom:
 def kept_bytes(rows: int, model: Any, window: Sequence[int], state: Sequence[int]) -> int:
     """Bytes of what one layer keeps of so many rows in place of states.
 
-    Args:
-        model: vLLM's ``ModelConfig`` of the target.
-        window: shape of a request's window of inputs, features first or last.
-        state: shape of a request's state, heads first and keys last.
+    `window` is the shape of a request's window of inputs, features first or last, `state` that of
+    its state, heads first and keys last.
     """
     import torch
 

@@ -7,30 +7,22 @@ ancestors ``j`` alone:
 
     u_i = beta_i (v_i - exp(G_i) S k_i - sum_j exp(G_i - G_j) (k_i . k_j) u_j)
 
-That is a chunk of a chain (Yang et al. 2024, arXiv 2412.06464, section 3.3) with the tree's order
-in place of the chain's, as in vLLM's RFC #54080. As parents come before children, the system of
-equations is triangular. It is solved a level at a time: in round ``d`` all nodes of depth ``d``
-become right, so there are as many rounds as the tree is deep, each a product of matrices.
+as in a chunk of a chain (Yang et al. 2024, arXiv 2412.06464, section 3.3; vLLM's RFC #54080). The
+system of equations is triangular. In round ``d`` all nodes of depth ``d`` become right.
 
-With decays by key, ``G`` is a vector, with a number for each column of the state. So a decay enters
-each product of a node's key (or query) and an ancestor's key, column by column:
+With decays by key, ``G`` is a vector, with a number for each column of the state:
 
     u_i = beta_i (v_i - (k_i * exp(G_i)) S - sum_j (sum_c k_ic k_jc exp(G_ic - G_jc)) u_j)
 
-as in a chunk of a chain (Kimi Team 2025, arXiv 2510.26692, section 3). Kernels for chains take
-``exp(G_i - G_r)`` and ``exp(G_r - G_j)`` apart, with a node ``r`` between both, and multiply
-matrices. Branches of a tree have no such node in common, and ``exp(G_r - G_j)`` with another node
-overflows, as do decays of 20 per step beyond five steps. So no difference of two sums is formed
-here: each node walks up to the root, all nodes at a time, and adds the decays on its way. After
-``d`` steps its sum is ``G_i - G_j`` for its ``d``-th ancestor ``j``, made of negative numbers
-alone: no power exceeds 1, and small sums keep their digits behind large ones. That takes as many
-rounds as the tree is deep, each of ``nodes * K`` powers and products.
+(Kimi Team 2025, arXiv 2510.26692, section 3). Kernels for chains take ``exp(G_i - G_r)`` and
+``exp(G_r - G_j)`` apart, with a node ``r`` between both. Branches of a tree have no such node in
+common, and with another one the second power overflows. So no difference of two sums is formed
+here: each node walks up to the root, all nodes at a time, and adds the decays on its way. No power
+exceeds 1, and small sums keep their digits behind large ones.
 
-With Mamba-2, what a node writes does not depend on its ancestors, so nothing has to be solved:
+With Mamba-2 nothing has to be solved (Dao and Gu 2024, arXiv 2405.21060, section 6):
 
     o_i = exp(G_i) S C_i + sum_j exp(G_i - G_j) (B_j . C_i) step_j x_j + D x_i
-
-over the nodes ``j`` of its path, itself included (Dao and Gu 2024, arXiv 2405.21060, section 6).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -138,10 +130,7 @@ def _keep_decays(
     KEY: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Store the logarithms of a head's decays by key, which the walk reads again and again.
-
-    Programs of a head write the same bits to the same places.
-    """
+    """Store the logarithms of a head's decays by key, which all its programs do alike."""
     for start in range(0, KEY, PART):
         key = start + tl.arange(0, PART)
         is_key = key < KEY

@@ -43,8 +43,7 @@ _TILES = {Decay.SCALAR: (32, 4), Decay.BY_KEY: (8, 1), Decay.SELECTIVE: (32, 4)}
 def tile_of(decay: Decay, value: int) -> tuple[int, int]:
     """Rows of a state of `value` rows that a program keeps, and its warps.
 
-    So sums over keys are taken in the order of vLLM's kernels for chains. With one warp that order
-    is the same for any number of rows.
+    So sums over keys are taken in the order of vLLM's kernels for chains.
     """
     most, warps = _TILES[decay]
     return min(most, next_power_of_2(value)), warps
@@ -205,12 +204,7 @@ def log_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
 
 @triton.jit
 def gated(x, beta, rate, lower_bound, DECAY: tl.constexpr, BOUNDED: tl.constexpr):
-    """Logarithms of decays, and the shares of values that enter the state.
-
-    Args:
-        x: f32, decays or steps with their bias, before the activation.
-        beta: f32, before the sigmoid; None of Mamba-2.
-    """
+    """Logarithms of decays, and the shares of values that enter the state, of `x` with its bias."""
     if DECAY == _SELECTIVE:
         share = softplus(x)
         decay = rate * share

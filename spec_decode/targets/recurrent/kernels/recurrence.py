@@ -32,11 +32,7 @@ _SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))
 
 @triton.jit
 def continued(state, row, parent, states, columns, block_stride, place, mask):
-    """The state that a row continues: `state` behind the row before, or its parent's, read back.
-
-    Rows are counted from the request's first one, whose parent is -1. `place` and `mask` are those
-    of the state's elements in a block.
-    """
+    """The state that a row continues: `state` behind the row before, or its parent's, read back."""
     if (parent >= 0) & (parent != row - 1):
         # Other threads of this program may have stored what this one loads.
         tl.debug_barrier()
@@ -161,9 +157,6 @@ def tree_recurrence(
         states: ``[num_blocks, heads, V, K]``, contiguous but for the first stride.
         outputs: ``[num_rows, heads, V]``, receives the result; heads contiguous.
         groups: heads of queries and keys, or groups of ``B`` and ``C``; a divisor of ``heads``.
-
-    Raises:
-        ValueError: if the states or the outputs are not contiguous as they have to be.
     """
     require_contiguous(states, outputs)
     if which.num_reqs == 0:

@@ -46,8 +46,8 @@ class LayerInputs(NamedTuple):
 
     Attributes:
         rows: ``[max_rows, features]``, what is behind the convolution, of the layer's dtype.
-            Features of a delta rule are ``2 * key_heads * K + value_heads * V`` queries, keys and
-            values, those of Mamba-2 ``heads * P + 2 * groups * N`` inputs, ``B`` and ``C``.
+            Features of a delta rule are queries, keys and values, those of Mamba-2 inputs, ``B``
+            and ``C``.
         gates: f32 ``[max_rows, gates, heads]``. Gates of the gated delta rule are decays before the
             softplus and betas before the sigmoid, the one of Mamba-2 is steps before the softplus.
             Of Kimi delta attention they are ``K + 1``: a row's memory has ``heads * K`` logarithms
@@ -136,9 +136,7 @@ def keep_rows(
 ) -> None:
     """Note that the rows of trees in a pass, at most `rows` of a request, are kept as inputs.
 
-    Args:
-        which: the rows, as many as a buffer holds at most.
-        batch_rows: i32 or i64 ``[num_rows]``, the rows' places in the batch; None if they lead it.
+    `batch_rows` is i32 or i64 ``[num_rows]``, the rows' places in the batch; None if they lead it.
     """
     if which.num_reqs == 0:
         return
@@ -172,11 +170,7 @@ def request_of(req, query_start_loc, num_accepted, columns, column_stride):
 
 
 def require_contiguous(states: torch.Tensor, outputs: torch.Tensor) -> None:
-    """Refuse tensors whose elements the kernels would not find.
-
-    Raises:
-        ValueError: if they are not contiguous within a block and a row.
-    """
+    """Raise a `ValueError` if the kernels would not find elements within a block or a row."""
     _, _, value, key = states.shape
     if states.stride()[1:] != (value * key, key, 1) or outputs.stride()[1:] != (value, 1):
         raise ValueError(

@@ -92,11 +92,7 @@ class FoldTable:
 
     @classmethod
     def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> FoldTable:
-        """Describe the layers, at least one.
-
-        Raises:
-            ValueError: if they differ in shapes or dtypes.
-        """
+        """Describe the layers, at least one, which must be alike in shapes and dtypes."""
         kinds = {
             (
                 each.decay,
@@ -246,18 +242,9 @@ def fold_states(
 ) -> None:
     """Leave the states that a chain of the accepted rows would have left, in all layers.
 
-    The arithmetic is that of vLLM's ``fused_sigmoid_gating_delta_rule_update``,
-    ``fused_recurrent_kda`` or ``selective_state_update``, in the same order, so states have the
-    same bits. Requests that have left no inputs are passed over.
-
-    Args:
-        table: the layers.
-        kept: which requests have left inputs, and where.
-        query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request.
-        path: i32 ``[>= num_reqs, width]`` by batch row, ``path[0] == 0``.
-        num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count; 0 counts as 1.
-        seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
-        num_reqs: batch rows.
+    The arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
+    Requests that have left no inputs are passed over. Arguments are as of `move_states`; 0 in
+    `num_sampled` counts as 1.
     """
     if num_reqs == 0:
         return

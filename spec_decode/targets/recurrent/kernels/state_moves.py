@@ -52,9 +52,8 @@ class StateTable:
             per block.
         state_unit, window_unit: bytes that are moved as one number; of windows one input.
         state_units: units of a state.
-        by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``). Then a
-            request's columns begin at the block of its last row, else at the table's front; and all
-            of them are kept.
+        by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``). A
+            request's columns then begin at the block of its last row, and all are kept.
     """
 
     states: torch.Tensor
@@ -68,12 +67,7 @@ class StateTable:
 
     @classmethod
     def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> StateTable:
-        """Describe the caches of the layers.
-
-        Raises:
-            ValueError: if there are none, or they differ in the dtype of windows or the bytes of a
-                state.
-        """
+        """Describe the caches of layers with windows of one dtype and states of as many bytes."""
         sizes = {_bytes_of(cache.states) for cache in caches}
         kinds = {cache.windows.element_size() for cache in caches}
         if len(sizes) != 1 or len(kinds) != 1:

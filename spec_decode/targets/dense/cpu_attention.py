@@ -6,7 +6,6 @@ import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -18,6 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.targets.dense.plain_attention import attended, gathered
 from vllm_graft.spec_decode.targets.dense.window import WholeBatch, chunk_of, first_key, window_of
 
 if TYPE_CHECKING:
@@ -119,45 +119,28 @@ class TorchAttentionImpl(AttentionImpl[WholeBatch]):
         """Compute causal attention into `output` ``[num_tokens, num_heads, head_size]``."""
         if attn_metadata is None:
             return output.zero_()
-        starts = attn_metadata.query_start_loc.tolist()
-        lengths = attn_metadata.seq_lens.tolist()
-        block_size = kv_cache.shape[2]
-        for request, (first, last) in enumerate(itertools.pairwise(starts)):
+        window, chunked = self.chunk or window_of(self), self.chunk > 0
+        starts = itertools.pairwise(attn_metadata.query_start_loc.tolist())
+        # Padding may follow the requests.
+        each = zip(starts, attn_metadata.seq_lens.tolist(), attn_metadata.block_table)
+        for (first, last), length, blocks in each:
             if last == first:
                 continue
-            length, rows = lengths[request], last - first
-            blocks = attn_metadata.block_table[request, : -(-length // block_size)].long()
-            cache = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
-            keys, values = cache.to(query.dtype).split(self.head_size, -1)
-            visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-            if window := self.chunk or window_of(self):
-                chunked = self.chunk > 0
-                edges = [
-                    first_key(p, window, chunked=chunked) for p in range(length - rows, length)
-                ]
-                visible &= torch.arange(length) >= torch.tensor(edges)[:, None]
-                # Blocks before the window may be the null block, which may hold NaN.
-                seen = slice(edges[0], None)
-                visible, keys, values = visible[:, seen], keys[:, seen], values[:, seen]
-            output[first:last] = self._attend(query[first:last], keys, values, visible)
+            places = range(length - last + first, length)
+            edges = [first_key(place, window, chunked=chunked) for place in places]
+            visible = torch.ones(len(places), length, dtype=torch.bool).tril(places.start)
+            visible &= torch.arange(length) >= torch.tensor(edges)[:, None]
+            # Blocks before the window may be the null block, which may hold NaN.
+            keys, values = gathered(kv_cache, blocks, length, first=edges[0])
+            output[first:last] = attended(
+                query[first:last].float(),
+                keys,
+                values,
+                visible[:, edges[0] :],
+                self.scale,
+                sinks=self.sinks,
+            )
         return output
-
-    def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of one request, ``[rows, num_heads, head_size]``; K and V are head by head."""
-        if self.sinks is not None:
-            # A sink is one more key with a logit of its own and a value of zeros.
-            logits = torch.zeros(self.num_heads, *visible.shape, dtype=query.dtype)
-            logits.masked_fill_(~visible, float("-inf"))
-            sink = self.sinks.to(query.dtype).view(-1, 1, 1).expand(-1, len(visible), 1)
-            bias = torch.cat([logits, sink], dim=-1)
-            keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
-        else:
-            bias = visible
-        return F.scaled_dot_product_attention(
-            query.transpose(0, 1), keys, values, attn_mask=bias, scale=self.scale, enable_gqa=True
-        ).transpose(0, 1)
 
 
 def replace(layer: Attention) -> None:

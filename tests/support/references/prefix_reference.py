@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_graft.spec_decode.targets.dense.plain_attention import _float_query, _gather, _logits
+from vllm_graft.spec_decode.targets.dense.plain_attention import _float_query, _logits, gathered
 from vllm_graft.spec_decode.targets.latent import plain_latent
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
@@ -24,7 +24,7 @@ def prefix_attention_reference(
         own = slice(starts[r], starts[r + 1])
         if length == 0 or own.start == own.stop:
             continue
-        key, value = _gather(
+        key, value = gathered(
             batch.kv_cache, batch.block_table[r], length, batch.k_scale, batch.v_scale
         )
         logits = _logits(query[own], key, batch.scale, batch.soft_cap)
@@ -45,7 +45,7 @@ def prefix_latents_reference(
         own = slice(starts[r], starts[r + 1])
         if length == 0:
             continue
-        keys = plain_latent._gather(batch, r, length)
+        keys = plain_latent.gathered_latents(batch, r, length)
         both = torch.cat([batch.query[own], batch.query_rope[own]], dim=-1).float()
         logits = torch.einsum("rhd,nd->hrn", both, keys) * batch.scale
         lse[:, own] = logits.logsumexp(-1)

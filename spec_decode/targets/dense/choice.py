@@ -105,15 +105,10 @@ class KernelChoice:
     def of(self, num_reqs: int, rows: int) -> KernelName:
         """The kernel for a batch of `num_reqs` requests of `rows` rows each; it never changes."""
         size = Size(num_reqs, rows)
-        kernel = self.used.get(size)
-        if kernel is None:
-            kernel = self.used[size] = self._decide(size)
-        return kernel
-
-    def _decide(self, size: Size) -> KernelName:
-        if self.asked != "auto":
-            return self.asked
-        return choose(self.costs, size) if self.costs else "triton"
+        if size not in self.used:
+            measured = choose(self.costs, size) if self.costs else "triton"
+            self.used[size] = measured if self.asked == "auto" else self.asked
+        return self.used[size]
 
     def report(self) -> dict[str, Any]:
         """Plain values for ``graft_info()``."""

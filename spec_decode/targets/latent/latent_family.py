@@ -10,8 +10,11 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
 from vllm_graft.spec_decode.targets.dense.draft_window import refuse_window
-from vllm_graft.spec_decode.targets.latent.kimi_latents import graft_kimi_latents
-from vllm_graft.spec_decode.targets.latent.latent_layer import graft_latents, is_latent
+from vllm_graft.spec_decode.targets.latent.latent_layer import (
+    graft_kimi_latents,
+    graft_latents,
+    is_latent,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -13,10 +13,11 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import Batch, keep_inputs
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
+    Batch,
     Parted,
     TreeRecurrence,
+    keep_inputs,
     metadata_of,
     told,
 )

@@ -14,10 +14,11 @@ import torch
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, SelectiveGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import Batch, keep_inputs
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
+    Batch,
     Parted,
     TreeRecurrence,
+    keep_inputs,
     metadata_of,
     told,
 )
@@ -91,11 +92,6 @@ class TreeSelectiveState(TreeRecurrence):
     @property
     def groups(self) -> int:
         return int(self.layer.n_groups // self.layer.tp_size)
-
-    @property
-    def weights(self) -> torch.Tensor:
-        weights: torch.Tensor = self.layer.conv_weights
-        return weights
 
     def fold_gates(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer.A, self.layer.dt_bias

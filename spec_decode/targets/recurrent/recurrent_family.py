@@ -15,7 +15,10 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule, TreeKeyDecays
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import (
+    TreeDeltaRule,
+    TreeKeyDecays,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

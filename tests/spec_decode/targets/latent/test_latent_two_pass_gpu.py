@@ -13,9 +13,9 @@ from tests.support.watches.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, Point
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes, TwoPass, two_pass_attention
-from vllm_graft.spec_decode.targets.latent.latent_timing import LatentGeometry
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
+    LatentGeometry,
     flash_prefix_latents,
     plan_latent_prefix,
 )

@@ -29,7 +29,6 @@ from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import (
     delta_layer,
     recurrent_family,
-    recurrent_form,
     recurrent_layer,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
@@ -230,7 +229,7 @@ def test_answers_differ_without(
         module, name = (
             (recurrent_layer, "tree_recurrence")
             if form == "states"
-            else (recurrent_form, "keep_rows")
+            else (recurrent_layer, "keep_rows")
         )
         stock = getattr(module, name)
 

@@ -65,10 +65,12 @@ HotRows = PlainRows | Fp8Rows
 
 def take_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
     weight = head.weight.detach()
     if out is None:
         out = weight.new_empty(len(ids), weight.shape[1])
-    return _take(weight, head, ids, out, _sum_numbers)
+    return _take(weight, head, ids, out, tensor_model_parallel_all_reduce)
 
 
 def _take(
@@ -93,13 +95,6 @@ def _take(
         own[mine] = source[wanted[mine] - start]
         filled.copy_(add_up(own))
     return out
-
-
-def _sum_numbers(rows: torch.Tensor) -> torch.Tensor:
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    summed: torch.Tensor = tensor_model_parallel_all_reduce(rows)
-    return summed
 
 
 def _sum_bytes(rows: torch.Tensor) -> torch.Tensor:

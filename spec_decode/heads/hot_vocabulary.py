@@ -85,7 +85,7 @@ class HotVocabulary:
         self.active = False
         self.choices = self.steps_narrowed = 0
         self.coverage: float | None = None
-        self.least: Callable[[int, int], float] = _least_of_any
+        self.least: Callable[[int, int], float] = lambda nodes, num_reqs: COVERAGE
         self._steps = 0
         # Tokens of prompts. One is filled while the device may still copy the other.
         self._read, self._copying = (
@@ -99,8 +99,6 @@ class HotVocabulary:
     def renew(self) -> None:
         """Copy the rows of the chosen tokens again, as the head's have changed."""
         self.rows.take(self._chosen)
-
-    # --- prompts ----------------------------------------------------------------------------------
 
     def attach(self, req_states: RequestState) -> None:
         """Do nothing: prompts come with their requests."""
@@ -129,8 +127,6 @@ class HotVocabulary:
         end = self._num_read + len(last)
         self._read.numpy()[self._num_read : end] = last
         self._num_read = end
-
-    # --- steps ------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Count a step that drafts. The host calls it in the order of the device's steps."""
@@ -196,10 +192,6 @@ class HotVocabulary:
 
     def numbers(self) -> Numbers:
         return {"hot_steps": self.steps_narrowed, "hot_coverage": self.coverage or 0.0}
-
-
-def _least_of_any(nodes: int, num_reqs: int) -> float:
-    return COVERAGE
 
 
 class HotGains:

@@ -8,8 +8,7 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of, with_section
 from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import FEATURES, unserved_in_model
+from vllm_graft.spec_decode.targets.families import FEATURES, served_features, unserved_in_model
 
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:

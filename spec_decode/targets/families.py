@@ -1,16 +1,19 @@
-"""Which family serves which layer of a loaded model."""
+"""Which family serves which layer of a loaded model, and the features that a family must serve."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
+from vllm_graft.hooks.feature import Feature, if_model_has
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.targets.base import TargetState
-from vllm_graft.spec_decode.targets.features import in_layer
+from vllm_graft.spec_decode.targets.dense.dense_features import DENSE
+from vllm_graft.spec_decode.targets.latent.latent_features import LATENT
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import RECURRENT
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +24,34 @@ if TYPE_CHECKING:
     from vllm_graft.seams.ledger.entry import Seam
     from vllm_graft.spec_decode.targets.base import TargetFamily
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
+
+
+FEATURES: tuple[Feature, ...] = (
+    *RECURRENT,
+    *LATENT,
+    Feature(
+        "an encoder and a decoder",
+        "Nobody has tried cross attention with trees.",
+        in_model=if_model_has("is_encoder_decoder", "is an encoder-decoder"),
+        chain=False,
+    ),
+    *DENSE,
+)
+
+
+def unserved_in_model(model: Any, served: Collection[str]) -> Iterator[tuple[Feature, str]]:
+    """The features of a model that are not served, each with the words of ``Feature.in_model``."""
+    for feature in FEATURES:
+        if feature.name not in served and (says := feature.in_model(model)):
+            yield feature, says
+
+
+def in_layer(layer: Any) -> list[str]:
+    """Names of the features that a loaded layer has."""
+    if not hasattr(layer, "impl"):
+        return []  # A recurrent layer, whose kind its family knows.
+    return [feature.name for feature in FEATURES if feature.in_layer(layer)]
+
 
 HOOK = "graft_target_families"
 

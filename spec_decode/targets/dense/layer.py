@@ -69,16 +69,8 @@ class DraftTreeMetadata:
     max_seq_len: int
 
     def of_batch(self) -> dict[str, Any]:
-        """What batches of K/V and of latents take over."""
-        return {
-            "ancestors": self.ancestors,
-            "level": self.level,
-            "prefix_lens": self.prefix_lens,
-            "block_table": self.block_table,
-            "max_seq_len": self.max_seq_len,
-            "num_reqs": self.num_reqs,
-            "topk": self.topk,
-        }
+        """What batches of K/V and of latents take over: all but the scratch."""
+        return {name: each for name, each in vars(self).items() if name != "scratch"}
 
 
 class AttentionOps(NamedTuple):

@@ -97,12 +97,9 @@ class LatentTrees:
     ) -> None:
         """Compute the rows of a batch's trees into `output`; other rows stay as they are.
 
-        Args:
-            query: absorbed queries of the rows of `part`, ``[num_tokens, num_heads, rank]``.
-            rope: their rotated parts, ``[num_tokens, num_heads, rope]``.
-            kv_cache: ``[num_blocks, block_size, rank + rope]``, the rows' latents among them.
-            metadata: vLLM's ``MLACommonMetadata``.
-            output: ``[>= num_tokens, num_heads * v_head_dim]``.
+        Absorbed queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated
+        parts ``[num_tokens, num_heads, rope]``, the output ``[>= num_tokens, num_heads * v_head_dim]``.
+        The cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents.
         """
         layer, context, part = self.layer, self.context, self.part(metadata)
         batch = LatentBatch(
@@ -200,14 +197,9 @@ class TreeLatents(LatentTrees):
     ) -> torch.Tensor:
         """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``.
 
-        Args:
-            q: ``[num_tokens, num_heads, qk_head_dim]``.
-            k_c_normed: latents of the rows ``[num_tokens, rank]``, which are in the cache already,
-                but for those of a draft's level.
-            k_pe: their rotated parts ``[num_tokens, 1, rope]``, likewise.
-            kv_cache: ``[num_blocks, block_size, rank + rope]``.
-            attn_metadata: vLLM's ``MLACommonMetadata``, our `DraftTreeMetadata` in a draft's level,
-                or None in a run without attention.
+        Latents of the rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe`
+        ``[num_tokens, 1, rope]`` are in the cache already, but for those of a draft's level, whose
+        metadata is a `DraftTreeMetadata`. It is None in a run without attention.
         """
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
@@ -298,11 +290,9 @@ class TreeKimiLatents(LatentTrees):
     ) -> None:
         """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``.
 
-        Args:
-            positions: ``[num_tokens]``, not used, as the layer has no rotations.
-            q: ``[num_tokens, num_heads, qk_head_dim]``.
-            kv_c_normed: latents of the rows ``[num_tokens, rank]``.
-            k_pe: keys that heads share ``[num_tokens, 1, rope]``.
+        `q` is ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens,
+        rank]``, keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so
+        `positions` go unused.
         """
         known, mode = get_forward_context().attn_metadata, self.context.mode
         plain = not isinstance(known, dict) or mode is VerifyMode.NONE

@@ -48,12 +48,11 @@ def allocate_inputs(
     context: TreeContext,
     dtype: torch.dtype | None = None,
 ) -> LayerInputs:
-    """Memory for the inputs of a layer. What all layers share is allocated with the first one.
+    """Memory for the inputs of a layer with a convolution's weight ``[features, ...]``.
 
-    Args:
-        weight: ``[features, ...]`` of its convolution.
-        gates: numbers per head that a row's gates are, and heads.
-        dtype: of what is behind the convolution; None for the weight's.
+    What all layers share is allocated with the first one. `gates` are the numbers per head that a
+    row's gates are, and heads; `dtype` is that of what is behind the convolution, None for the
+    weight's.
     """
     max_reqs, width = context.path.shape
     max_tokens = len(context.rows.row_parents)

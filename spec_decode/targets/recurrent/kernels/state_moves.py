@@ -68,7 +68,7 @@ class StateTable:
     @classmethod
     def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> StateTable:
         """Describe the caches of layers with windows of one dtype and states of as many bytes."""
-        sizes = {_bytes_of(cache.states) for cache in caches}
+        sizes = {int(cache.states[0].nbytes) for cache in caches}
         kinds = {cache.windows.element_size() for cache in caches}
         if len(sizes) != 1 or len(kinds) != 1:
             raise ValueError(f"layers must have states of one size, got {sizes} and {kinds}")
@@ -99,10 +99,6 @@ class StateTable:
             max_features=max(cache.windows.shape[1] for cache in caches),
             by_prefix=by_prefix,
         )
-
-
-def _bytes_of(states: torch.Tensor) -> int:
-    return int(states[0].numel()) * int(states.element_size())
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:

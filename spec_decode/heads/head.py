@@ -69,8 +69,6 @@ class OutputHead:
 
 
 class _StandIn(nn.Module):
-    """Stands for a logits processor, and does what it does unless there is something else to do."""
-
     def __init__(self, processor: Any) -> None:
         super().__init__()
         self.processor: Any = processor
@@ -251,10 +249,7 @@ class DraftHead:
         self.learned = HotVocabulary(size, ids, vocab_size, rows)
 
     def renew(self) -> None:
-        """Copy the rows of the draft's head again, whose weights have changed, in place.
-
-        All ranks of tensor parallelism call it at once.
-        """
+        """Copy rows of the draft's head, whose weights have changed, again; on all ranks at once."""
         rows = self._hot_rows
         if self.hot_weight is not None and rows is not None:
             take_rows(self.output.rows, rows, out=self.hot_weight)

@@ -80,10 +80,9 @@ def _take(
     out: torch.Tensor,
     add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Fill `out` with the rows of `ids`, and return it.
+    """Fill `out` with the rows of `ids`, and return it; `source` has those that this rank holds.
 
-    `source` has the rows that this rank holds. `add_up` adds up tensors of all ranks: each row is
-    on one rank, and zero on the others.
+    `add_up` adds up tensors of all ranks: each row is on one rank, and zero on the others.
     """
     if head.tp_size == 1:
         return torch.index_select(source, 0, ids, out=out)

@@ -54,16 +54,14 @@ class HotVocabulary:
 
     FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts the head, most of what a level of a small
     draft reads, to a fixed list of tokens. Here the list follows the text that is served: the
-    device counts emitted tokens, the tokens of new prompts are added, and every `PERIOD` steps the
-    most frequent ones are chosen. The list is used as long as it gains more than it loses.
-
-    It is a `TextWatch`, which reads prompts.
+    device counts emitted tokens, the tokens of new prompts (it is a `TextWatch`) are added, and
+    every `PERIOD` steps the most frequent ones are chosen. It is used as long as it gains more than
+    it loses.
 
     Attributes:
         emitted: int32 ``[vocab_size]``, tokens emitted since the last choice, counted by
             verification.
         target_ids: int64 ``[size]``, ascending. The address never changes, as CUDA graphs hold it.
-        active: whether the last step drafted from it.
         coverage: fraction of the recently emitted tokens that it held; None until known.
         teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose texts do not
             count; None if all do.

@@ -92,8 +92,8 @@ class KernelChoice:
 
     Attributes:
         why: why there is no choice; empty where the measured times decide.
-        declined: layer calls that took the Triton kernel although ``flash`` was chosen: outside of
-            graphs, where requests differ in rows or the query is not quantized beside an fp8 cache.
+        declined: layer calls that took the Triton kernel although ``flash`` was chosen, outside of
+            graphs: requests differ in rows, or the query is not quantized beside an fp8 cache.
     """
 
     asked: Literal["auto", "triton", "flash"]

@@ -20,11 +20,9 @@ class AttentionShape:
         rows: tree rows of each request, 0 for one that the kernel must skip.
         lens: keys of each request: of a tree with its own rows, of a draft its prefix.
         group: query heads per KV head.
-        dtype: of the query, and of the cache unless it is ``fp8`` (e4m3, with scales).
         slots_first: whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
         max_blocks: requests share blocks when they need more than this many.
-        window: positions that a row sees, 0 for all; with ``chunked`` the size of chunks. Blocks
-            before them hold NaN, as the null block of an engine may.
+        window: as in `TreeBatch`. Blocks before it hold NaN, as the null block of an engine may.
     """
 
     rows: tuple[int, ...]

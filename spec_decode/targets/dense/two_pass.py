@@ -45,12 +45,8 @@ def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) ->
     """Upper bound of the splits of a request's keys, within which FlashAttention decides.
 
     One long request may fill the device, and partial results keep to a budget. The bound depends on
-    host values only, so that buffers in a captured graph stay large enough.
-
-    Args:
-        rows: rows of all requests, times query heads.
-        size: numbers of a value.
-        programs: programs of a request and split.
+    host values only, so that buffers in a captured graph stay large enough. `rows` are those of all
+    requests times query heads, `size` is that of a value, `programs` are of a request and split.
     """
     fit = int(_SPLIT_BYTES // (4 * rows * (size + 1)))
     return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
@@ -59,7 +55,7 @@ def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) ->
 def scheduled(batch: TreeBatch | LatentBatch, **sizes: Any) -> torch.Tensor:
     """FlashAttention's schedule of the first pass, int32, which all layers of a forward pass share.
 
-    Without it, each layer would launch the kernel that makes it. The host reads no device value.
+    The host reads no device value.
     """
     from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 

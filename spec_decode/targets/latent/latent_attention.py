@@ -101,8 +101,7 @@ def latent_attention(
     Args:
         out: ``[num_tokens, num_heads, rank]``, dtype of the query; rows that are not computed stay
             untouched.
-        workspace: receives partial results; None means one split.
-        num_splits: forces the number of splits.
+        workspace: receives partial results; None means one split, unless `num_splits` forces more.
 
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.

@@ -98,7 +98,7 @@ class LatentTrees:
         """Compute the rows of a batch's trees into `output`; other rows stay as they are.
 
         Absorbed queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated
-        parts ``[num_tokens, num_heads, rope]``, the output ``[>= num_tokens, num_heads * v_head_dim]``.
+        parts ``[num_tokens, num_heads, rope]``, and outputs ``[>= num_tokens, num_heads * v_dim]``.
         The cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents.
         """
         layer, context, part = self.layer, self.context, self.part(metadata)

@@ -28,10 +28,8 @@ _PROGRAMS = 256
 class OwnTile(NamedTuple):
     """Sizes of a program of the second pass.
 
-    Attributes:
-        rows: rows times heads, a power of 2 from 16 on.
-        chunk: numbers of a latent that are loaded and multiplied at a time, likewise.
-        stages: chunks that are under way at a time, that of the arithmetic among them.
+    Rows times heads, and numbers of a latent that are multiplied at a time, are powers of 2 from 16
+    on. `stages` are chunks that are under way at a time.
     """
 
     rows: int

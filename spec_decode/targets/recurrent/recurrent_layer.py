@@ -93,8 +93,7 @@ def keep_inputs(
 ) -> int:
     """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`.
 
-    Returns:
-        The most rows of a request, or 0 where the pass writes states.
+    The most rows of a request are returned, or 0 where the pass writes states.
     """
     if context.kept is None or not keeps_inputs(batch, context):
         return 0

@@ -71,12 +71,10 @@ class DeltaGates(NamedTuple):
 
 
 class KeyDecays(NamedTuple):
-    """Gates of Kimi Delta Attention.
+    """Gates of Kimi Delta Attention, as `DeltaGates` but for these.
 
     Attributes:
         decays: ``[num_rows, heads, K]``, before the activation; contiguous within a row.
-        betas: ``[num_rows, heads]``, before the sigmoid; heads contiguous.
-        log_rates: f32 ``[heads]``, logarithms of the rates of decay.
         decay_bias: f32 ``[heads * K]``, added to ``decays``.
         lower_bound: of the logarithm of a decay, negative: decays are
             ``exp(lower_bound * sigmoid(rate * x))``. None for ``exp(-rate * softplus(x))``.

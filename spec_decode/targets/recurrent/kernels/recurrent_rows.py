@@ -155,11 +155,8 @@ def keep_rows(
 
 @triton.jit
 def request_of(req, query_start_loc, num_accepted, columns, column_stride):
-    """Where a request's rows and states are.
-
-    Returns:
-        The first row and the number of rows; the blocks of the request's rows; the block of the
-        state before them. That is 0, vLLM's null block, in padding of a graph and without rows.
+    """The first row of a request, its number of rows, the blocks of the rows' states, and the block of
+    the state before them: 0, vLLM's null block, in a graph's padding and without rows.
     """
     first = tl.load(query_start_loc + req).to(tl.int64)
     num_rows = tl.load(query_start_loc + req + 1) - first

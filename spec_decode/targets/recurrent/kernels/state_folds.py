@@ -67,7 +67,7 @@ class FoldedLayer(NamedTuple):
 class FoldTable:
     """Where the layers keep what their states are continued by, for one launch of all layers.
 
-    It holds addresses, not tensors: build it again when the caches are allocated again.
+    It holds addresses, as `StateTable` does.
 
     Attributes:
         layers: i64 ``[num_layers, 6]``, addresses of states, of rows, of gates, of rates and of
@@ -77,8 +77,7 @@ class FoldTable:
         row_stride: elements from a kept row to the next.
         dtypes: of states, rows, rates and biases; None of what there is none of.
         alignment: bytes that addresses of states are multiples of, as far as the kernel is told.
-        by_prefix: whether columns begin at the block of the last row, and those that end a block
-            are kept besides the last one.
+        by_prefix: as in `StateTable`; states that end a block are kept besides the last one.
     """
 
     layers: torch.Tensor

@@ -110,7 +110,7 @@ def clear_states(
 ) -> None:
     """Zero the state and the window that the request of batch row `req` starts from.
 
-    It is rare: a launch or two for each layer will do. The host does not wait for the device.
+    It is rare: a launch or two for each layer will do.
     """
     for cache in caches:
         blocks = cache.blocks[req].long()

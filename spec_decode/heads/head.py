@@ -249,7 +249,7 @@ class DraftHead:
         self.learned = HotVocabulary(size, ids, vocab_size, rows)
 
     def renew(self) -> None:
-        """Copy rows of the draft's head, whose weights have changed, again; on all ranks at once."""
+        """Copy rows of the draft's head again, whose weights have changed; on all ranks at once."""
         rows = self._hot_rows
         if self.hot_weight is not None and rows is not None:
             take_rows(self.output.rows, rows, out=self.hot_weight)

@@ -155,8 +155,9 @@ def keep_rows(
 
 @triton.jit
 def request_of(req, query_start_loc, num_accepted, columns, column_stride):
-    """The first row of a request, its number of rows, the blocks of the rows' states, and the block of
-    the state before them: 0, vLLM's null block, in a graph's padding and without rows.
+    """A request's first row, number of rows, blocks of the rows' states, and block before them.
+
+    That is 0, vLLM's null block, in a graph's padding and without rows.
     """
     first = tl.load(query_start_loc + req).to(tl.int64)
     num_rows = tl.load(query_start_loc + req + 1) - first

@@ -10,7 +10,6 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
-from vllm_graft.spec_decode.targets.base import TargetState
 from vllm_graft.spec_decode.targets.dense.layer import graft_attention
 from vllm_graft.spec_decode.targets.dense.window import window_of
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class DenseState(TargetState):
+class DenseState:
     """K/V in pages: node i has the i-th new slot, and the accepted path moves to the front.
 
     `slot_mappings` is int64 ``[groups, max_tokens]``, the slot of each row of the batch.
@@ -44,6 +43,9 @@ class DenseState(TargetState):
         own = {name: n for n, group in groups for name in group.layer_names if name in caches}
         table = KVCacheTable.build([caches[name] for name in own], list(own.values()))
         return cls(table, block_tables.slot_mappings)
+
+    def fork(self, step: VerifyStep) -> None:
+        """Do nothing: every node has a slot of its own."""
 
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
         """Move the accepted path's K/V to where a chain would have written it."""

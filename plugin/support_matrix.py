@@ -11,8 +11,7 @@ from vllm_graft.base.refusal import as_table
 from vllm_graft.hooks import entries
 from vllm_graft.hooks.feature import Feature
 from vllm_graft.hooks.manager import Manager
-from vllm_graft.spec_decode.targets.families import HOOK
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.families import FEATURES, HOOK
 
 
 class Table(NamedTuple):

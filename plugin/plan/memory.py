@@ -241,7 +241,7 @@ def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
 
 def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
     """Bytes of one layer's inputs."""
-    from vllm_graft.spec_decode.targets.recurrent.recurrent_plan import kept_bytes
+    from vllm_graft.spec_decode.targets.recurrent.state_room import kept_bytes
 
     window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
     return kept_bytes(rows, model, window, state)

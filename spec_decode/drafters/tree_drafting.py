@@ -23,9 +23,9 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
 from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
-from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
-from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
+from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
+from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams

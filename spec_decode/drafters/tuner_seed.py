@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import info_once, warning_once
-from vllm_graft.spec_decode.heads.hot_gains import HotGains
+from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.spec_decode.tuning.step_times import MEASURED, Costs
 
 if TYPE_CHECKING:

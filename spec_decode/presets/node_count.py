@@ -18,8 +18,7 @@ from vllm_graft.base.options import flag, target_of, with_section
 from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
 from vllm_graft.spec_decode.models.draft_facts import trained_depth
-from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import FEATURES, unserved_in_model
+from vllm_graft.spec_decode.targets.families import FEATURES, served_features, unserved_in_model
 
 
 def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:

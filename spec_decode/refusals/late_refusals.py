@@ -16,8 +16,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.refusals.verification_refusals import DENSE_BACKEND, LATENT_BACKEND
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS
-from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import unserved_in_model
+from vllm_graft.spec_decode.targets.families import served_features, unserved_in_model
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS
 
 _SOFT_CAP = "attn_logit_softcapping"

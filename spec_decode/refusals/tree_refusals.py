@@ -13,8 +13,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.refusals.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.refusals.engine_refusals import ENGINE
 from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
-from vllm_graft.spec_decode.targets.families import family_refusals, served_features
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.families import FEATURES, family_refusals, served_features
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "

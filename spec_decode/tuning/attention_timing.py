@@ -31,13 +31,13 @@ from vllm_graft.spec_decode.targets.dense.choice import (
     Point,
     points,
 )
-from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
+from vllm_graft.spec_decode.targets.dense.layer import plain_query
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.targets.latent.latent_layer import is_latent
-from vllm_graft.spec_decode.targets.latent.latent_timing import LatentGeometry
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
+    LatentGeometry,
     why_no_latent_passes,
 )
 from vllm_graft.spec_decode.trees.batch import TreeBatch

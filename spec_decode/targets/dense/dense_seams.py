@@ -35,7 +35,6 @@ DENSE: tuple[Seam, ...] = (
         ("attention.backend.AttentionImpl", "class", "AttentionImplBase, Generic", "likewise"),
         ("attention.backend.AttentionMetadataBuilder", "has", "_cudagraph_support, supports_draft_decode_metadata_update", "likewise"),
         ("attention.backend.AttentionMetadataBuilder.build", "call", "self, common_prefix_len, common_attn_metadata, fast_build=", "likewise"),
-        ("attention.backend.AttentionType", "has", "DECODER", "likewise"),
         ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
         ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
         ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
+from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 
 
 def test_a_quantised_fc_uses_the_kernel() -> None:

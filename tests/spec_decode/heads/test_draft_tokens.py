@@ -10,8 +10,8 @@ import torch
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.heads import draft_tokens
-from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
+from vllm_graft.spec_decode.heads import hot_tokens
+from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 
 VOCAB = 100
 
@@ -24,7 +24,7 @@ def draft(offsets: list[int] | None) -> SimpleNamespace:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(draft_tokens, "warning_once", found.append)
+    monkeypatch.setattr(hot_tokens, "warning_once", found.append)
     return found
 
 

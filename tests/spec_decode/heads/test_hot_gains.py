@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.spec_decode.heads.hot_gains import LOST, HotGains
-from vllm_graft.spec_decode.heads.hot_vocabulary import COVERAGE
+from vllm_graft.spec_decode.heads.hot_vocabulary import COVERAGE, LOST, HotGains
 
 WHOLE = {0: {1: 5.0}, 1: {1: 5.5, 4: 6.0}, 7: {1: 8.0, 4: 10.0, 16: 20.0}}
 HOT = {1: {1: 5.5, 4: 6.0}, 7: {1: 6.0, 4: 9.0, 16: 19.8}}

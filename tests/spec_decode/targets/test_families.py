@@ -9,8 +9,7 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets import families
-from vllm_graft.spec_decode.targets.families import Served, ServedLayers
-from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
+from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
 
 
 class Recorded:

@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from tests.support import toy_family
+from tests.support.samples.attention_samples import TOLERANCE, untouched
 from vllm_graft import doctor
 from vllm_graft.base.errors import EntryError, HookError
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import TargetFamily
 from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import (
-    TOLERANCE,
-    AttentionShape,
-    tree_problem,
-    untouched,
-)
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 
 
 def test_the_kernel_equals_the_reference() -> None:

@@ -14,7 +14,7 @@ from tests.support.answers.near_ties import Answer
 from tests.support.models import table_drafter
 from tests.support.models.kimi_models import write_kimi_linear
 from tests.support.models.latent_models import VOCABULARY
-from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.testing import model_runner, running, spec_metrics
 

@@ -12,6 +12,7 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
+from tests.support.samples.attention_samples import draft_problem
 from tests.support.samples.attention_spaces import check_rows, nan_space
 from tests.support.samples.e4m3_queries import converted, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
@@ -20,7 +21,7 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
 )
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 pytestmark = [

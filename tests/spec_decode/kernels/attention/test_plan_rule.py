@@ -14,6 +14,7 @@ from tests.spec_decode.kernels.attention.test_tree_attention import (
     draft_error,
     tree_error,
 )
+from tests.support.samples.attention_samples import TOLERANCE, draft_problem
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import workspace
 from vllm_graft.spec_decode.kernels.attention.attention_plan import (
@@ -28,12 +29,7 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tre
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup.ahead import fingerprint
-from vllm_graft.spec_decode.targets.dense.samples import (
-    TOLERANCE,
-    AttentionShape,
-    draft_problem,
-    tree_problem,
-)
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 
 H200 = {"multiprocessors": 132, "capability": (9, 0), "most_splits": 64}
 

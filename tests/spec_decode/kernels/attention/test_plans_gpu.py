@@ -11,6 +11,7 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
+from tests.support.samples.attention_samples import draft_problem
 from tests.support.samples.attention_spaces import check_rows, nan_space, nans
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -18,7 +19,7 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     plan_of,
     tree_attention,
 )
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 pytestmark = pytest.mark.gpu

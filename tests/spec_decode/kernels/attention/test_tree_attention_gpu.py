@@ -13,6 +13,7 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
+from tests.support.samples.attention_samples import draft_problem
 from tests.support.samples.attention_spaces import nan_space, nans
 from tests.support.watches.synchronisations import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
@@ -23,7 +24,7 @@ from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.topology import TreeState

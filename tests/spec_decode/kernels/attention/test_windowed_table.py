@@ -10,17 +10,13 @@ import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE
 from tests.support.references.tree_reference import draft_attention_reference
+from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
 from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width, windowed_table
 from vllm_graft.spec_decode.targets.dense.plain_attention import windowed_table_reference
-from vllm_graft.spec_decode.targets.dense.samples import (
-    TOLERANCE,
-    AttentionShape,
-    draft_problem,
-    untouched,
-)
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape
 
 LENGTHS = [0, 1, 15, 16, 17, 47, 48, 49, 64, 300, 1000]
 

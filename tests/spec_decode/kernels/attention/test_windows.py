@@ -15,15 +15,10 @@ from tests.spec_decode.kernels.attention.test_tree_attention import (
     tree_error,
 )
 from tests.support.references.tree_reference import tree_attention_reference
+from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.samples import (
-    TOLERANCE,
-    AttentionShape,
-    draft_problem,
-    tree_problem,
-    untouched,
-)
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 
 SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 

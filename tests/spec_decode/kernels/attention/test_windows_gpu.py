@@ -16,9 +16,10 @@ from tests.spec_decode.kernels.attention.test_tree_attention_gpu import (
     label,
     sample_shapes,
 )
+from tests.support.samples.attention_samples import draft_problem
 from tests.support.samples.attention_spaces import nan_space, nans
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import torch
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
-from vllm_graft.spec_decode.targets.dense.chunked_metadata import WholeBatch
 from vllm_graft.spec_decode.targets.dense.cpu_attention import TorchAttentionImpl
+from vllm_graft.spec_decode.targets.dense.window import WholeBatch
 
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 16
 

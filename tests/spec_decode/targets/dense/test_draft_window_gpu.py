@@ -58,13 +58,10 @@ def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_level_reads_what_its_narrowed_table_names() -> None:
     """It computes what it does over a table as wide as the whole text."""
+    from tests.support.samples.attention_samples import draft_problem, untouched
     from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
     from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
-    from vllm_graft.spec_decode.targets.dense.samples import (
-        AttentionShape,
-        draft_problem,
-        untouched,
-    )
+    from vllm_graft.spec_decode.targets.dense.samples import AttentionShape
     from vllm_graft.spec_decode.trees.batch import DraftBatch
 
     shape = AttentionShape(

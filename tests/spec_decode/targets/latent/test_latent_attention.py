@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, untouched
 from tests.support.samples.attention_spaces import nan_space
 from tests.support.samples.latent_samples import LatentShape, latent_problem
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-from vllm_graft.spec_decode.targets.dense.samples import TOLERANCE, UNTOUCHED, untouched
 from vllm_graft.spec_decode.targets.latent.latent_attention import (
     copy_tree_rows,
     latent_attention,

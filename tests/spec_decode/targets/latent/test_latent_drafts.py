@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.samples.attention_samples import TOLERANCE, untouched
 from tests.support.samples.attention_spaces import nan_space
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem
 from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
-from vllm_graft.spec_decode.targets.dense.samples import TOLERANCE, untouched
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_draft_attention
 from vllm_graft.spec_decode.targets.latent.plain_latent import latent_draft_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentDraftBatch

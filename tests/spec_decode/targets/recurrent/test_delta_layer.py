@@ -10,10 +10,10 @@ import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.features import in_layer
+from vllm_graft.spec_decode.targets.families import in_layer
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext

@@ -24,9 +24,9 @@ from tests.support.engines.kimi_engines import (
     write_target,
 )
 from tests.support.models.latent_models import draft_shape
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import spec_metrics, write_eagle3
 
 pytestmark = [

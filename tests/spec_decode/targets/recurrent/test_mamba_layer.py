@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     Batch,
     allocate_inputs,
     keeps_inputs,

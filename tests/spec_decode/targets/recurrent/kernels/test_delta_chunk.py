@@ -18,8 +18,7 @@ from tests.support.samples.recurrent_samples import (
     rows_of,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
-from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows, keep_rows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import FoldTable
 
 SIZES = [[1], [9, 1, 32, 4], [64, 17]]

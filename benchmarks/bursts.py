@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ from benchmarks.engine_processes import (
     start,
 )
 from vllm_graft.base import markdown
-from vllm_graft.bench.common import report, timing
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.arm import percentile
 
 ARMS = ["block:4+fp8", "auto:63+fp8+ngram"]
 SIZES = [1, 2, 4, 6, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512]
@@ -123,15 +125,14 @@ class Row:
 def summary(arm: str, batch: int, bursts: list[Burst]) -> Row:
     """Say what bursts of one size had: all first tokens together, and the median last one."""
     times = list(itertools.chain.from_iterable(each.first_tokens for each in bursts))
-    spread = timing.Spread.of(times)
     by_last = sorted(bursts, key=lambda each: max(each.first_tokens))
     middle = by_last[len(by_last) // 2]
     return Row(
         arm,
         batch,
         len(bursts),
-        round(spread.median, 1),
-        round(spread.p99, 1),
+        round(statistics.median(times), 1),
+        round(percentile(times, 0.99), 1),
         round(max(middle.first_tokens), 1),
         middle.steps,
     )

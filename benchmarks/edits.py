@@ -30,12 +30,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.arm import is_ours
-from vllm_graft.bench.common.arm_rows import Row, table
+from vllm_graft.bench.common.arm import Row, is_ours, table
 from vllm_graft.bench.common.closed_loop import Call
 from vllm_graft.bench.trees import command
-from vllm_graft.bench.trees.arm_engines import start
-from vllm_graft.bench.trees.turns import measure_cases
 
 WORKLOADS = ("edit", "prose")
 
@@ -191,12 +188,12 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
         answers = answers_to(cases, AutoTokenizer.from_pretrained(str(pair / "target")))
     else:
         prompts = command.read_prompts(pair, arguments.prompt)
-    pipes = start(arms, arguments, prompts)
+    pipes = command.start(arms, arguments, prompts)
     try:
         for pipe in pipes.values() if answers else ():
             pipe.send(Call(replay, (answers,)))
             pipe.recv()
-        return measure_cases(pipes, arguments)
+        return command.measure_cases(pipes, arguments)
     finally:
         for pipe in pipes.values():
             pipe.send(None)

@@ -17,9 +17,9 @@ from typing import Any
 
 from tests.support.vision import vision_models
 from tests.support.vision.random_towers import TOWERS
-from vllm_graft.bench.common.report import exit_status
+from vllm_graft.bench.common.report import exit_status, require_plotting
 from vllm_graft.bench.vision import command
-from vllm_graft.bench.vision.image_requests import Looking
+from vllm_graft.bench.vision.command import Looking
 
 TEXT = {
     "hidden_size": 4096,
@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         arguments.prompt = vision_models.QWEN_PROMPT
         arguments.options = OPTIONS | arguments.options
+        require_plotting(arguments.plot)
         # By its own name, which processes that the engines start can import.
         from benchmarks.vit import MadeUp as Importable
 

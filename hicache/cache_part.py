@@ -11,16 +11,14 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, check_names, parse_connectors
-from vllm_graft.hicache.config.cache_config import CONNECTOR
-from vllm_graft.hicache.config.connector_options import FLAG
-from vllm_graft.hicache.config.stamp import stamp
+from vllm_graft.hicache.config.connector_options import CONNECTOR, FLAG
+from vllm_graft.hicache.config.nonce import stamp
 from vllm_graft.hicache.messages.cache_metrics import METRICS
 from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hooks import manager
 from vllm_graft.seams.post_import import after_import
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
-
 
 NOT_BY_PRESET = (
     "How much of this machine's memory it may take is for you to say: add --kv-transfer-config "
@@ -43,12 +41,10 @@ class CachePart:
     metrics = METRICS
 
     def install(self) -> None:
-        """Hook vLLM's factory and engine core once they are imported. Later calls do nothing."""
         after_import(_FACTORY, register_connectors)
         after_import(engine_core.MODULE, engine_core.hook)
 
     def section(self, config: Any, vllm_config: Any) -> Asked | None:
-        """The configuration of each of our connectors; None if there is none."""
         return parse_connectors(vllm_config) or None
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
@@ -60,11 +56,6 @@ class CachePart:
         stamp(vllm_config)
 
     def refuses(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
-        """Yield a sentence for each thing that cannot work and is known before a model loads.
-
-        Raises:
-            ConfigError: names the flag of a wrong key.
-        """
         check_names(asked)
         yield from sentences(REFUSALS, asked, vllm_config)
 
@@ -73,7 +64,6 @@ class CachePart:
         yield from ()
 
     def describe(self, asked: Asked, vllm_config: Any) -> str:
-        """The host memory and storage of each connector, as a text."""
         return "; ".join(
             f"host KV cache of {config.host_bytes.human_readable()}"
             + (f", storage {config.storage['backend']}" if config.storage else "")
@@ -85,11 +75,7 @@ class CachePart:
 
 
 def register_connectors(module: ModuleType) -> None:
-    """Register the KV connectors of ``graft_kv_connectors`` with vLLM's factory.
-
-    Args:
-        module: vLLM's module of the factory.
-    """
+    """Register the KV connectors of ``graft_kv_connectors`` with the factory of vLLM's module."""
     factory = module.KVConnectorFactory
     for offer in manager.manager().offers("graft_kv_connectors"):
         name, load = offer.entry.name, offer.entry.load

@@ -1,15 +1,14 @@
 """Checks of the host KV cache's configuration in the frontend, before a model loads.
 
-vLLM builds its configuration several times: in the frontend, in the engine's process, and when it
-derives one for a draft model. So each check may run several times, even while the engine serves. It
-leaves nothing behind.
+vLLM builds its configuration several times, so each check may run several times, even while the
+engine serves. It leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError, GraftError, HookError
@@ -21,7 +20,7 @@ from vllm_graft.hicache.config.connector_options import flags_below
 from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes
+from vllm_graft.hicache.pages.pool_shape import least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hooks import manager
 
@@ -33,11 +32,7 @@ REFUSALS = Refusals()
 
 
 def parse_connectors(vllm_config: Any) -> Asked:
-    """The configuration of each of our connectors, including those below a ``MultiConnector``.
-
-    Raises:
-        ConfigError: for wrong keys and values. It names their full flags.
-    """
+    """The configuration of each of our connectors, including those below a ``MultiConnector``."""
     found = []
     for path, values in extra_configs(vllm_config.kv_transfer_config):
         with flags_below(path):
@@ -46,20 +41,22 @@ def parse_connectors(vllm_config: Any) -> Asked:
 
 
 def check_names(asked: Asked) -> None:
-    """Check the names of policies, and the faults that are asked for.
-
-    Raises:
-        ConfigError: for one that nobody provides.
-    """
+    """Raise ConfigError for a policy that nobody provides, or faults that there are not."""
     for path, config in asked:
         with flags_below(path):
             manager.manager().choose("graft_eviction_policies", config.eviction, flag("eviction"))
     asked_for()
 
 
-def _of_each(rule: Rule) -> Find:
-    """Look at each connector; what is found has its full flags."""
+def storage_offer(storage: Mapping[str, Any]) -> tuple[manager.Offer, dict[str, Any]]:
+    """The backend that the option ``storage`` names, and that backend's options."""
+    options = dict(storage)
+    name = options.pop("backend")
+    offer = manager.manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    return offer, options
 
+
+def _of_each(rule: Rule) -> Find:
     def find(asked: Asked, vllm_config: Any) -> Iterator[Found]:
         for path, config in asked:
             with flags_below(path):
@@ -86,15 +83,13 @@ def _sleep_mode(asked: Asked, vllm_config: Any) -> Iterator[str]:
 )
 @_of_each
 def _open_store(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
-    """Find servers of other process groups.
+    """Find servers of other process groups, as this server may have opened the store already.
 
-    The first half of the namespace is known here, which identifies the model. Processes of this
-    server may have opened the store already; they are in its process group. With data parallelism
-    it is unknown here which replica this is, so nothing is checked. In all cases that are not
-    decided here, opening the store will fail if another process has it open.
+    The first half of the namespace is known here, which identifies the model. With data parallelism
+    it is unknown which replica this is, so nothing is checked. In all cases that are not decided
+    here, opening the store will fail if another process has it open.
     """
-    from vllm_graft.hicache.pages.inputs import Engine
-    from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace_start
+    from vllm_graft.hicache.pages.namespace import NAMESPACE_START, Engine, namespace_start
 
     held = _held(config, vllm_config)
     if not held or vllm_config.parallel_config.data_parallel_size > 1:
@@ -112,16 +107,10 @@ def _open_store(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
 
 
 def _held(config: HiCacheConfig, vllm_config: Any) -> dict[bytes, int]:
-    """Processes that have a store open, by namespace.
-
-    Raises:
-        ConfigError: if the store's options are wrong, or it can't be opened.
-    """
+    """Processes that have a store open, by namespace."""
     if config.storage is None or not _is_here(vllm_config.parallel_config):
         return {}
-    options = dict(config.storage)
-    name = options.pop("backend")
-    offer = manager.manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    offer, options = storage_offer(config.storage)
     try:
         backend = offer.entry.resolve()
     except HookError as error:
@@ -138,8 +127,8 @@ def _held(config: HiCacheConfig, vllm_config: Any) -> dict[bytes, int]:
         raise
     except BaseException as error:  # A third party's check may raise anything.
         raise ConfigError(
-            f"{flag('storage')}: the backend {name!r} of {offer.provider} failed to check its "
-            f"options: {reason_of(error)}"
+            f"{flag('storage')}: the backend {offer.entry.name!r} of {offer.provider} failed to "
+            f"check its options: {reason_of(error)}"
         ) from error
 
 
@@ -150,7 +139,6 @@ def _least_part_bytes(config: HiCacheConfig, vllm_config: Any) -> int:
 
 
 def _is_foreign(pid: int) -> bool:
-    """Whether a process is alive and belongs to another server."""
     try:
         return os.getpgid(pid) != os.getpgid(0)
     except OSError:

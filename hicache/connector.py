@@ -22,8 +22,7 @@ from vllm_graft.hicache.messages.cache_stats import HiCacheProm, HiCacheStats
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
-from vllm_graft.hicache.rank import early_loads
-from vllm_graft.hicache.rank.worker import HiCacheWorker
+from vllm_graft.hicache.rank.worker import HiCacheWorker, hook_early_loads
 from vllm_graft.hicache.setup import make_injector, make_scheduler, require_storage_room
 from vllm_graft.seams.compare import require_seams
 
@@ -43,6 +42,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.HOST
 
+    scheduler: HiCacheScheduler
+    """The scheduler's side. It exists only in the role SCHEDULER."""
+    worker: HiCacheWorker
+    """The rank's side. It exists only in the role WORKER."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -51,34 +55,13 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         config = HiCacheConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         geometry = Geometry.of(config, vllm_config, kv_cache_config)
         require_storage_room(config, geometry)
-        self._scheduler: HiCacheScheduler | None = None
-        self._worker: HiCacheWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
+            self.scheduler = make_scheduler(config, geometry, vllm_config, kv_cache_config)
         else:
-            early_loads.hook()
-            rank = vllm_config.parallel_config.rank
-            self._worker = HiCacheWorker(
-                geometry,
-                rank,
-                kv_cache_config.num_blocks,
-                make_injector(),
-                int(config.staging_bytes),
-            )
-
-    @property
-    def scheduler(self) -> HiCacheScheduler:
-        """The scheduler's side. It exists only in the role SCHEDULER."""
-        if self._scheduler is None:
-            raise RuntimeError("this connector has the role WORKER")
-        return self._scheduler
-
-    @property
-    def worker(self) -> HiCacheWorker:
-        """The rank's side. It exists only in the role WORKER."""
-        if self._worker is None:
-            raise RuntimeError("this connector has the role SCHEDULER")
-        return self._worker
+            hook_early_loads()
+            rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
+            staging_bytes = int(config.staging_bytes)
+            self.worker = HiCacheWorker(geometry, rank, num_blocks, make_injector(), staging_bytes)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -87,7 +70,6 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The KV cache layout that the configuration asks for; None if it asks for none."""
         config = HiCacheConfig.from_vllm(vllm_config)
         return config.kv_layout if config is not None else None
 
@@ -103,7 +85,6 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiCacheStats:
-        """Build statistics from their serialised form."""
         return HiCacheStats(data=data) if data is not None else HiCacheStats()
 
     @classmethod
@@ -114,13 +95,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> HiCacheProm:
-        """Build the Prometheus metrics."""
         return HiCacheProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # The rank's side
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the KV cache that vLLM has allocated."""
         self.worker.register(kv_caches, self._hooked_layers())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -128,7 +105,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.before_step(_ours(kv_connector_metadata))
 
     def begin_loads(self, metadata: HiCacheMetadata) -> None:
-        """Begin a step's loads before vLLM prepares its inputs; see :mod:`early_loads`."""
+        """Begin a step's loads before vLLM prepares its inputs; see ``hook_early_loads``."""
         self.worker.begin_loads(metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -141,12 +118,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_loads(_ours(self._get_connector_metadata()), hooks_run)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Let the compute stream wait for the load of a layer, whose attention comes next."""
         self.worker.wait_layer(layer_name)
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, because blocks are stored after the step."""
 
     def finish_forward(self) -> None:
@@ -154,80 +128,60 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.after_forward()
 
     def wait_for_save(self) -> None:
-        """Submit stores."""
         self.worker.after_forward()
         self.worker.store(_ours(self._get_connector_metadata()))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The requests whose loads have ended, and which of them have failed."""
         return self.worker.results(_ours(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose loads have ended, for callers that do not distinguish failures."""
-        results = self.get_transfer_results(finished_req_ids)
-        return None, results.finished_recving or None
+        return None, self.get_transfer_results(finished_req_ids).finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that this step has read although their load failed."""
         return self.worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Build the report to the scheduler's side."""
         return self.worker.take_report()
 
     def shutdown(self) -> None:
-        """Finish copies in flight, and release memory and storage."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-
-    # The scheduler's side
+        side = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        side.close()
 
     def on_new_request(self, request: Request) -> None:
-        """Take in a new request."""
         self.scheduler.arrived(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take vLLM's pool of device blocks."""
         self.scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Look up tokens that can be loaded; see :meth:`HiCacheScheduler.lookup`."""
         return self.scheduler.lookup(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Issue the load of an accepted offer, for which vLLM has allocated blocks."""
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """The number of tokens of an accepted offer from each source."""
         return self.scheduler.hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Build the ranks' work for a step."""
         return self.scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take in the reports of the ranks."""
         self.scheduler.report(connector_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take in the end of a request, in a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take in the end of a request, whose blocks may then be freed at once."""
         self.scheduler.finished(request, block_ids)
         return False, None
 
@@ -237,14 +191,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> HiCacheStats | None:
         """The counters since the last call. Those of the ranks come with their reports."""
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        return self.scheduler.take_stats() if self.role is KVConnectorRole.SCHEDULER else None
 
     def take_events(self) -> Iterable[Any]:
-        """Return no events, because this connector has none."""
         return ()
 
     def reset_cache(self) -> bool:
-        """Forget every page, in host memory and in storage."""
         return self.scheduler.reset()
 
     def _hooked_layers(self) -> set[str]:

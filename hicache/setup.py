@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.base.log import warning_once
+from vllm_graft.hicache.cache_refusals import storage_offer
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.faults.injector import FaultInjector, asked_for
 from vllm_graft.hicache.host import region
@@ -14,8 +15,7 @@ from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hicache.pages.geometry import Geometry
-from vllm_graft.hicache.pages.inputs import Engine
-from vllm_graft.hicache.pages.namespace import namespace
+from vllm_graft.hicache.pages.namespace import Engine, namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.faulty import inject
@@ -40,36 +40,27 @@ def make_scheduler(
         ConfigError: if no plugin provides a named entry, or the entry refuses its options.
     """
     try:
-        return _make_scheduler(config, geometry, vllm_config, kv_cache_config)
+        index = HostIndex(
+            geometry.shape.num_slots,
+            make_policy(config.eviction, geometry.shape.num_slots),
+            {group.index: group.page_bytes for group in geometry.groups},
+        )
+        speculative = vllm_config.speculative_config is not None
+        core = engine_core.core_of(vllm_config.model_config.model)
+        tier = None
+        if config.storage is not None:
+            engine = engine_of(config, geometry, vllm_config, kv_cache_config, core)
+            backend = make_backend(config, namespace(engine))
+            pool = HostPool(geometry.shape, geometry.shared_name)
+            tier = StorageTier(backend, pool, index, geometry, config.prefetch)
+        scheduler = HiCacheScheduler(config, geometry, index, speculative, tier)
+        if core is not None:
+            engine_core.listen(core, scheduler)
+        return scheduler
     finally:
         # All ranks have mapped the region by now, because vLLM registers KV caches before.
         if geometry.shared_name is not None:
             region.remove(geometry.shared_name)
-
-
-def _make_scheduler(
-    config: HiCacheConfig,
-    geometry: Geometry,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-) -> HiCacheScheduler:
-    index = HostIndex(
-        geometry.shape.num_slots,
-        make_policy(config.eviction, geometry.shape.num_slots),
-        {group.index: group.page_bytes for group in geometry.groups},
-    )
-    speculative = vllm_config.speculative_config is not None
-    core = engine_core.core_of(vllm_config.model_config.model)
-    tier = None
-    if config.storage is not None:
-        engine = engine_of(config, geometry, vllm_config, kv_cache_config, core)
-        backend = make_backend(config, namespace(engine))
-        pool = HostPool(geometry.shape, geometry.shared_name)
-        tier = StorageTier(backend, pool, index, geometry, config.prefetch)
-    scheduler = HiCacheScheduler(config, geometry, index, speculative, tier)
-    if core is not None:
-        engine_core.listen(core, scheduler)
-    return scheduler
 
 
 def engine_of(
@@ -79,15 +70,10 @@ def engine_of(
     kv_cache_config: KVCacheConfig,
     core: Any,
 ) -> Engine:
-    """What the inputs of an engine's K/V are read from.
+    """The inputs of an engine's K/V.
 
-    Args:
-        config: the connector's configuration.
-        geometry: sizes on which all processes agree.
-        vllm_config: the engine's.
-        kv_cache_config: the engine's.
-        core: the engine core, whose ranks are asked what they run. None for a scheduler that
-            nobody's engine core has built; its pages are shared with nobody.
+    The ranks of ``core`` are asked what they run. The pages of a scheduler that no engine core has
+    built are shared with nobody.
     """
     if core is None:
         warning_once(
@@ -106,17 +92,10 @@ def engine_of(
 
 
 def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
-    """Refuse storage in which no page fits. Each process calls it before it takes host memory.
-
-    Raises:
-        HookError: if the backend's entry cannot be resolved.
-        ConfigError: if no plugin provides the backend, or it refuses its options.
-    """
+    """Refuse storage in which no page fits. Each process calls it before it takes host memory."""
     if config.storage is None:
         return
-    options = dict(config.storage)
-    name = options.pop("backend")
-    offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    offer, options = storage_offer(config.storage)
     backend = offer.entry.resolve()
     # Other entries are functions. What these refuse is seen when the store is opened.
     if isinstance(backend, type) and issubclass(backend, StorageBackend):
@@ -126,20 +105,13 @@ def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
 
 
 def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
-    """Open the configured storage backend, with injected faults if they are configured.
-
-    Raises:
-        HookError: if the entry does not make a ``StorageBackend``.
-        ConfigError: if no plugin provides the backend, or it refuses its options.
-    """
-    options = dict(config.storage or {})
-    name = options.pop("backend")
-    offer = manager().choose("graft_storage_backends", name, flag("storage", "backend"))
+    """Open the configured storage backend, with injected faults if they are configured."""
+    offer, options = storage_offer(config.storage or {})
     backend = offer.entry.resolve()(space, options)
     if not isinstance(backend, StorageBackend):
         raise HookError(
-            f"{flag('storage', 'backend')}={name}: {type(backend).__name__} of {offer.provider} "
-            "is not a vllm_graft.hicache.storage.backend.StorageBackend"
+            f"{flag('storage', 'backend')}={offer.entry.name}: {type(backend).__name__} of "
+            f"{offer.provider} is not a vllm_graft.hicache.storage.backend.StorageBackend"
         )
     injector = make_injector()
     return backend if injector is None else inject(backend, injector)
@@ -152,12 +124,7 @@ def make_injector() -> FaultInjector | None:
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:
-    """Make the eviction policy with a name.
-
-    Raises:
-        HookError: if the entry does not make an ``EvictionPolicy``.
-        ConfigError: if no plugin provides the policy.
-    """
+    """Make the eviction policy with a name."""
     offer = manager().choose("graft_eviction_policies", name, flag("eviction"))
     policy = offer.entry.resolve()(capacity)
     if not isinstance(policy, EvictionPolicy):

@@ -1,7 +1,6 @@
 """Tree drafting, CUDA graphs and a host KV cache for unmodified vLLM, as a pip plugin.
 
-Importing this package imports neither torch nor vLLM: it is imported by every process that lists
-vLLM's plugins, and by third parties that only want ``hookimpl``.
+Importing this package imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _LAZY = {
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it in each of its processes.
 
-    It only prepares to look at a configuration: without a ``graft`` key nothing changes. It may
-    run any number of times, reads no configuration (there is none yet) and touches no device.
+    Without a ``graft`` key nothing changes. It may run any number of times, and touches no device.
     """
     from vllm_graft.activation import install
 
@@ -49,7 +47,6 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    module = _LAZY.get(name)
-    if module is None:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -3,18 +3,13 @@
 ``register()`` prepares each part, and installs three things of its own, all inert until a
 configuration asks for a part:
 
-1. the platform's ``check_and_update_config`` also checks what is asked of our parts: in the
-   frontend, and again in the engine core and wherever vLLM derives a configuration; and its
-   ``apply_config_platform_defaults``, which comes before vLLM plans its CUDA graphs and reads the
-   connectors, refuses what is misspelt, puts sections in a preset's place, and lets parts fill in
-   what follows from theirs;
+1. the platform's ``check_and_update_config`` also checks what is asked of our parts, and its
+   ``apply_config_platform_defaults``, which comes first, refuses what is misspelt, decides presets
+   and lets parts fill in what follows from their sections;
 2. a worker that has loaded its model checks that what was asked for runs;
 3. what the parts count reaches ``/metrics`` (`vllm_graft.metrics`).
 
-Workers unpickle their configuration and never see (1): hence the parts' own hooks read it
-themselves. The modules of vLLM that are hooked are not imported here but hooked for when they are:
-``register()`` also runs in processes that never need them. All of it survives a fork, where vLLM
-does not call us again.
+Workers unpickle their configuration and never see (1): the parts' own hooks read it themselves.
 """
 
 from __future__ import annotations
@@ -63,11 +58,7 @@ def install() -> None:
 
 
 def require_registered() -> None:
-    """Refuse to be loaded where vLLM has not called ``register()``.
-
-    Raises:
-        NotActiveError: says what kept vLLM from calling it.
-    """
+    """Raise NotActiveError, with the cause, where vLLM has not called ``register()``."""
     if _registered:
         return
     allowed = os.environ.get("VLLM_PLUGINS")
@@ -79,16 +70,12 @@ def require_registered() -> None:
 
 
 def asked_for(vllm_config: Any) -> list[tuple[Part, Any]]:
-    """Parts that a configuration asks for, each with its section.
-
-    Raises:
-        ConfigError: a wrong key or value.
-    """
+    """Parts that a configuration asks for, each with its section; ConfigError for a wrong key."""
     return sections_of(GraftConfig.from_vllm(vllm_config), vllm_config)
 
 
 def sections_of(config: GraftConfig | None, vllm_config: Any) -> list[tuple[Part, Any]]:
-    """Parts that a configuration asks for, each with its section of what is parsed already."""
+    """The same for a configuration that is parsed already."""
     config = config or GraftConfig()
     sections = [(part, part.section(config, vllm_config)) for part in PARTS]
     return [(part, section) for part, section in sections if section is not None]
@@ -98,11 +85,7 @@ METRICS = Wiring(PARTS, asked_for, EXTENSION)
 
 
 def on_defaults(vllm_config: VllmConfig) -> None:
-    """Refuse what is misspelt before vLLM reads any of it, and fill in what we have defaults for.
-
-    Raises:
-        ConfigError: a wrong key or value.
-    """
+    """Refuse what is misspelt (ConfigError) before vLLM reads it, and fill in our defaults."""
     named = sections_of(read(vllm_config), vllm_config)
     for part, section in named:
         part.fill_in(section, vllm_config)
@@ -115,8 +98,7 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
     Idempotent: vLLM calls it for the same configuration in several processes.
 
     Raises:
-        ConfigError: a wrong key or value, the name of an entry that nobody provides, or an
-            unsupported combination.
+        ConfigError: a wrong key or value, an unknown entry, or an unsupported combination.
     """
     config = settle(read(vllm_config), vllm_config)
     asked = sections_of(config, vllm_config)
@@ -132,22 +114,14 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
 
 
 def refuse(part: Part, section: Any, vllm_config: Any) -> None:
-    """Refuse a configuration that a part cannot serve.
-
-    Raises:
-        ConfigError: with a sentence for each thing to change.
-    """
+    """Raise ConfigError, with a sentence for each thing to change, if a part cannot serve it."""
     if problems := list(part.refuses(section, vllm_config)):
         head = f"{part.flag} asks for {part.asks_for}, which this configuration rules out:"
         raise ConfigError("\n  ".join([head, *problems]))
 
 
 def verify_active(worker: Any, vllm_config: VllmConfig) -> None:
-    """Check a worker that has loaded its model: does it run what the configuration asks for?
-
-    Raises:
-        NotActiveError: names the part, and what runs in its place.
-    """
+    """Raise NotActiveError if a worker that has loaded its model lacks a part asked for."""
     for part, section in asked_for(vllm_config):
         part.verify(section, worker, vllm_config)
 

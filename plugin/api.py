@@ -34,37 +34,29 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.shape import TreeShape
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
-_HOME = {
-    "CandidateTable": "spec_decode.trees.candidates",
-    "ConfigError": "base.errors",
-    "DenseFamily": "spec_decode.targets.dense.dense_family",
-    "DraftGraphRunner": "graph_runners.language.draft",
-    "Drafter": "spec_decode.drafters.base",
-    "EvictionPolicy": "hicache.host.eviction",
-    "Extra": "spec_decode.drafters.base",
-    "FixedSizeAdapter": "graph_runners.vision.towers.adapter",
-    "GraftConfig": "config",
-    "GraftError": "base.errors",
-    "Growth": "spec_decode.drafters.base",
-    "Health": "hooks.entries",
-    "HookError": "base.errors",
-    "Options": "hicache.config.connector_options",
-    "PageKey": "hicache.pages.page_key",
-    "PasslessGrowth": "spec_decode.drafters.passless",
-    "ReadStatus": "hicache.storage.backend",
-    "StorageBackend": "hicache.storage.backend",
-    "TargetDependentTrees": "spec_decode.drafters.target_dependent",
-    "TargetFamily": "spec_decode.targets.base",
-    "TargetState": "spec_decode.targets.base",
-    "TreeConfig": "spec_decode.config.tree_config",
-    "TreeDrafting": "spec_decode.drafters.tree_drafting",
-    "TreePolicy": "spec_decode.tuning.shapes",
-    "TreeShape": "spec_decode.trees.shape",
-    "ViTCudaGraphRunner": "graph_runners.vision.runner",
-    "VisionAdapter": "graph_runners.vision.towers.adapter",
-    "option_flag": "hicache.config.connector_options",
-    "parse_options": "hicache.config.connector_options",
+_NAMES = {
+    "base.errors": "ConfigError GraftError HookError",
+    "config": "GraftConfig",
+    "graph_runners.language.draft": "DraftGraphRunner",
+    "graph_runners.vision.runner": "ViTCudaGraphRunner",
+    "graph_runners.vision.towers.adapter": "FixedSizeAdapter VisionAdapter",
+    "hicache.config.connector_options": "Options option_flag parse_options",
+    "hicache.host.eviction": "EvictionPolicy",
+    "hicache.pages.page_key": "PageKey",
+    "hicache.storage.backend": "ReadStatus StorageBackend",
+    "hooks.entries": "Health",
+    "spec_decode.config.tree_config": "TreeConfig",
+    "spec_decode.drafters.base": "Drafter Extra Growth",
+    "spec_decode.drafters.passless": "PasslessGrowth",
+    "spec_decode.drafters.target_dependent": "TargetDependentTrees",
+    "spec_decode.drafters.tree_drafting": "TreeDrafting",
+    "spec_decode.targets.base": "TargetFamily TargetState",
+    "spec_decode.targets.dense.dense_family": "DenseFamily",
+    "spec_decode.trees.candidates": "CandidateTable",
+    "spec_decode.trees.shape": "TreeShape",
+    "spec_decode.tuning.shapes": "TreePolicy",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "CandidateTable",
@@ -105,6 +97,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "entries":
         return importlib.import_module("vllm_graft.hooks.entries")
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"vllm_graft.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"vllm_graft.{_HOMES[name]}"), name)

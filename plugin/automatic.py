@@ -1,10 +1,8 @@
 """``graft: auto`` and the other presets: every part that this model and this machine can run.
 
-A preset is decided in two steps. The first is when vLLM asks the platform for its defaults, before
-it plans CUDA graphs: each part says what it would run, and the sections of the parts that nothing
-rules out replace the preset. The second is when the configuration is complete: a part that is ruled
-out only now is taken off again. Each decision is one line of the log. A part that the user named is
-not decided here. It refuses what it cannot serve.
+When vLLM asks the platform for its defaults, each part says what it would run, and the sections of
+the parts that nothing rules out replace the preset. When the configuration is complete, a part that
+is ruled out only now is taken off again. A part that the user named is not decided here.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
-from vllm_graft.seams.support import moved
+from vllm_graft.seams.versions import moved
 
 _FILLED_IN = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 """What parts fill in of vLLM's speculative config."""
@@ -30,7 +28,7 @@ def decide(named: Container[str], vllm_config: Any) -> None:
     """Put the sections of all parts that can run in the place of a preset, if there is one.
 
     Args:
-        named: parts that the user asked for by name, as the host cache in --kv-transfer-config.
+        named: parts that the user asked for by name.
         vllm_config: a configuration that `vllm_graft.config.read` accepts; it is changed.
     """
     preset: Any = preset_in(vllm_config)
@@ -55,14 +53,9 @@ def decide(named: Container[str], vllm_config: Any) -> None:
 
 
 def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
-    """Take off what the complete configuration rules out, and log each decision.
+    """Take what the complete configuration rules out off both; return what is left of ``config``.
 
-    Args:
-        config: what `vllm_graft.config.read` found.
-        vllm_config: the same configuration, as vLLM has it; it is changed.
-
-    Returns:
-        What is left of ``config``.
+    Each decision is one line of the log.
 
     Raises:
         ConfigError: if a preset was not decided before.
@@ -111,7 +104,7 @@ def _write(vllm_config: Any, decided: Decision, sections: dict[str, Any]) -> Non
 
 
 def _fill_in(part: Part, section: Any, vllm_config: Any) -> dict[str, Any]:
-    """Let a part fill in what follows from its section; return what stood there before."""
+    """Let a part fill in what follows from its section; return what it replaced."""
     before = _speculative(vllm_config)
     part.fill_in(section, vllm_config)
     after = _speculative(vllm_config)

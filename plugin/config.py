@@ -1,8 +1,7 @@
 """The configuration: what stands under ``graft`` in vLLM's ``--additional-config``, and beside it.
 
-vLLM checks none of its keys there, and shares them among plugins. Whoever asked for a part in
-another spelling would get stock vLLM without a word. So what can only be ours is refused, and what
-may be another plugin's is warned about.
+vLLM checks no key there. A misspelt part must not mean stock vLLM without a word: what can only be
+ours is refused, and what may be another plugin's is warned about.
 """
 
 from __future__ import annotations
@@ -82,21 +81,12 @@ class GraftConfig(Section):
 
 
 def read(vllm_config: VllmConfig) -> GraftConfig | None:
-    """The configuration, as `GraftConfig.from_vllm`, once no key beside ``graft`` is meant for us.
-
-    Raises:
-        ConfigError: with a line for each key that is misplaced, or else for each wrong one.
-    """
+    """The configuration, as `GraftConfig.from_vllm`, after `refuse_misplaced`."""
     refuse_misplaced(vllm_config.additional_config)
     return GraftConfig.from_vllm(vllm_config)
 
 
 def _require_preset(value: str) -> None:
-    """Refuse a text below ``graft`` that is no preset.
-
-    Raises:
-        ConfigError: names the presets, and the parts.
-    """
     if value not in decision.PRESETS:
         raise ConfigError(
             f"{FLAG}: {shown(value)} is no preset.{did_you_mean(value[:80], decision.PRESETS)} "
@@ -120,11 +110,7 @@ for _name, _keys in _SECTIONS.items():
 
 
 def refuse_misplaced(additional: object) -> None:
-    """Look at every key but ``graft`` itself.
-
-    Raises:
-        ConfigError: with a line for each key that can only be ours, and where it belongs.
-    """
+    """Raise ConfigError, with a line for each key beside ``graft`` that can only be ours."""
     problems = []
     for key, value in additional.items() if isinstance(additional, Mapping) else ():
         if not isinstance(key, str) or key == KEY or (path := _meant(key)) is None:

@@ -17,9 +17,8 @@ from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health, TargetFamily
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
 from vllm_graft.seams.compare import SeamReport, check_seams, ledger_at, vllm_version
-from vllm_graft.seams.sources import Sources
-from vllm_graft.seams.static import is_unknown, read_seams
-from vllm_graft.seams.support import Support, support_of
+from vllm_graft.seams.sources import Sources, is_unknown, read_seams
+from vllm_graft.seams.versions import Support, support_of
 
 ENTRY_POINT = "vllm_graft:register"
 SUPPORT = "support"
@@ -54,10 +53,7 @@ def diagnose(manager: Manager) -> list[Finding]:
 
 
 def diagnose_wheel(path: Path) -> list[Finding]:
-    """The ledger against a vLLM that is not installed, from its source files alone.
-
-    Args:
-        path: a wheel, or a folder that one was unpacked to.
+    """The ledger against a vLLM that is not installed: a wheel, or an unpacked one's folder.
 
     Raises:
         ConfigError: if there is no vLLM in it.
@@ -79,18 +75,15 @@ def exit_status(findings: list[Finding]) -> int:
 def render(findings: list[Finding]) -> str:
     """The report for people."""
     rows = [(_STATE[finding.ok], finding.check, finding.detail) for finding in findings]
-    lines = [table(("", "", ""), rows, _STYLES)]
     problems = sum(not finding.ok for finding in findings)
-    lines.append("no problem found" if not problems else f"{problems} to mend")
-    return "".join(lines)
+    end = f"{problems} to mend" if problems else "no problem found"
+    return table(("", "", ""), rows, _STYLES) + end
 
 
 def as_dict(findings: list[Finding]) -> dict[str, object]:
     """The report for programs."""
-    return {
-        "ok": all(finding.ok for finding in findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
+    well = all(finding.ok for finding in findings)
+    return {"ok": well, "findings": [asdict(finding) for finding in findings]}
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -138,7 +131,6 @@ def _seams() -> Iterator[Finding]:
 
 
 def _seams_of_families(manager: Manager) -> Iterator[Finding]:
-    """What third parties' families of targets rely on."""
     for offer in manager.offers("graft_target_families"):
         family = offer.entry
         if isinstance(family, TargetFamily) and family.seams:

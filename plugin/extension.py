@@ -1,7 +1,6 @@
 """The worker's side: what ``collective_rpc("graft_info")`` answers.
 
-Loaded in workers only, as ``--worker-extension-cls vllm_graft.WorkerExtension``; our own hook in
-the frontend sets that flag where it is free.
+Our hook in the frontend sets ``--worker-extension-cls vllm_graft.WorkerExtension`` if it is free.
 """
 
 from __future__ import annotations
@@ -29,20 +28,16 @@ class WorkerExtension:
     vllm_config: VllmConfig
 
     def graft_states(self) -> dict[str, Any]:
-        """Which parts run in this worker: ``on``, their names, and ``declined``, reasons by name.
-
-        It is asked once by the engine core, for the metric ``vllm:graft_info``.
-        """
+        """Names of parts that are ``on``, and reasons by name of those ``declined``."""
         return info.states()
 
     def graft_info(self) -> dict[str, Any]:
         """What runs in this worker, as plain values.
 
         Returns:
-            ``version``; ``config`` (None without a ``graft`` key); ``parts``, those active;
-            ``counters`` of each active part; ``seams``, each moved symbol with its reason (empty
-            when all is well); ``plugins`` and ``broken_plugins``, third parties; ``preset``, what
-            ``graft: auto`` or another preset turned on and left off (None without one).
+            ``version``; ``config`` (None without a ``graft`` key); ``parts``, those active, and
+            their ``counters``; ``seams``, each moved symbol with its reason; ``plugins`` and
+            ``broken_plugins``, third parties; ``preset``, its decisions (None without one).
         """
         config = GraftConfig.from_vllm(self.vllm_config)
         parts = info.active_parts()

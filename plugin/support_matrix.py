@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_graft.base import markdown
 from vllm_graft.base.part import Part
@@ -12,48 +11,35 @@ from vllm_graft.base.refusal import as_table
 from vllm_graft.hooks import entries
 from vllm_graft.hooks.feature import Feature
 from vllm_graft.hooks.manager import Manager
-from vllm_graft.spec_decode.targets.families import HOOK
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.families import FEATURES, HOOK
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table with a title, the names of its columns, and its rows."""
+class Table(NamedTuple):
+    """A table with a title."""
 
     title: str
     heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def as_markdown(self) -> str:
-        """The table in Markdown, below a heading."""
-        return f"### {self.title}\n\n{markdown.table(self.heads, self.rows)}"
+    rows: list[tuple[str, ...]]
 
 
 def tables(offered: Manager) -> Iterator[Table]:
     """The tables of what runs, third parties' entries included."""
-    yield Table(
-        "Targets of trees",
-        ("layers of the target", "drafts", "family, or why there is no tree"),
-        tuple(_targets(offered)),
-    )
-    yield Table(
-        "Draft models of trees", ("`method`", "drafter", "what it does"), tuple(_drafters(offered))
-    )
+    heads: tuple[str, ...] = ("layers of the target", "drafts", "family, or why there is no tree")
+    yield Table("Targets of trees", heads, [*_targets(offered)])
+    heads = ("`method`", "drafter", "what it does")
+    yield Table("Draft models of trees", heads, [*_drafters(offered)])
     for hook, title in (
         ("graft_vision_adapters", "Vision towers that need an adapter of ours"),
         ("graft_storage_backends", "Storage of the host KV cache"),
         ("graft_eviction_policies", "Eviction from the host KV cache"),
     ):
         rows = [(f"`{offer.entry.name}`", offer.entry.summary) for offer in offered.offers(hook)]
-        yield Table(title, ("name", "what it is"), tuple(rows))
+        yield Table(title, ("name", "what it is"), [*rows])
 
 
 def _targets(offered: Manager) -> Iterator[tuple[str, str, str]]:
-    families = [
-        offer.entry
-        for offer in offered.offers(HOOK)
-        if isinstance(offer.entry, entries.TargetFamily)
-    ]
+    offers = (offer.entry for offer in offered.offers(HOOK))
+    families = [entry for entry in offers if isinstance(entry, entries.TargetFamily)]
     yield "plain attention", "trees", "`dense`"
     for feature in FEATURES:
         serving = [f"`{entry.name}`" for entry in families if feature.name in entry.serves]
@@ -84,7 +70,7 @@ def _drafters(offered: Manager) -> Iterator[tuple[str, str, str]]:
 
 
 def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:
-    """The same for programs."""
+    """The tables and refusals for programs."""
     return {
         "tables": [
             {"title": table.title, "rows": [dict(zip(table.heads, row)) for row in table.rows]}
@@ -96,7 +82,10 @@ def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:
 
 def as_page(offered: Manager, parts: Sequence[Part]) -> str:
     """Write all tables in Markdown, and below them what each part can't be combined with."""
-    sections = [table.as_markdown() for table in tables(offered)]
+    sections = [
+        f"### {table.title}\n\n{markdown.table(table.heads, table.rows)}"
+        for table in tables(offered)
+    ]
     for part in parts:
         name = f"`{part.flag.removeprefix('--').removeprefix('additional-config.')}`"
         sections.append(f"### What is refused with {name}\n\n{as_table(part.refusals)}")

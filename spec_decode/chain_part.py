@@ -39,38 +39,31 @@ class ChainPart:
         self.built = BuiltClasses("drafts")
 
     def install(self) -> None:
-        """Wait for vLLM's module; again does nothing more."""
         after_import(_MODULE, self._hook)
 
     def section(self, config: Any, vllm_config: Any) -> DraftConfig | None:
-        """What stands under ``graft.draft``."""
         found: DraftConfig | None = config.draft
         return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
-        """Graphs of the first pass and of the loop, for every preset."""
         speculative = vllm_config.speculative_config
         if speculative is None:
             return NO_DRAFT
         says = f"graphs of a draft model's chain of {speculative.num_speculative_tokens}"
         return Offer(DraftConfig(), says, ("core", "tree", NAME))
 
-    def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None:
-        """Nothing follows from it."""
+    def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None: ...
 
     def refuses(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
-        """What rules out graphs of the loop."""
         if vllm_config.speculative_config is None:
             yield NO_DRAFT
         else:
             yield from sentences(REFUSALS, asked, vllm_config)
 
     def foresees(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
-        """Yield nothing, because what a worker can't capture is known with the loaded draft."""
         yield from ()
 
     def describe(self, asked: DraftConfig, vllm_config: Any) -> str:
-        """Which runner will capture the loop."""
         offer = manager.manager().choose(
             "graft_draft_graph_runners", asked.graph_runner, flag(NAME, "graph_runner")
         )
@@ -79,7 +72,6 @@ class ChainPart:
         return f"graphs of a draft model's chain of {steps}; {chosen}"
 
     def verify(self, asked: DraftConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker drafts with our class; mend logprobs of prompts."""
         require_speculator(worker, self.built, self.flag, self.asks_for, _STOCK)
         prompt_logprobs.mend(worker)
 

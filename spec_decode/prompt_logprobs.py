@@ -1,9 +1,9 @@
 """Logprobs of a prompt, without rows for the drafts behind it.
 
 Beside requests that run already, vLLM 0.32 schedules a waiting one that has a single token left to
-compute with placeholders for drafts, so that all requests of the step have as many rows. If that
-token is its whole prompt, vLLM then takes the placeholders for tokens of the prompt too:
-`prompt_logprobs` has a row for each, with the token ids that the last request left in the slot.
+compute with placeholders for drafts. If that token is its whole prompt, vLLM takes the placeholders
+for tokens of the prompt too: `prompt_logprobs` has a row for each, with the token ids that the last
+request left in the slot.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ def mend(worker: Any) -> None:
 def cut(found: Rows, batch: Any, prompt_lens: np.ndarray) -> Rows:
     """Leave out rows behind the ends of prompts, and prompts without a row.
 
-    Args:
-        found: what vLLM computed in a step, of prompts that end in it.
-        batch: vLLM's ``InputBatch`` of the step.
-        prompt_lens: int32 ``[max_num_reqs]`` by request-state slot.
+    `found` is what vLLM computed in a step, of prompts that end in it; `prompt_lens` is int32
+    ``[max_num_reqs]`` by request-state slot.
     """
     kept = dict(found)
     for index, name in enumerate(batch.req_ids):

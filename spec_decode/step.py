@@ -33,7 +33,7 @@ class TreeSteps:
     """A few requests from their prompts on.
 
     Args:
-        context: made for them; it holds the trees, and what the stages tell each other.
+        context: holds the trees, and what the stages tell each other.
         models: draft and target.
         slots: int64 ``[num_reqs, max_len]``, slot of the target's K/V at each position.
         sources: of candidates beside the draft.

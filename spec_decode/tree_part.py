@@ -3,17 +3,15 @@
 Five things are hooked, all inert until a configuration has the section:
 
 1. a speculator of vLLM's that a drafter stands over, asked to build itself, builds the chosen
-   drafter, a subclass of it. The class object stays the same, so ``isinstance``, imports by name
-   and subclassing stay right, and each construction decides by its own configuration;
+   drafter, a subclass of it. The class object stays the same, and each construction decides by its
+   own configuration;
 2. CUDA graphs of the target are planned for every number of nodes that may be chosen, and for
    mixed batches;
-3. with ``shape: auto`` the workers are asked what they measured of these graphs as soon as they
-   have captured them, and the scheduler, which is built next, learns from there how many nodes pay;
+3. with ``shape: auto`` the workers are asked what they measured of these graphs, and the scheduler,
+   which is built next, learns from there how many nodes pay;
 4. drafts for requests with structured output carry their parents to the engine core, whose manager
    of grammars then masks each node by its own path;
 5. the engine core makes the references of requests where it takes them in.
-
-A worker that has loaded its model is mended in some places besides (see `TreePart.verify`).
 
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
@@ -37,17 +35,16 @@ from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs
-from vllm_graft.spec_decode.chunking.mixed_rows import ask_workers
+from vllm_graft.spec_decode.chunking.handover import ask_workers
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
-from vllm_graft.spec_decode.grammars.draft_copies import send_parents
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
+from vllm_graft.spec_decode.grammars.packed_drafts import send_parents
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.models.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
-from vllm_graft.spec_decode.presets.chain_fallback import fall_back
-from vllm_graft.spec_decode.presets.node_count import count_nodes, fill_in_depth
+from vllm_graft.spec_decode.presets.node_count import count_nodes, fall_back, fill_in_depth
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
@@ -74,11 +71,9 @@ class TreePart:
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
-        """What trees can't be combined with."""
         return refusals()
 
     def install(self) -> None:
-        """Wait for vLLM's modules; again does nothing more."""
         after_import(_SPECULATORS, self._hook_speculators)
         after_import(_SCHEDULER, _hook_scheduler)
         after_import(_GRAPHS, _hook_graphs)
@@ -86,12 +81,10 @@ class TreePart:
         after_import(_STRUCTURED_OUTPUT, follow_trees)
 
     def section(self, config: Any, vllm_config: Any) -> TreeConfig | None:
-        """What stands under ``graft.tree``."""
         found: TreeConfig | None = config.tree
         return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
-        """The preset's tree, of the depth that the user gave."""
         return tree_preset.offer(preset, vllm_config)
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
@@ -119,18 +112,15 @@ class TreePart:
             )
 
     def refuses(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
-        """What rules trees out."""
         if vllm_config.speculative_config is None:
             yield NO_DRAFT
         else:
             yield from sentences(refusals(), asked, vllm_config)
 
     def foresees(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
-        """Yield what a worker would find in the loaded target or draft."""
         yield from sentences(LATE, asked, vllm_config)
 
     def describe(self, asked: TreeConfig, vllm_config: Any) -> str:
-        """What will draft, and who provides it."""
         speculative = vllm_config.speculative_config
         offers = {
             "drafter": chosen(asked, speculative),
@@ -152,12 +142,7 @@ class TreePart:
         return f"{shape}; {', '.join(parts)}"
 
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker drafts with a class of ours.
-
-        Then mend logprobs of prompts, let drafts carry their parents, count steps that were made to
-        fit a graph, let copies of the draft's head follow its weights, and give adapters to all
-        rows of logits.
-        """
+        """Check that the worker drafts with a class of ours; mend what only a loaded model has."""
         entry = chosen(asked, vllm_config.speculative_config).entry
         assert isinstance(entry, entries.Drafter)
         stock = entry.speculator.rpartition(":")[2]
@@ -196,7 +181,6 @@ class TreePart:
         return drafter
 
     def _hook_speculators(self, module: ModuleType) -> None:
-        """Wait for the module of each speculator that a drafter stands over."""
         for offer in manager.manager().offers(HOOK):
             if isinstance(offer.entry, entries.Drafter):
                 path, _, name = offer.entry.speculator.partition(":")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.targets.latent.latent_timing import LatentGeometry
+from vllm_graft.spec_decode.targets.latent.latent_two_pass import LatentGeometry
 from vllm_graft.spec_decode.tuning.attention_timing import Geometry
 
 DTYPE = torch.bfloat16

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,7 @@ from benchmarks.bars.windows import (
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
-from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees import arm_engines
+from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.arm_names import draft_folder, is_chain, read_arm
 
 WARM_UP_TOKENS = 16
@@ -44,7 +44,7 @@ class Bars:
 
     Args:
         pipes: how to reach `chain`, stock's engine, `ours`, and others by the names of their arms;
-            they answer as `arm_engines.start` says.
+            they answer as `trees.command.start` says.
         tokens: tokens of each answer.
         json: written after each window; None for nowhere.
     """
@@ -61,11 +61,11 @@ class Bars:
         self._needed: dict[str, StepBytes | None] = {}
         self._warm: set[tuple[int, bool]] = set()
 
-    def measure(self, cells: Sequence[Cell], rounds: int, deadline: Deadline) -> None:
+    def measure(self, cells: Sequence[Cell], rounds: int, until: float) -> None:
         """Go round the cells, leaving out the windows that don't fit into the time left."""
         turns = itertools.product(range(rounds), cells)
         for number, cell in sorted(turns, key=lambda turn: turn[1].batch >= LARGE):
-            if deadline.left > self._took.get(cell, 0.0):
+            if until - time.perf_counter() > self._took.get(cell, 0.0):
                 self._window(cell, number)
 
     def measure_device(self, with_kernels: bool) -> None:
@@ -216,7 +216,7 @@ def start(arguments: argparse.Namespace) -> Bars:
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    pipes = arm_engines.start(list(arms.values()), arguments, prompts)
+    pipes = command.start(list(arms.values()), arguments, prompts)
     bars = Bars({role: pipes[arm] for role, arm in arms.items()}, arguments.tokens, arguments.json)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars
@@ -226,11 +226,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Start the engines, measure, print the table."""
     report.require_folder("--json", arguments.json)
     bars = start(arguments)
-    deadline = Deadline(arguments.seconds)
+    until = time.perf_counter() + (math.inf if arguments.seconds is None else arguments.seconds)
     try:
         if arguments.device == "first":
             bars.measure_device(with_kernels=False)
-        bars.measure(arguments.cells, arguments.rounds, deadline)
+        bars.measure(arguments.cells, arguments.rounds, until)
         # Profiling comes last: launches of a process take longer after it was profiled.
         if arguments.device == "last" or arguments.kernels:
             bars.measure_device(arguments.kernels)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.bars import kernel_times as kernels
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
-from vllm_graft.bench.common.calling_core import calling_core
+from vllm_graft.bench.common.node_counts import calling_core
 from vllm_graft.bench.common.step_bytes import (
     PASSES,
     copy_bandwidth,

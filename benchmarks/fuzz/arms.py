@@ -81,6 +81,10 @@ class Arm:
         """Known differences of the first life."""
         return self.lives[0].rules
 
+    def disturbances(self) -> tuple[str, ...]:
+        """Return `troubles` that the device has: beside a host cache no GPU's engine sleeps."""
+        return tuple(name for name in self.troubles if not (name == "sleep" and on_gpu()))
+
     def idle(self, metrics: str) -> list[str]:
         """List the counters that are zero and should not be."""
         return [name for name in self.busy if sum_of(name, metrics) <= 0]
@@ -92,9 +96,19 @@ def arm(name: str, *parts: Part, busy: tuple[str, ...] = (), **more: Any) -> Arm
     return Arm(name, (Life(parts, **more),), busy, troubles)
 
 
+def on_gpu() -> bool:
+    """Return whether the servers run on a GPU, where vLLM has no adapters in float32."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def settings() -> tuple[list[str], dict[str, str]]:
-    """Return the flags and environment of all servers: float32 on a CPU, prompts in chunks."""
-    flags, environment = server_settings(SHIPPED, cuda=False)
+    """Return the flags and environment of all servers: float32, prompts in chunks."""
+    flags, environment = server_settings(SHIPPED, cuda=on_gpu())
+    if on_gpu():
+        sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96]}
+        flags += ["--compilation-config", json.dumps(sizes)]
     flags += ["--scheduling-policy", "priority", "--block-size", "32"]
     flags += ["--max-num-batched-tokens", "192", "--chat-template", TEMPLATE]
     # Storage is read whatever was measured of it, which varies too much on a busy CPU.

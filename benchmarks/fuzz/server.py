@@ -1,4 +1,4 @@
-"""Send random requests to real `vllm serve` processes, with our parts and without, on a CPU.
+"""Send random requests to real `vllm serve` processes, with our parts and without.
 
     python -m benchmarks.fuzz.server --requests 100 --seed 7 --arms tree weights --log all.jsonl
     python -m benchmarks.fuzz.server --requests 100 --seed 7 --arms tree --only 17 230
@@ -8,9 +8,10 @@ disturbed (`trouble.py`), some in several lives on one storage, and answers are 
 texts, logprobs, finish reasons, usage, errors. Every difference is explained by a rule that has a
 name (`compare.py`). Large requests follow, `--flood` of each kind; `growth.py` judges the time of
 steps, memory, logs and threads. Each server's result is a line of JSON, which `--log` collects. If
-anything is wrong the exit status is 1, and `OUT/ARM.json` has the differences. Runs with other
-seeds are slices of a longer one. `--only` sends only the requests of these numbers. `--corrupt 100`
-alters about one answered token in a hundred of each arm: the run must fail.
+anything is wrong the exit status is 1, and `OUT/ARM.json` has the differences. A GPU is used if
+there is one; the arms `rich` need a CPU. Runs with other seeds are slices of a longer one. `--only`
+sends only the requests of these numbers. `--corrupt 100` alters about one answered token in a
+hundred of each arm: the run must fail.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def run_arm(arm: Arm, references: References, options: argparse.Namespace) -> It
                 stack.close()
                 served = stack.enter_context(serving(life, options.out / arm.name, options.out))
             begin = time.monotonic()
-            found, troubles = served.ask(wanted, options.workers, arm.troubles, options.seed)
+            found, troubles = served.ask(wanted, options.workers, arm.disturbances(), options.seed)
             seconds = time.monotonic() - begin
             if options.corrupt:
                 spoil(found, options)

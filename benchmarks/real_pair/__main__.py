@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -39,7 +40,6 @@ from typing import Any
 from benchmarks.real_pair import cells
 from benchmarks.real_pair.targets import TARGETS, target_of
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.timing import Deadline
 
 PROMPTS, PROMPT_CHARACTERS = 128, 240
 
@@ -179,7 +179,7 @@ def serve(arguments: argparse.Namespace) -> None:
     from benchmarks.real_pair import serving
 
     report.require_folder("--json", arguments.json)
-    deadline = Deadline(arguments.seconds)
+    until = time.perf_counter() + (math.inf if arguments.seconds is None else arguments.seconds)
     load = serving.Load(arguments.pair / "held_out.json", arguments.pair / "target")
     chosen = [
         cells.Cell(temperature, batch)
@@ -195,7 +195,7 @@ def serve(arguments: argparse.Namespace) -> None:
     arguments.logs.mkdir(parents=True, exist_ok=True)
     with serving.servers(arguments.pair, arguments, arguments.logs) as running:
         race.warm_up(running, chosen)
-        race.run(running, chosen, arguments.rounds, arguments.cell_seconds, deadline)
+        race.run(running, chosen, arguments.rounds, arguments.cell_seconds, until)
         # Servers take their time to end.
         tables = [cells.every_arm(race.found), cells.headline([race.found])]
         if arguments.rates:

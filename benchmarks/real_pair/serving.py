@@ -23,7 +23,6 @@ from typing import Any
 
 from benchmarks.real_pair.cells import Cell, Measured, most_requests
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.timing import Deadline
 from vllm_graft.bench.trees.arm_names import read_arm
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing.vllm_server import VLLM, VllmServer
@@ -200,13 +199,13 @@ class Race:
         cells: Sequence[Cell],
         rounds: int,
         seconds: float,
-        deadline: Deadline,
+        until: float,
     ) -> None:
         """Go round the cells until the rounds are over, or the next cell would not end in time."""
         took: dict[Cell, float] = {}
         for number in range(rounds):
             for place, cell in enumerate(cells):
-                if deadline.left < took.get(cell, seconds * len(running)):
+                if until - time.perf_counter() < took.get(cell, seconds * len(running)):
                     print(f"no time left for {cell} in round {number}", flush=True)
                     continue
                 began = time.perf_counter()

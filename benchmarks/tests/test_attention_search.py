@@ -23,9 +23,7 @@ from benchmarks.attention.search.candidates import (
 )
 from benchmarks.attention.search.compiling import parse_resources
 from benchmarks.attention.shapes import KvLayer
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes, Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.trees.batch import DraftBatch
 

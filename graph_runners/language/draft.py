@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -34,12 +33,7 @@ def one_capture_stream(device: torch.device) -> Iterator[None]:
     """A context in which all managers capture on one stream, where vLLM takes one stream for each.
 
     All graphs share a pool, but torch's allocator gives memory of one stream to no other, and
-    cuBLAS has one workspace per stream. On streams of their own, the graphs of each shape of tree
-    would therefore have tensors and a workspace of their own. The graphs of a pool never run at
-    once, whatever stream they were captured on.
-
-    Args:
-        device: device of the graphs.
+    cuBLAS has one workspace per stream. The graphs of a pool never run at once.
     """
     stock = parallel_state.GraphCaptureContext
     shared = stock(torch.cuda.Stream(device=device))
@@ -56,6 +50,7 @@ class DraftGraphRunner(CudaGraphManager):
     It is one of vLLM's `CudaGraphManager`s and an attribute of the speculator: so vLLM's memory
     profiling finds, measures and drops its graphs, and all graphs share the engine's pool. Batches
     are padded to the next captured size; padding rows have request-state index -1 and no prefix.
+    `topk` is the number of rows per request; 1 for a chain.
     """
 
     def __init__(
@@ -65,14 +60,6 @@ class DraftGraphRunner(CudaGraphManager):
         cudagraph_mode: CUDAGraphMode,
         topk: int,
     ) -> None:
-        """Plan the sizes.
-
-        Args:
-            vllm_config: its capture sizes are taken for numbers of rows.
-            device: where the graphs are captured.
-            cudagraph_mode: the engine's mode.
-            topk: rows per request; 1 for a chain.
-        """
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
         # Where the number of drafts varies, vLLM also plans widths for the target's queries.
         planned = [desc for desc in engine().planned(self) if desc.uniform_token_count == topk]
@@ -97,25 +84,42 @@ class DraftGraphRunner(CudaGraphManager):
 
     def keep_sizes(self, batches: Collection[int]) -> None:
         """Plan only the sizes that one of `batches`, numbers of requests, is padded to."""
-        ordered = sorted(batches)
-
-        def is_used(desc: BatchExecutionDescriptor) -> bool:
-            sizes = self.batch_sizes(desc.num_reqs or 0)
-            place = bisect.bisect_left(ordered, sizes.start)
-            return place < len(ordered) and ordered[place] in sizes
-
-        kept = [desc for desc in engine().planned(self) if is_used(desc)]
+        wanted = set(batches)
+        kept = [
+            desc
+            for desc in engine().planned(self)
+            if not wanted.isdisjoint(self.batch_sizes(desc.num_reqs or 0))
+        ]
         engine().plan(self, kept)
         # A graph that is not captured must not be chosen.
         for descs in engine().serving(self).values():
             descs[:] = [desc for desc in descs if desc in kept]
 
+    def dispatch(
+        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        """The graph that a batch takes, on which data-parallel ranks have agreed, or none."""
+        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
+        if self.may_replay(desc, num_tokens):
+            return desc
+        return dataclasses.replace(
+            desc,
+            cg_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            uniform_token_count=None,
+        )
+
+    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+        """Whether a graph may serve a batch of so many rows that fits it."""
+        return True
+
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
-        """Return the mode of the levels under the engine's `mode`.
+        """The mode of the levels under the engine's `mode`.
 
-        The levels are the same rows for every request, so they are captured where the engine
-        captures decodes as a whole, and never piecewise.
+        They are the same rows for every request, so they are captured where decodes are, as a
+        whole.
         """
         if mode.decode_mode() == CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL_DECODE_ONLY
@@ -135,9 +139,8 @@ class DraftGraphRunner(CudaGraphManager):
     def capture_passes(self, prepare: Callable[[int], Callable[[], None]], title: str) -> None:
         """Capture what `prepare(num_reqs)` returns at every size, the largest first.
 
-        Args:
-            prepare: called outside of the graph, before the warm-up and again before the capture.
-            title: title of the progress bar.
+        It is called outside of the graph, before the warm-up and again before the capture. The
+        progress bar shows `title`.
         """
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
@@ -153,12 +156,10 @@ class DraftGraphRunner(CudaGraphManager):
         launch: Callable[[], None],
         results: Callable[[], Results],
     ) -> None:
-        """Draft by the graph that fits a batch; its static inputs are in place.
+        """Draft by the FULL graph that fits a batch; its static inputs are in place.
 
-        Args:
-            desc: what `dispatch` returned, a FULL graph.
-            launch: drafts the same without a graph, padding included. It may be called repeatedly.
-            results: returns copies of what was drafted for the batch's requests.
+        `launch` drafts the same without a graph, padding included, any number of times. `results`
+        returns copies of what was drafted for the batch's requests.
         """
         self.run_fullgraph(desc)
 
@@ -170,12 +171,8 @@ class DraftGraphRunner(CudaGraphManager):
 class ExactDraftRunner(DraftGraphRunner):
     """Pads no batch: a batch without a graph of exactly its size is launched."""
 
-    def dispatch(
-        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
-    ) -> BatchExecutionDescriptor:
-        """The graph of exactly so many rows, on which data-parallel ranks have agreed."""
-        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
-        return desc if desc.num_tokens == num_tokens else _without_graph(desc, num_reqs, num_tokens)
+    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+        return bool(desc.num_tokens == num_tokens)
 
 
 class VerifyingDraftRunner(DraftGraphRunner):
@@ -189,14 +186,8 @@ class VerifyingDraftRunner(DraftGraphRunner):
         super().__init__(*args, **kwargs)
         self._equal: dict[BatchExecutionDescriptor, bool] = {}
 
-    def dispatch(
-        self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
-    ) -> BatchExecutionDescriptor:
-        """The graph that fits a batch, unless it was found to differ."""
-        desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
-        if self._equal.get(desc, True):
-            return desc
-        return _without_graph(desc, num_reqs, num_tokens)
+    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+        return self._equal.get(desc, True)
 
     def replay(
         self,
@@ -210,11 +201,9 @@ class VerifyingDraftRunner(DraftGraphRunner):
             return
         found = results()
         launch()
-        expected = results()
-        own = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        equal = all_ranks_agree(own)
-        self._equal[desc] = equal
-        if not equal:
+        own = all(torch.equal(a, b) for a, b in zip(found, results(), strict=True))
+        self._equal[desc] = all_ranks_agree(own)
+        if not self._equal[desc]:
             warning_once(
                 f"the draft's CUDA graph of {desc.num_reqs} requests ({desc.num_tokens} rows) "
                 "drafts something else than its launches: batches of this size are launched from "
@@ -222,23 +211,10 @@ class VerifyingDraftRunner(DraftGraphRunner):
             )
 
     def checks(self) -> dict[str, list[int]]:
-        """Sizes whose replay equalled the launches, and sizes whose replay did not."""
         return {
             outcome: sorted(desc.num_reqs or 0 for desc, equal in self._equal.items() if equal is e)
             for outcome, e in (("verified", True), ("differing", False))
         }
-
-
-def _without_graph(
-    desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int
-) -> BatchExecutionDescriptor:
-    return dataclasses.replace(
-        desc,
-        cg_mode=CUDAGraphMode.NONE,
-        num_tokens=num_tokens,
-        num_reqs=num_reqs,
-        uniform_token_count=None,
-    )
 
 
 class EagerDraftRunner(DraftGraphRunner):
@@ -246,5 +222,4 @@ class EagerDraftRunner(DraftGraphRunner):
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
-        """No graphs, whatever the engine does."""
         return CUDAGraphMode.NONE

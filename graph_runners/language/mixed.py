@@ -1,16 +1,15 @@
 """FULL graphs of mixed batches: prompts beside requests that verify trees.
 
-vLLM launches such a step piece by piece, each layer's attention separately, which keeps the host
-busy for longer than the device. All that differs between batches (lengths, tree rows per request,
-slots) is read on the device, so one graph of n rows fits every batch of at most n rows.
+vLLM launches such a step piece by piece, which keeps the host busy for longer than the device. All
+that differs between batches (lengths, tree rows per request, slots) is read on the device, so one
+graph of n rows fits every batch of at most n rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -18,15 +17,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.versions import engine
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 _SMALLEST = 8
 """Rows of the smallest graph: a prompt of a few tokens and a tree."""
 
 _STEP = 1.2
-"""Smallest ratio of two sizes. Batches are padded to the next size, but each graph takes memory and
-time."""
+"""Smallest ratio of two sizes. Padding costs less the smaller it is, but there are more graphs."""
 
 
 def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
@@ -39,10 +34,9 @@ def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
 
 
 def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None, flag: str) -> None:
-    """Plan graphs of mixed batches as the configuration says.
+    """Plan graphs of mixed batches as the configuration says, before the target's manager captures.
 
     Args:
-        manager: the target's manager, before it captures.
         asked: the configured value; None plans them where vLLM runs mixed batches piecewise and
             nothing forbids it.
         flag: the full flag that was given, for the error.
@@ -81,9 +75,9 @@ def why_no_mixed_graphs(manager: CudaGraphManager) -> str:
 def _uncapturable_layer(config: VllmConfig) -> str:
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     for name, layer in layers.items():
-        spec, backend = layer.get_kv_cache_spec(config), layer.get_attn_backend()
-        if spec is None:
+        if (spec := layer.get_kv_cache_spec(config)) is None:
             continue
+        backend = layer.get_attn_backend()
         support = backend.get_builder_cls().get_cudagraph_support(config, spec)
         if support != AttentionCGSupport.ALWAYS:
             return f"{backend.get_name()} of layer {name} captures {support.name} only"
@@ -91,13 +85,8 @@ def _uncapturable_layer(config: VllmConfig) -> str:
 
 
 def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
-    """Plan FULL graphs of mixed batches: chosen where no uniform graph fits, before piecewise ones.
-
-    Args:
-        manager: the target's manager, before it captures.
-        sizes: rows of each graph, ascending.
-    """
-    planned, first = engine().planned(manager), 1
+    """Plan FULL graphs of so many rows, ascending: chosen after uniform, before piecewise ones."""
+    planned, serving, first = engine().planned(manager), engine().serving(manager), 1
     for size in sizes:
         for loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
@@ -108,13 +97,8 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
             )
             planned.append(desc)
             for tokens in range(first, size + 1):
-                _add_candidate(manager, tokens, desc)
+                candidates = serving.setdefault((tokens, loras), [])
+                full = sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates)
+                candidates.insert(full, desc)
         first = size + 1
     engine().plan(manager, planned)
-
-
-def _add_candidate(manager: CudaGraphManager, tokens: int, desc: BatchExecutionDescriptor) -> None:
-    """Offer a graph to batches of `tokens` rows, after uniform and before piecewise graphs."""
-    serving = engine().serving(manager)
-    candidates = serving.setdefault((tokens, desc.num_active_loras), [])
-    candidates.insert(sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates), desc)

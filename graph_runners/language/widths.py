@@ -25,13 +25,8 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
     """Plan which uniform FULL graphs a manager captures, and which of them a batch takes.
 
     vLLM rounds every capture size up to a multiple of every width, which makes hundreds of graphs.
-    It then offers a number of tokens the graphs of one size only, which leaves some widths without
-    a graph. Here each width has graphs for some numbers of requests, and a batch takes the
-    smallest one that fits.
-
-    Args:
-        manager: a manager that has not captured yet.
-        counts: numbers of requests by width; only widths that the manager planned are captured.
+    It then offers a number of tokens the graphs of one size only. Here each width that the manager
+    planned has graphs for `counts` of requests, and a batch takes the smallest one that fits.
     """
     planned = engine().planned(manager)
     uniform = [desc for desc in planned if desc.uniform_token_count is not None]

@@ -1,4 +1,4 @@
-"""Which buckets a tower gets: pure functions."""
+"""The buckets that a tower gets."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ SMALLEST_BUCKET = 128
 _WIDEST_STEP, _MOST_STEPS = 128, 32
 """Patches between two buckets, and the number of such steps below `DEFAULT_MAX_PATCHES`.
 
-Matrix products are cut into tiles of 128 rows, so a bucket in between would not be faster. If 32
-steps of 128 patches do not reach the largest bucket, the steps are wider.
-"""
+Matrix products are cut into tiles of 128 rows, so a bucket in between would not be faster. The
+steps are wider if so many do not reach the largest bucket."""
 
 _WIDE_STEP = 256
 """Patches between two buckets above `DEFAULT_MAX_PATCHES`."""
@@ -31,15 +30,11 @@ _WIDE_STEP = 256
 def plan_buckets(
     tower: Tower, options: VitConfig, budgets: Sequence[int], measured: bool = True
 ) -> list[int]:
-    """Patches of the buckets to capture, ascending.
+    """Patches of the buckets to capture, ascending; none for a tower whose `unit` is 0.
 
-    They come from our options, else from vLLM's budgets, else from :func:`bucket_sizes`.
-
-    Args:
-        tower: gets no buckets if its `unit` is 0.
-        options: `buckets` and `max_patches` are read.
-        budgets: vLLM's ``encoder_cudagraph_token_budgets``, in embeddings.
-        measured: whether a bucket that does not pay is dropped.
+    They come from our options, else from `budgets`, vLLM's ``encoder_cudagraph_token_budgets`` in
+    embeddings, else from :func:`bucket_sizes`. If `measured`, a bucket that does not pay is
+    dropped.
     """
     unit = tower.unit
     if not unit:
@@ -71,8 +66,7 @@ def bucket_sizes(
     """Patches of the buckets, ascending, all multiples of `unit`.
 
     Each bucket is at most `growth` times as large as the one before, and at most about `widest`
-    patches larger. So a batch is padded by at most ``growth - 1`` of its rows, and by half of that
-    on average.
+    patches larger. So a batch is padded by at most ``growth - 1`` of its rows.
     """
     sizes: list[int] = []
     size = float(smallest)

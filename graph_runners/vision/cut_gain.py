@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from vllm_graft.base.log import logger
-from vllm_graft.graph_runners.vision.capture.rate import Rate
-from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass, Outputs
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.graphs.replay import Replay
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
+    EagerPass,
+    Outputs,
+    Replay,
+    VisionBatch,
+)
 from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
 from vllm_graft.graph_runners.vision.replay_plan import SizeClass, size_class
 
@@ -35,16 +37,13 @@ class CutGain:
 
     A measured batch is answered by the eager pass. Its replays run afterwards, and their time
     counts against the rate as captures do. Ranks that have to agree measure nothing, so they never
-    cut.
-
-    Attributes:
-        pays: the size classes that were measured, and whether cutting pays for them.
-        fused_pays: whether a pass with fused blocks was measured to be faster than the eager pass.
+    cut. `pays` has what was measured. With `fused_pays`, a pass with fused blocks is faster than
+    the eager one.
     """
 
     fused_pays = False
 
-    def __init__(self, store: GraphStore, stats: VitStats, rate: Rate, min_hits: int) -> None:
+    def __init__(self, store: GraphStore, stats: VitStats, rate: TimeShare, min_hits: int) -> None:
         self.pays: dict[SizeClass, bool] = {}
         self._store, self._stats, self._rate, self._min_hits = store, stats, rate, min_hits
         self._seen: Counter[SizeClass] = Counter()
@@ -90,8 +89,7 @@ class CutGain:
         wrong = disagreement(found, eager.outputs)
         if wrong and self._store.rules.verify:
             cause = f"a batch of {len(batch.items)} items that was cut: {wrong}"
-            self._stats.fail(cause)
-            logger.warning("vision graphs: %s; such batches are not cut", cause)
+            self._stats.fail(cause, "vision graphs: %s; such batches are not cut")
             return False
         del found
         # The first run may have allocated segments for its outputs; the second one finds them.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 
-from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.rate import Rate
-from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay, LayoutKey
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
+    EagerPass,
+    ExactReplay,
+    LayoutKey,
+    VisionBatch,
+)
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
 
 _PASSING: tuple[Reason, ...] = ("no_room", "memory", "bits")
@@ -18,24 +20,19 @@ _PASSING: tuple[Reason, ...] = ("no_room", "memory", "bits")
 
 
 class ExactCaptures:
-    """Captures exact graphs; a failure costs its layout the graph, but no batch its answer.
-
-    Args:
-        store: gets the graphs.
-        admission: notes the layouts that are refused.
-        rate: pays for captures while the engine serves.
-        stats: counts captures, drops and failures.
-    """
+    """Captures exact graphs; a failure costs its layout the graph, but no batch its answer."""
 
     def __init__(
-        self, store: GraphStore, admission: Admission[LayoutKey], rate: Rate, stats: VitStats
+        self, store: GraphStore, admission: Admission[LayoutKey], rate: TimeShare, stats: VitStats
     ) -> None:
         self._store, self._admission, self._rate, self._stats = store, admission, rate, stats
 
     def capture_due(
-        self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
+        self, group: ExactReplay | None, batch: VisionBatch, eager: EagerPass | None = None
     ) -> None:
-        """Capture a group while the engine serves: the time counts against the rate."""
+        """Capture a group, if any, while the engine serves: the time counts against the rate."""
+        if group is None:
+            return
         start = time.perf_counter()
         self.capture(group, batch, eager)
         seconds = time.perf_counter() - start
@@ -47,18 +44,14 @@ class ExactCaptures:
     ) -> None:
         """Capture the graph of a group; a failure is counted, and its key is refused.
 
-        Args:
-            group: the graph's key, and the items to capture it with.
-            batch: the batch of these items.
-            eager: the eager pass over these items, if there was one.
+        `eager` is the eager pass over the items of the group, if there was one.
         """
         try:
             why = self._store.capture_exact(group, batch, eager)
         except Exception as error:
             why = "error"
             cause = f"{group.key}: {type(error).__name__}: {error}"
-            self._stats.fail(cause)
-            logger.warning("vision graph was not captured: %s", cause)
+            self._stats.fail(cause, "vision graph was not captured: %s")
         if why is None:
             self._stats.captures["exact"] += 1
             return
@@ -68,8 +61,7 @@ class ExactCaptures:
     def capture_now(self, group: ExactReplay, batch: VisionBatch) -> Reason:
         """Capture a group unless it has a graph or was refused, whatever its count and the rate.
 
-        Returns:
-            ``captured``, or why the group has no graph.
+        Returns ``captured``, or why the group has no graph.
         """
         if group.key not in self._store.exact and group.key not in self._admission.refused:
             self.capture(group, batch)

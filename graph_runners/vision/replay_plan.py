@@ -1,8 +1,7 @@
 """How a batch is cut into replays: pure functions of layouts and numbers of patches.
 
-Items do not attend to each other, so a batch may be regrouped freely. Items of one layout form
-groups of a power of two, which keeps the number of exact graphs small: a few sizes per layout.
-Costs are in rows (patches) and not in seconds, so that all ranks choose alike.
+Items do not attend to each other, so a batch may be regrouped freely. Costs are in rows (patches)
+and not in seconds, so that all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Container, Hashable, Iterable, Sequence
 
-from vllm_graft.graph_runners.vision.graphs.replay import (
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,
     LayoutKey,
     PaddedReplay,
@@ -22,11 +21,7 @@ MAX_GROUP = 16
 """The most items of one exact graph."""
 
 _REPLAY, _METADATA, _METADATA_ITEM = 256, 192, 48
-"""Costs in rows: of a replay, of the metadata of a padded batch, and of each item in it.
-
-An H200 takes about 1 ms per 1000 rows. A replay with its copies and clones takes a quarter of that,
-and the metadata of a padded batch about as much again.
-"""
+"""Costs in rows: of a replay, of the metadata of a padded batch, and of each item in it."""
 
 SizeClass = tuple[int, int]
 """Batches of about as much work; see :func:`size_class`."""
@@ -35,13 +30,8 @@ SizeClass = tuple[int, int]
 def groups(items: Sequence[Item], max_rows: int) -> list[ExactReplay]:
     """The exact replays that would serve a batch, whether or not their graphs exist.
 
-    Args:
-        items: the batch.
-        max_rows: patches of the largest graph.
-
-    Returns:
-        groups of items of one layout. Each holds a power of two items, `MAX_GROUP` at most, and
-        `max_rows` patches at most unless a single item is larger.
+    Each group holds items of one layout: a power of two of them, which keeps the number of graphs
+    small, `MAX_GROUP` at most, and `max_rows` patches at most unless a single item is larger.
     """
     by_layout: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
@@ -88,11 +78,7 @@ def choose(
 
 
 def _padded(
-    items: Sequence[Item],
-    indices: Iterable[int],
-    buckets: Sequence[int],
-    max_items: int,
-    cut: bool,
+    items: Sequence[Item], indices: Iterable[int], buckets: Sequence[int], max_items: int, cut: bool
 ) -> list[Replay] | None:
     chosen = tuple(indices)
     if (one := _bucket(items, chosen, buckets, max_items)) or not (cut and buckets):
@@ -120,21 +106,12 @@ def _bucket(
 def even_groups(
     items: Sequence[Item], indices: Sequence[int], max_rows: int, max_items: int
 ) -> list[tuple[int, ...]] | None:
-    """Cut items into as few groups as fit, of about as many rows each.
+    """Cut these items into as few groups as fit, of about as many rows each; None if one can't.
 
-    The largest items are dealt out first, each to the group with the fewest rows (Graham's LPT
-    rule, SIAM J. Appl. Math. 17, 1969); if a group comes out too large, there is one group more.
-    Items of one layout are then exchanged so that neighbours in the batch lie side by side in a
-    group.
-
-    Args:
-        items: the batch.
-        indices: the items to cut.
-        max_rows: the most patches of a group.
-        max_items: the most items of a group.
-
-    Returns:
-        the places of each group's items; None if one item alone is too large.
+    A group has at most `max_rows` patches and `max_items` items. The largest items are dealt out
+    first, each to the group with the fewest rows (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969);
+    if a group comes out too large, there is one group more. Items of one layout are then exchanged
+    so that neighbours in the batch lie side by side in a group.
     """
     if not indices or max(items[index].rows for index in indices) > max_rows:
         return None
@@ -169,15 +146,13 @@ def _deal(
 def size_class(items: Sequence[Item]) -> SizeClass:
     """A class of batches of about as much work, to remember measurements by.
 
-    Returns:
-        patches of the batch in steps of 1024, and the bit length of its largest item's patches.
+    It is the batch's patches in steps of 1024, and the bit length of its largest item's patches.
     """
     rows = sum(item.rows for item in items)
     return -(-rows // 1024), max(item.rows for item in items).bit_length()
 
 
 def _cost(plan: Sequence[Replay]) -> int:
-    """Estimated cost of a plan, in rows."""
     return sum(
         _REPLAY + replay.rows
         if isinstance(replay, ExactReplay)

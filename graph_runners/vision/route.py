@@ -9,11 +9,15 @@ from enum import Enum, auto
 
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.rate import Rate
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.cut_gain import CutGain, CutVerdict
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.graphs.replay import ExactReplay, LayoutKey, Replay
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
+    ExactReplay,
+    LayoutKey,
+    Replay,
+    VisionBatch,
+)
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
 
 
@@ -37,7 +41,6 @@ class Route:
     """The way of one batch.
 
     Attributes:
-        answer: what computes the embeddings.
         replays: the graphs for `REPLAY` and `MEASURE_CUT`; together they hold each item once.
         cut: whether the batch is larger than any graph.
         due: a group whose exact graph is captured once the batch is answered.
@@ -52,21 +55,13 @@ class Route:
 
 
 class Router:
-    """Decides the way of each batch.
-
-    Args:
-        store: the graphs that there are.
-        admission: counts layouts, and knows which of them deserve a graph.
-        rate: says when the next capture may happen.
-        cuts: knows whether it pays to cut a batch that is larger than any graph.
-        max_items: the most items of one padded graph.
-    """
+    """Decides the way of each batch; a padded graph takes at most `max_items` items."""
 
     def __init__(
         self,
         store: GraphStore,
         admission: Admission[LayoutKey],
-        rate: Rate,
+        rate: TimeShare,
         cuts: CutGain,
         max_items: int,
     ) -> None:
@@ -75,12 +70,7 @@ class Router:
         self._max_items = max_items
 
     def route(self, batch: VisionBatch, max_rows: int) -> Route:
-        """Decide about a batch, and count its layouts.
-
-        Args:
-            batch: the batch.
-            max_rows: patches of the largest graph.
-        """
+        """Decide about a batch, and count its layouts; the largest graph has `max_rows` patches."""
         cut = batch.rows > max_rows
         verdict = self._cuts.verdict(batch, max_rows) if cut else None
         if verdict is CutVerdict.WHOLE:
@@ -106,10 +96,7 @@ class Router:
     ) -> list[Replay] | None:
         """The cheapest replays that hold the whole batch; None if there are none.
 
-        Args:
-            groups: the exact replays that would hold the batch.
-            batch: the batch.
-            cut: whether items that no bucket holds together may go to several.
+        `groups` are its exact replays. With `cut`, items that no bucket holds may go to several.
         """
         buckets = sorted(self._store.buckets)
         return replay_plan.choose(

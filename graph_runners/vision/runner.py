@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
@@ -17,19 +18,19 @@ from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.bucket_plan import plan_buckets
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.backends import make_backend
-from vllm_graft.graph_runners.vision.capture.rate import Never, Rate, TimeShare
+from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend
+from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.cut_gain import CutGain
 from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
-from vllm_graft.graph_runners.vision.graphs.eager_pass import Outputs
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
-from vllm_graft.graph_runners.vision.graphs.replay import (
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,
     LayoutKey,
+    Outputs,
     PaddedReplay,
     Replay,
+    VisionBatch,
 )
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
 from vllm_graft.graph_runners.vision.route import Answer, Route, Router
 from vllm_graft.graph_runners.vision.startup_captures import (
@@ -41,9 +42,6 @@ from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower
 from vllm_graft.graph_runners.vision.towers.tower import Inputs
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.seams.ranks import all_ranks_agree
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class ViTCudaGraphRunner(EncoderCudaGraphManager):
@@ -60,14 +58,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, dtype: torch.dtype, model: Any
     ) -> None:
-        """Build the runner as vLLM builds its manager.
-
-        Args:
-            vllm_config: our options are read, and vLLM's ``encoder_cudagraph_*``.
-            device: the device of the model.
-            dtype: the dtype of the model.
-            model: the loaded model, which speaks vLLM's encoder protocol or has an adapter.
-        """
         super().__init__(vllm_config, device, dtype, model)
         self.options = VitConfig.from_vllm(vllm_config) or VitConfig()
         self.stats = VitStats()
@@ -77,7 +67,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         sharded = vllm_config.parallel_config.tensor_parallel_size > 1 and not self.use_dp
         self.admission: Admission[LayoutKey] = Admission(self.options.min_hits)
         self.store = self._make_store(device, sharded)
-        rate: Rate = Never() if sharded else TimeShare(self.options.capture_share)
+        rate = TimeShare(0 if sharded else self.options.capture_share)
         self.captures = ExactCaptures(self.store, self.admission, rate, self.stats)
         self.cuts = CutGain(self.store, self.stats, rate, self.options.min_hits)
         self.router = Router(self.store, self.admission, rate, self.cuts, self.max_batch_size)
@@ -87,7 +77,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         reads_device = self.store.backend.reads_device
         self._obstacle = find_obstacle(vllm_config, model, self.tower, reads_device, idle)
         self._captured = False
-        self._publish()
+        info.publish("vit", info.weakly(self.report), info.weakly(self.numbers))
 
     def _make_store(self, device: torch.device, sharded: bool) -> GraphStore:
         options = self.options
@@ -97,8 +87,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             lockstep=sharded,
             roomy=options.max_patches is None and options.buckets is None,
         )
-        limit = options.memory << 20
-        backend = make_backend(device)
+        backend, limit = make_backend(device), options.memory << 20
         return GraphStore(self.tower, backend, limit, self.admission, self.stats, rules)
 
     def _plan_startup(self, vllm_config: VllmConfig, sharded: bool) -> StartupCaptures:
@@ -117,14 +106,10 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     # vLLM's lifecycle
 
     def get_num_graphs_to_capture(self) -> int:
-        """The number of graphs captured at the start.
-
-        It is at least one, as vLLM would otherwise not profile the memory of graphs.
-        """
+        # vLLM would otherwise not profile the memory of graphs.
         return max(1, self.startup.number)
 
     def is_captured(self) -> bool:
-        """Whether `capture` has run since the last `clear`."""
         return self._captured
 
     def supports_modality(self, modality: str) -> bool:
@@ -140,9 +125,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
         vLLM calls this to profile memory, then `clear`, then once more. The rest of the budget is
         held until the first batch, so that the profile includes all of it.
-
-        Args:
-            graph_pool: torch's handle of the pool to capture into.
 
         Raises:
             ConfigError: if the budget holds no graph, or if the user asks for fused blocks and
@@ -180,7 +162,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             )
 
     def clear(self) -> None:
-        """Drop all graphs and their memory; `capture` may follow."""
         self.store.clear()
         super().clear()
         self._captured = False
@@ -188,13 +169,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     # Serving
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """The embeddings of a batch.
+        """The embeddings ``[tokens, hidden]`` of each item; None leaves the batch to the engine.
 
-        Args:
-            mm_kwargs: keyword arguments of ``embed_multimodal``, with items of one modality.
-
-        Returns:
-            a tensor ``[tokens, hidden]`` per item; None leaves the batch to the engine's own path.
+        `mm_kwargs` are the keyword arguments of ``embed_multimodal``, with items of one modality.
         """
         if (reason := self._obstacle_to(mm_kwargs)) is not None:
             self.stats.declines[reason] += 1
@@ -226,7 +203,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return self.tower.decline(inputs)
 
     def _serve(self, inputs: Inputs) -> Outputs | None:
-        """Answer a batch; a failure leaves it to the engine's own path."""
         try:
             with torch.inference_mode():
                 self.store.backend.release()
@@ -241,17 +217,22 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return None
 
     def _answer(self, batch: VisionBatch) -> Outputs | None:
-        """Choose the way of a batch, and go it."""
         route = self.router.route(batch, self.max_rows)
         match route.answer:
             case Answer.REPLAY:
                 return self._replay(route, batch)
             case Answer.CAPTURE:
-                return self._eager_and_capture(route, batch)
+                self._count_miss("eager", batch)
+                eager = self.store.measure(batch, batch.indices)
+                self.captures.capture_due(route.due, batch, eager)
+                return eager.outputs
             case Answer.MEASURE_CUT:
-                return self._eager_and_measure_cut(route, batch)
+                self._count_miss("eager", batch)
+                return self.cuts.measure(route.replays, batch)
             case Answer.FUSED:
-                return self._fused_pass(batch)
+                outputs = self.tower.eager_fused(batch.inputs, batch.indices)
+                self._count_miss("fused", batch)
+                return outputs
             case Answer.DECLINE:
                 return self._decline(route, batch, route.reason)
 
@@ -264,30 +245,12 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self._count_replay(replay)
         if route.cut:
             self.stats.cuts += 1
-        if route.due is not None:
-            self.captures.capture_due(route.due, batch)
-        return outputs
-
-    def _eager_and_capture(self, route: Route, batch: VisionBatch) -> Outputs:
-        self._count_eager(batch)
-        eager = self.store.measure(batch, batch.indices)
-        if route.due is not None:
-            self.captures.capture_due(route.due, batch, eager)
-        return eager.outputs
-
-    def _eager_and_measure_cut(self, route: Route, batch: VisionBatch) -> Outputs:
-        self._count_eager(batch)
-        return self.cuts.measure(route.replays, batch)
-
-    def _fused_pass(self, batch: VisionBatch) -> Outputs | None:
-        outputs = self.tower.eager_fused(batch.inputs, batch.indices)
-        self.stats.items["fused"] += len(batch.items)
-        self.graph_misses += len(batch.items)
+        self.captures.capture_due(route.due, batch)
         return outputs
 
     def _decline(self, route: Route, batch: VisionBatch, reason: Reason) -> Outputs | None:
         self.stats.declines[reason] += 1
-        self._count_eager(batch)
+        self._count_miss("eager", batch)
         if route.due is None:
             return None
         # A capture comes after its batch is answered, so the answer cannot be left to the engine.
@@ -301,13 +264,9 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
     def prewarm(self, mm_kwargs: dict[str, Any]) -> dict[LayoutKey, Reason]:
         """Capture the exact graphs of these inputs now, whatever their counts and the rate.
 
-        Args:
-            mm_kwargs: keyword arguments of ``embed_multimodal``, with items of one modality.
-
-        Returns:
-            ``captured`` per exact graph, or why there is none. A batch larger than any graph also
-            has an entry ``("too_large", 0)``: ``cut``, or why it is not cut. Inputs that graphs
-            cannot serve have the reason as their only entry.
+        Returns ``captured`` per exact graph, or why there is none. A batch larger than any graph
+        also has an entry ``("too_large", 0)``: ``cut``, or why it is not cut. Inputs that graphs
+        cannot serve have the reason as their only entry.
         """
         if (reason := self._obstacle_to(mm_kwargs)) is not None:
             return {(reason, 0): reason}
@@ -339,12 +298,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             self.stats.rows += replay.rows
             self.stats.padded_rows += replay.bucket
 
-    def _count_eager(self, batch: VisionBatch) -> None:
-        self.stats.items["eager"] += len(batch.items)
+    def _count_miss(self, tier: str, batch: VisionBatch) -> None:
+        self.stats.items[tier] += len(batch.items)
         self.graph_misses += len(batch.items)
 
     def report(self) -> dict[str, Any]:
-        """Counters, and what is captured now, as plain values."""
         store = self.store
         return {
             **self.stats.report(),
@@ -357,12 +315,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "max_patches": self.max_rows,
             "metadata": store.metadata.report(),
             "bytes": store.budget.used,
-            "bytes_of": {str(owner): size for owner, size in store.budget.owners.items()},
+            "bytes_of": dict(store.budget.owners),
             "bytes_limit": store.budget.limit,
         }
 
     def numbers(self) -> Numbers:
-        """The numbers of this part's metrics."""
         stats, store = self.stats, self.store
         return {
             "items": stats.items,
@@ -378,6 +335,3 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "memory_bytes": store.budget.used,
             "memory_limit_bytes": store.budget.limit,
         }
-
-    def _publish(self) -> None:
-        info.publish("vit", info.weakly(self.report), info.weakly(self.numbers))

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import VllmConfig
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision import replay_plan
-from vllm_graft.graph_runners.vision.bucket_plan import DEFAULT_MAX_PATCHES
-from vllm_graft.graph_runners.vision.capture.allocator import scratch_bytes
+from vllm_graft.graph_runners.vision.bucket_plan import DEFAULT_MAX_PATCHES, MOST_PATCHES
+from vllm_graft.graph_runners.vision.capture.device_memory import scratch_bytes
 from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
-from vllm_graft.graph_runners.vision.fused_passes import fuse_tower, fused_passes_pay
+from vllm_graft.graph_runners.vision.graphs.embedding_check import same_bits
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
 from vllm_graft.graph_runners.vision.towers.protocol import obstacles
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class StartupCaptures:
@@ -32,9 +32,6 @@ class StartupCaptures:
     is not tried again the second time.
 
     Args:
-        store: gets the graphs.
-        exact: captures the exact graphs.
-        options: `max_patches` and `fuse` are read.
         bucket_rows: patches of the buckets to capture.
         segments: attention segments that each bucket has to hold at least.
         agree: tells whether all ranks that share the tower say yes.
@@ -67,7 +64,6 @@ class StartupCaptures:
         return len(self._bucket_rows) + len(self._store.tower.startup())
 
     def capture(self) -> None:
-        """Fuse the tower's blocks, then capture buckets and known layouts."""
         first, self._prepared = not self._prepared, True
         if first:
             fuse_tower(self._store, self._options, self.agree)
@@ -101,17 +97,8 @@ def capture_buckets(
     """Capture the largest bucket that fits into the budget and pays, and all smaller ones.
 
     The largest bucket comes first, as smaller ones then find their memory in the pool. If a bucket
-    was captured only to be measured, its memory is given back.
-
-    Args:
-        store: gets the buckets.
-        planned: patches of each bucket.
-        segments: attention segments that each bucket has to hold at least.
-        pays: whether a bucket has to be faster than the eager pass.
-        agree: tells whether all ranks that share the tower say yes.
-
-    Returns:
-        patches of the buckets that were kept, ascending.
+    was captured only to be measured, its memory is given back. With `pays`, a bucket has to be
+    faster than the eager pass. Returns the patches of the buckets that were kept, ascending.
     """
     most = math.inf
     for rows in sorted(planned, reverse=True):
@@ -142,16 +129,14 @@ def _capture_bucket(store: GraphStore, rows: int, segments: int, gain: bool) -> 
         return store.capture_bucket(rows, segments, gain)
     except Exception as error:
         cause = f"bucket of {rows}: {type(error).__name__}: {error}"
-        store.stats.fail(cause)
-        logger.warning("vision graph was not captured: %s", cause)
+        store.stats.fail(cause, "vision graph was not captured: %s")
         return "error"
 
 
 def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int) -> int:
     """Search by halves among the large buckets: each attempt is an eager pass and a capture.
 
-    Returns:
-        patches of the largest bucket that pays; if no large bucket does, `DEFAULT_MAX_PATCHES`.
+    If no large bucket pays, it is `DEFAULT_MAX_PATCHES`.
     """
     large = sorted(rows for rows in smaller if rows > DEFAULT_MAX_PATCHES)
     low, high = 0, len(large)
@@ -168,11 +153,7 @@ def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int)
 
 
 def check_room(store: GraphStore, memory: int) -> None:
-    """Refuse a budget that holds no graph beside what captures take anyway.
-
-    Args:
-        store: open, without graphs.
-        memory: the budget in MiB.
+    """Refuse a budget of `memory` MiB that holds no graph beside what captures take anyway.
 
     Raises:
         ConfigError: says how many bytes are taken, and how many are needed.
@@ -192,12 +173,7 @@ def find_obstacle(
 ) -> Reason | None:
     """Why nothing is captured at all; None if something may be.
 
-    Args:
-        vllm_config: the LoRA options are read.
-        model: the loaded model.
-        tower: the model's tower.
-        reads_device: whether captured regions may read device values on the host.
-        idle: whether ranks share the tower, and there is nothing to capture at the start.
+    It is `idle` if ranks share the tower, and there is nothing to capture at the start.
     """
     lora = vllm_config.lora_config
     if lora is not None and lora.enable_tower_connector_lora:
@@ -208,3 +184,57 @@ def find_obstacle(
     if found:
         warning_once(f"no vision graph is captured: {found}")
     return found
+
+
+def fuse_tower(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]) -> None:
+    """Let the tower find out which of its operators it can fuse.
+
+    Raises:
+        ConfigError: if the user asks for fusing, and nothing can be fused.
+    """
+    tower = store.tower
+    if options.fuse is False:
+        tower.unfuse("not asked for")
+        return
+    tower.fuse(store.side_stream, agree)
+    if options.fuse and not tower.fused:
+        raise ConfigError(
+            f"{flag('vit', 'fuse')}=true, but nothing of this tower is fused "
+            f"(no: {tower.why_not_fused}): drop the flag, and what can be fused with the same bits "
+            "is, and the rest is left as it is."
+        )
+
+
+def fused_passes_pay(store: GraphStore, max_rows: int) -> bool:
+    """Whether the model's pass over more than `max_rows` patches is faster with fused blocks.
+
+    Compares passes over noise, at a size just above the largest graph and at a large one. Their
+    bits have to be the same, too. The answer is False where ranks would have to agree, and where a
+    pass fails, for instance for too little memory. Waits for the device.
+    """
+    if not (store.rules.timing and store.tower.fused):
+        return False
+    more = max_rows + max_rows // 4
+    many = max(DEFAULT_MAX_PATCHES, min(2 * max_rows, MOST_PATCHES))
+    try:
+        return all(_fused_pass_pays(store, rows) for rows in sorted({more, max(more, many)}))
+    except Exception as error:
+        cause = f"passes with fused blocks: {type(error).__name__}: {error}"
+        store.stats.fail(cause, "vision encoder: %s; the engine's own are taken")
+        return False
+
+
+def _fused_pass_pays(store: GraphStore, rows: int) -> bool:
+    tower = store.tower
+    inputs = tower.sample(rows)
+    if inputs is None:
+        return False
+    batch = VisionBatch.read(tower, inputs)
+    run = functools.partial(tower.eager_fused, inputs, batch.indices)
+    tower.eager(inputs, batch.indices)  # Loads kernels, which must not be timed.
+    eager = store.measure(batch, batch.indices)
+    found = run()
+    if found is None or not same_bits(found, eager.outputs):
+        logger.warning("vision passes are not fused: other bits than the model's at %d rows", rows)
+        return False
+    return store.pays(store.backend.timed(run)[1], eager)

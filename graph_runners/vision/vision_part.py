@@ -47,18 +47,15 @@ class VisionPart:
         self.built = BuiltClasses("encodes images")
 
     def install(self) -> None:
-        """Wait for vLLM's modules; again does nothing more."""
         after_import(_MANAGER_MODULE, self._hook_manager)
         after_import(_V2_MODULE, _hook_model_state)
         after_import(_V1_MODULE, _hook_v1_runner)
 
     def section(self, config: Any, vllm_config: Any) -> VitConfig | None:
-        """What stands under ``graft.vit``."""
         found: VitConfig | None = config.vit
         return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
-        """Graphs of a vision tower in the usual memory, for every preset."""
         says = f"vision graphs in {VitConfig().memory} MiB of the device's memory"
         return Offer(VitConfig(), says, ("core", NAME))
 
@@ -66,7 +63,6 @@ class VisionPart:
         """Nothing follows from it so early."""
 
     def refuses(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
-        """What rules graphs of an encoder out."""
         yield from sentences(REFUSALS, asked, vllm_config)
 
     def foresees(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
@@ -87,17 +83,15 @@ class VisionPart:
     def describe(self, asked: VitConfig, vllm_config: Any) -> str:
         """Turn vLLM's encoder graphs on, and say which runner will capture them."""
         vllm_config.compilation_config.cudagraph_mm_encoder = True
-        offer = manager.manager().choose(
-            "graft_vit_graph_runners", asked.runner, flag(NAME, "runner")
-        )
+        offer = _offer(asked)
         chosen = f"runner {offer.entry.name} ({offer.provider})"
         return f"vision graphs in {asked.memory} MiB; {chosen}"
 
     def verify(self, asked: VitConfig, worker: Any, vllm_config: Any) -> None:
         """Check that the worker encodes with a class of ours; note it where a preset asks.
 
-        V2 has built its manager by then. V1 builds one when it captures: there, the hooks have to
-        be in place.
+        V2 has built its manager by then. V1 builds one when it captures: the hooks have to be in
+        place.
         """
         runner = getattr(worker, "model_runner", None)
         state = getattr(runner, "model_state", None)
@@ -129,10 +123,7 @@ class VisionPart:
         if vit is None:
             return stock
         require_seams("core", NAME)
-        offer = manager.manager().choose(
-            "graft_vit_graph_runners", vit.runner, flag(NAME, "runner")
-        )
-        chosen: type[Any] = offer.entry.resolve()
+        chosen: type[Any] = _offer(vit).entry.resolve()
         if not (isinstance(chosen, type) and issubclass(chosen, stock)):
             raise HookError(
                 f"{flag(NAME, 'runner')}={vit.runner}: {chosen!r} must be a subclass of vLLM's "
@@ -143,6 +134,10 @@ class VisionPart:
     def _hook_manager(self, module: ModuleType) -> None:
         stock = getattr(module, "EncoderCudaGraphManager", None)
         build_instead(stock, self.runner_class, self.built.add)
+
+
+def _offer(vit: VitConfig) -> manager.Offer:
+    return manager.manager().choose("graft_vit_graph_runners", vit.runner, flag(NAME, "runner"))
 
 
 def adapt(model: Any, vllm_config: Any) -> None:
@@ -177,7 +172,6 @@ def _adapt(model: Any, vllm_config: Any) -> None:
 
 
 def _encodes(model_config: Any) -> tuple[str, bool]:
-    """The name of a model's class, and whether it speaks vLLM's encoder protocol."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
 
@@ -186,17 +180,7 @@ def _encodes(model_config: Any) -> tuple[str, bool]:
 
 
 def _adapter_for(model: str, vllm_config: Any, *, speaks: bool) -> Any:
-    """The adapter's class for the name of a class of models; None if it needs none.
-
-    Args:
-        model: name of the class.
-        vllm_config: the engine's configuration.
-        speaks: whether the class speaks vLLM's encoder protocol.
-
-    Raises:
-        ConfigError: if there is none, or the tower is data-parallel.
-        HookError: if it is not a ``VisionAdapter``.
-    """
+    """The adapter's class for a model that `speaks` the protocol or not; None if it needs none."""
     if speaks:
         return None
     from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter
@@ -223,10 +207,7 @@ def _no_graphs(name: str, reason: str) -> str:
 
 
 def _data_parallel(vllm_config: Any) -> str | None:
-    """Why an adapter cannot serve a tower whose items are spread over ranks; None if they aren't.
-
-    vLLM spreads them by methods of its protocol that an adapted model does not answer.
-    """
+    """Why an adapter cannot serve a tower whose items vLLM's protocol spreads over ranks."""
     mode = getattr(vllm_config.model_config.multimodal_config, "mm_encoder_tp_mode", None)
     if mode != "data" or (ranks := vllm_config.parallel_config.tensor_parallel_size) == 1:
         return None

@@ -10,20 +10,22 @@ from pydantic import ByteSize, Field
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import MAX_DEPTH, Count, EntryName, Number, Section, parse
 from vllm_graft.base.values import below, shown
-from vllm_graft.hicache.config.connector_options import FLAG, Bytes, option_flag
+from vllm_graft.hicache.config.connector_options import (
+    CONNECTOR,
+    EXTRA,
+    FLAG,
+    MODULE,
+    MULTI_CONNECTOR,
+    Bytes,
+    option_flag,
+)
 from vllm_graft.hicache.config.nonce import without_nonce
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CONNECTOR = "HiCacheConnector"
-MULTI_CONNECTOR = "MultiConnector"
-MODULE = "vllm_graft.hicache.connector"
-
 STAGING_BYTES = 48 << 20
 """Room for three buffers, each for one layer of 256 blocks of an 8B model."""
-
-_EXTRA = "kv_connector_extra_config"
 
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself adds to ours."""
@@ -69,8 +71,7 @@ class HiCacheConfig(Section):
     """Number of requests with a prefix from which ``write_through_selective`` stores it."""
 
     eviction: EntryName = "lru"
-    """Name of a ``graft_eviction_policies`` entry: ``lru``, ``lfu``, ``arc``, ``cost_aware``, or a
-    plugin's."""
+    """Name of a ``graft_eviction_policies`` entry: ``lru``, ``arc``, or a plugin's."""
 
     load: Literal["auto", "async", "layerwise", "recompute"] = "auto"
     """How a hit is loaded to the device: as the cost model chooses for each request, always before
@@ -104,12 +105,7 @@ class HiCacheConfig(Section):
 
     @classmethod
     def parse(cls, values: object) -> HiCacheConfig:
-        """Validate the extra config.
-
-        Raises:
-            ConfigError: has a line for each wrong key, with its full flag, its value, and what is
-                allowed.
-        """
+        """Validate the extra config; see :func:`~vllm_graft.base.options.parse` for errors."""
         if isinstance(values, Mapping):
             given = without_nonce(values)
             values = {key: value for key, value in given.items() if key not in _VLLM_KEYS}
@@ -131,29 +127,25 @@ class HiCacheConfig(Section):
 
 
 def extra_configs(transfer: Any) -> list[tuple[str, object]]:
-    """The extra config of each of our connectors, including those below a ``MultiConnector``.
+    """The full flag and the extra config, not validated, of each of our connectors.
 
-    Args:
-        transfer: vLLM's ``KVTransferConfig``, or None.
-
-    Returns:
-        The full flag of each extra config, and the extra config itself, which is not validated.
+    They may be below a ``MultiConnector``. ``transfer`` is vLLM's ``KVTransferConfig`` or None.
 
     Raises:
         ConfigError: if a list of connectors contains ours, but vLLM cannot read the list.
     """
     if transfer is None:
         return []
-    names = ("kv_connector", "kv_connector_module_path", _EXTRA)
+    names = ("kv_connector", "kv_connector_module_path", EXTRA)
     top = {name: getattr(transfer, name, None) for name in names}
-    return list(_extra_configs(top, FLAG.removesuffix(f".{_EXTRA}"), MAX_DEPTH))
+    return list(_extra_configs(top, FLAG.removesuffix(f".{EXTRA}"), MAX_DEPTH))
 
 
 def _extra_configs(
     transfer: Mapping[Any, Any], path: str, depth: int
 ) -> Iterator[tuple[str, object]]:
     name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
-    path, extra = below(path, _EXTRA), transfer.get(_EXTRA, {})
+    path, extra = below(path, EXTRA), transfer.get(EXTRA, {})
     if name == CONNECTOR and module in (None, MODULE):
         yield path, extra
     elif name == MULTI_CONNECTOR and module is None and isinstance(extra, Mapping) and depth:

@@ -1,4 +1,4 @@
-"""Validation of options below ``kv_connector_extra_config``."""
+"""The names of our connector, and validation of options below its extra config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from vllm_graft.base.log import info_once
 from vllm_graft.base.options import MAX_INTEGER, Section, SectionT, parse
 from vllm_graft.base.values import below, shown
 
-FLAG = "--kv-transfer-config.kv_connector_extra_config"
+CONNECTOR = "HiCacheConnector"
+MULTI_CONNECTOR = "MultiConnector"
+MODULE = "vllm_graft.hicache.connector"
+EXTRA = "kv_connector_extra_config"
+FLAG = f"--kv-transfer-config.{EXTRA}"
 
 _flag: ContextVar[str] = ContextVar("flag of the extra config", default=FLAG)
 
@@ -23,7 +27,6 @@ _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*([A-Za-z
 
 
 def _size(value: object) -> object:
-    """Convert a text with a unit to a number of bytes. Pydantic validates all other values."""
     if isinstance(value, bool):
         raise ValueError("true and false are not numbers")
     if not isinstance(value, str):
@@ -40,7 +43,6 @@ def _size(value: object) -> object:
 
 
 def _folder(value: object) -> object:
-    """Convert a path to an absolute one: ``~`` is expanded, and the working directory prepended."""
     if not isinstance(value, (str, PurePath)):
         return value
     if not str(value).strip() or "\0" in str(value):
@@ -61,21 +63,15 @@ Bytes = Annotated[ByteSize, BeforeValidator(_size)]
 Folder = Annotated[Path, BeforeValidator(_folder)]
 """A directory. ``~`` is expanded, and relative paths begin at the working directory."""
 
-
 Options = Section
-"""Base class of options. Instances are frozen, and unknown keys are refused.
+"""Base class of options, with :data:`Bytes` for sizes and :data:`Folder` for directories.
 
-Use :data:`Bytes` for sizes and :data:`Folder` for directories.
+Instances are frozen, and unknown keys are refused.
 """
 
 
 def parse_options(model: type[SectionT], values: object, *path: str) -> SectionT:
-    """Validate options.
-
-    Args:
-        model: class of the options.
-        values: values to validate, a mapping if they are right.
-        path: keys that lead from the connector's extra config to ``values``.
+    """Validate the options at ``path``, the keys that lead from the extra config to ``values``.
 
     Raises:
         ConfigError: has a line for each wrong key, with its full flag, its value, and what is
@@ -91,10 +87,7 @@ def option_flag(*path: str | int) -> str:
 
 @contextlib.contextmanager
 def flags_below(flag: str) -> Iterator[None]:
-    """Within the context, let :func:`option_flag` return flags below ``flag``.
-
-    This is for the keys of one of several connectors.
-    """
+    """Let :func:`option_flag` return flags of one of several connectors, below ``flag``."""
     token = _flag.set(flag)
     try:
         yield

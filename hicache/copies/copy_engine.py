@@ -10,13 +10,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import flag
+from vllm_graft.hicache.copies.strided import HostShard, RangeCopy
 from vllm_graft.hicache.faults.injector import FaultInjector
-from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import (
     Copies,
@@ -30,57 +32,25 @@ from vllm_graft.hicache.pages.layout import (
 Pools = Mapping[int, Sequence[LayerPages]]
 """Maps the number of each group to the pages of its layers."""
 
-Convert = Callable[[Copies, Direction], Callable[[int, int], None]]
+Convert = Callable[[Copies, Direction], RangeCopy]
 """``(runs, direction)``: returns a function that copies and converts a range of the runs."""
-
-
-@dataclass(frozen=True)
-class HostShard:
-    """The slots of this rank's shard.
-
-    Attributes:
-        address: address of slot 0.
-        slot_bytes: bytes from one slot to the next.
-        pinned_slots: slots per piece of memory that is pinned at once.
-    """
-
-    address: int
-    slot_bytes: int
-    pinned_slots: int
-
-    @classmethod
-    def of(cls, pool: HostPool, shard: int) -> HostShard:
-        """The slots of one shard of a pool."""
-        return cls(pool.shard_address(shard), pool.shape.slot_bytes, pool.shape.pinned_slots)
 
 
 @dataclass
 class CopyResult:
-    """A finished operation.
-
-    Attributes:
-        operation: the operation.
-        num_bytes: bytes copied.
-        strided_bytes: the part of ``num_bytes`` that 2D copies moved straight to blocks or slots.
-        staged_bytes: the part of ``num_bytes`` that went through staging memory.
-        seconds: duration of the copies on their stream; 0 if unknown.
-        failed: whether the operation failed.
-    """
+    """A finished operation; see ``Transferred`` for the parts of its bytes."""
 
     operation: CacheOperation
     num_bytes: int = 0
     strided_bytes: int = 0
     staged_bytes: int = 0
     seconds: float = 0.0
+    """Duration of the copies on their stream; 0 if unknown."""
     failed: bool = False
 
 
 def raise_incomplete() -> NoReturn:
-    """Stop a step whose KV did not arrive, because it would compute wrong tokens.
-
-    Raises:
-        GraftError: always.
-    """
+    """Stop a step whose KV did not arrive, because it would compute wrong tokens."""
     raise GraftError(
         "a copy that this step reads failed twice (see the log before), and vLLM cannot compute "
         "its tokens again within the step. With --kv-transfer-config.kv_load_failure_policy=fail "
@@ -93,8 +63,6 @@ class CopyEngine(ABC):
     """Executes operations. A copy that fails raises nothing: its result says that it failed.
 
     Args:
-        pools: places of each group's pages on the device.
-        shard: places of the pages on the host.
         injector: makes copies fail on purpose, but not the second try of a load within a step.
         convert: makes all copies, if the host keeps pages in another dtype.
     """
@@ -115,10 +83,9 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def begin_step(self, number: int = 0) -> None:
-        """Begin a step. All work of earlier steps is on the compute stream already.
+        """Begin a step, after all work of earlier steps was put on the compute stream.
 
-        Args:
-            number: number of the step, by which its time is reported. 0 to measure no time.
+        Its time is reported by its number; that of number 0 is not measured.
         """
 
     @abstractmethod
@@ -141,18 +108,13 @@ class CopyEngine(ABC):
     def load_now(self, operation: CacheOperation) -> None:
         """Copy pages to the device, and let later work of the compute stream wait for it.
 
-        A copy that fails is tried once more, because the step that reads it cannot be postponed. If
-        that fails too, :meth:`take_incomplete` returns the operation.
+        It is tried twice, because the step that reads it cannot be postponed. If both tries fail,
+        :meth:`take_incomplete` returns the operation.
         """
 
     @abstractmethod
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Copy pages as :meth:`load_now` does, but layer by layer; see :meth:`wait_layer`.
-
-        Args:
-            operation: the load.
-            first: names of the layers that are copied before all others.
-        """
+        """Copy pages as :meth:`load_now` does, but layer by layer, the layers ``first`` first."""
 
     @property
     def strided(self) -> bool:
@@ -183,7 +145,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def finished(self) -> list[CopyResult]:
-        """Results of the operations that have ended since the last call."""
+        """Results of the operations that have ended since the last call. It never waits."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -232,44 +194,32 @@ class CopyEngine(ABC):
 class MemoryCopyEngine(CopyEngine):
     """Copies with the CPU. Every copy ends before its call returns, so none is in flight."""
 
-    def __init__(
-        self,
-        pools: Pools,
-        shard: HostShard,
-        injector: FaultInjector | None = None,
-        convert: Convert | None = None,
-    ) -> None:
-        super().__init__(pools, shard, injector, convert)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._results: list[CopyResult] = []
         self._step = 0, 0.0
         self._step_seconds: dict[int, float] = {}
 
     def begin_step(self, number: int = 0) -> None:
-        """Note the start time of a step."""
         self._step = number, time.perf_counter()
 
     def end_step(self) -> None:
-        """Note the duration of the step, whose work is done by now."""
         number, begun = self._step
         if number:
             self._step_seconds[number] = time.perf_counter() - begun
         self._step = 0, 0.0
 
     def step_seconds(self) -> dict[int, float]:
-        """Seconds of each step that has ended since the last call, by its number."""
         seconds, self._step_seconds = self._step_seconds, {}
         return seconds
 
     def store(self, operation: CacheOperation) -> None:
-        """Copy the pages at once."""
         self._copy(operation)
 
     def load(self, operation: CacheOperation) -> None:
-        """Copy the pages at once."""
         self._copy(operation)
 
     def load_now(self, operation: CacheOperation) -> None:
-        """Copy the pages at once, and once more if that fails."""
         self._copy(operation)
         if self._results[-1].failed:
             self._results.pop()
@@ -279,26 +229,23 @@ class MemoryCopyEngine(CopyEngine):
                 self._incomplete.append(operation)
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Copy all layers at once."""
         self.load_now(operation)
 
     def wait_layer(self, layer: str) -> None:
-        """Do nothing."""
+        pass
 
     def wait_all_layers(self) -> int:
-        """Do nothing."""
         return 0
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Do nothing."""
+        pass
 
     def finished(self) -> list[CopyResult]:
-        """Results of the operations since the last call."""
         results, self._results = self._results, []
         return results
 
     def drain(self) -> None:
-        """Do nothing."""
+        pass
 
     def _copy(self, operation: CacheOperation, may_fail: bool = True) -> None:
         start = time.perf_counter()
@@ -317,7 +264,7 @@ class MemoryCopyEngine(CopyEngine):
         self._results.append(result)
 
 
-def _move(runs: Copies, direction: Direction) -> Callable[[int, int], None]:
+def _move(runs: Copies, direction: Direction) -> RangeCopy:
     source, target = runs.device, runs.host
     if direction is Direction.LOAD:
         source, target = target, source
@@ -329,3 +276,33 @@ def _move(runs: Copies, direction: Direction) -> Callable[[int, int], None]:
             ctypes.memmove(to, at, size)
 
     return copy
+
+
+E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def fp8_copy(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCopy:
+    """Prepare copies by the CPU between K/V of ``dtype`` on the device and e4m3 on the host.
+
+    e4m3 is OCP's 8-bit floating point: one byte per element, here without a scale. Values are
+    rounded to the nearest, ties to even. They saturate: what is over 448, infinities included,
+    becomes 448. NaN stays NaN. The way back is exact. The sizes of the runs are bytes on the host.
+    """
+
+    def copy(begin: int, end: int) -> None:
+        columns = (column[begin:end].tolist() for column in (runs.device, runs.host, runs.sizes))
+        for device, host, count in zip(*columns):
+            there = _elements(device, count, dtype)
+            here = _elements(host, count, torch.float8_e4m3fn)
+            if direction is Direction.STORE:
+                # Torch's own cast saturates only in some versions.
+                here.copy_(there.clamp(-E4M3_LARGEST, E4M3_LARGEST))
+            else:
+                there.copy_(here)
+
+    return copy
+
+
+def _elements(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    size = count * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)

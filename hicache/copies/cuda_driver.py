@@ -7,17 +7,14 @@ never on import.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.hicache.copies.strided import StridedCopies
+from vllm_graft.hicache.copies.strided import RangeCopy, StridedCopies
 from vllm_graft.hicache.messages.operation import Direction
-
-if TYPE_CHECKING:
-    from vllm_graft.hicache.copies.page_kernel import RangeCopy
 
 LIBRARY = "libcuda.so.1"
 
@@ -42,17 +39,9 @@ class CudaDriverError(GraftError):
 
 
 class CudaDriver:
-    """CUDA's driver, for the device that is current in this thread.
+    """CUDA's driver, for the device that is current in this thread and has this visible number.
 
-    Args:
-        library: libcuda, or a replacement in tests.
-        device: number of the device among the visible ones.
-
-    Attributes:
-        max_pitch: most bytes from one row to the next, in both memories.
-
-    Raises:
-        CudaDriverError: if the driver does not answer.
+    Its ``max_pitch`` is the most bytes from one row to the next, in both memories.
     """
 
     def __init__(self, library: Any, device: int) -> None:
@@ -67,11 +56,7 @@ class CudaDriver:
 
     @classmethod
     def load(cls, device: int) -> CudaDriver:
-        """Load this machine's driver.
-
-        Raises:
-            CudaDriverError: if there is none, or it does not answer.
-        """
+        """Load this machine's driver; CudaDriverError if there is none, or it does not answer."""
         try:
             library = ctypes.CDLL(LIBRARY)
             library.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -80,12 +65,10 @@ class CudaDriver:
         return cls(library, device)
 
     def prepare(self, copies: StridedCopies, direction: Direction) -> RangeCopy:
-        """Prepare 2D copies.
+        """Prepare 2D copies, to be enqueued on the stream that is current then.
 
-        Returns:
-            A function ``(begin, end)`` that enqueues a range of the copies on the stream that is
-            current when it is called. It raises CudaDriverError if the driver refuses. The calling
-            thread needs the device's context, which it gets by using torch on that device.
+        The returned function raises CudaDriverError if the driver refuses. The calling thread needs
+        the device's context, which it gets by using torch on that device.
         """
         import torch
 

@@ -1,7 +1,6 @@
-"""A kernel that copies between K/V on the device and e4m3 in pinned memory, and converts it.
+"""A kernel that copies between K/V on the device and e4m3 in pinned memory, as ``page_kernel``.
 
-As in ``page_kernel``, a few programs read or write over the bus, run after run. The conversion uses
-integers, so that it needs no fp8 hardware and all devices round alike.
+It converts with integers, so that it needs no fp8 hardware and all devices round alike.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.hicache.copies.page_kernel import PROGRAMS, RangeCopy, fits, on_device
+from vllm_graft.hicache.copies.page_kernel import PROGRAMS, fits, on_device
+from vllm_graft.hicache.copies.strided import RangeCopy
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.layout import Copies
 
@@ -20,8 +20,7 @@ ELEMENTS = 16384
 """Elements that a program copies at a time."""
 
 STORE_PROGRAMS = 8
-"""Number of programs of a store. Nothing waits for stores, and 24 programs slowed decoding by 3 %
-on an H200."""
+"""Number of programs of a store. Nothing waits for stores, and more would slow decoding."""
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -97,17 +96,9 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 def convert_runs(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCopy:
-    """Prepare a store or a load by copying its table to the device.
+    """Prepare a store or a load of elements of ``dtype``, as ``page_kernel.load_runs`` does.
 
-    Args:
-        dtype: dtype of the device's elements.
-        runs: runs to copy. Their sizes are bytes on the host, one per element. The host's memory is
-            pinned.
-        direction: to the host, or to the device.
-
-    Returns:
-        A function ``(begin, end)`` that enqueues a range of the runs. It has to be called on the
-        stream that is current now.
+    The sizes of the runs are bytes on the host, one per element.
     """
     table = on_device(np.stack([runs.host, runs.device, runs.sizes]))
     aligned = fits(runs)
@@ -124,23 +115,18 @@ def launch(
 ) -> None:
     """Launch the kernel for the runs ``[begin, end)`` of ``table`` on the current stream.
 
-    Args:
-        table: int64 ``[3, runs]``; see the kernel.
-        begin: first run.
-        end: number after that of the last run.
-        dtype: dtype of the device's elements.
-        direction: to the host, or to the device.
-        aligned: whether all addresses and numbers of elements are multiples of 16.
+    ``aligned`` says whether all addresses and numbers of elements are multiples of 16.
     """
     if begin < end:
-        programs = STORE_PROGRAMS if direction is Direction.STORE else PROGRAMS
+        store = direction is Direction.STORE
+        programs = STORE_PROGRAMS if store else PROGRAMS
         _convert_kernel[(min(programs, end - begin),)](
             table,
             table.shape[1],
             begin,
             end,
             DTYPE=TYPES[dtype],
-            STORE=direction is Direction.STORE,
+            STORE=store,
             ALIGNED=aligned,
             ELEMENTS=ELEMENTS,
             num_warps=8,

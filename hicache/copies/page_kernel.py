@@ -1,21 +1,19 @@
 """A kernel that copies many short runs with one launch.
 
-A copy engine needs one call per run, which takes the host about a microsecond. A load within a step
-has thousands of runs, and the step's own launches would wait for them. A few programs of a kernel
-that read pinned memory can fill the bus as well. Their table of runs goes to the device in one
-copy.
+A copy engine needs one call per run, and a load within a step has thousands of runs, for which the
+step's own launches would wait. A few programs of a kernel that read pinned memory fill the bus as
+well. Their table of runs goes to the device in one copy.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from vllm_graft.hicache.copies.strided import RangeCopy
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
 ALIGNMENT = 16
@@ -26,9 +24,6 @@ PROGRAMS = 24
 
 WORDS = 4096
 """Words of 8 bytes that a program copies at a time."""
-
-RangeCopy = Callable[[int, int], None]
-"""``(begin, end)``: enqueues these runs of a table on the current stream."""
 
 
 @triton.jit(do_not_specialize=["total", "begin", "end"])
@@ -60,17 +55,12 @@ def fits(runs: Copies) -> bool:
 
 
 def load_runs(runs: Copies) -> RangeCopy:
-    """Prepare a load, from the host to the device, by copying its table to the device.
+    """Prepare a load, from pinned host memory, of runs for which :func:`fits` is True.
 
-    Args:
-        runs: runs to copy, for which :func:`fits` is True. The host's memory is pinned.
-
-    Returns:
-        A function ``(begin, end)`` that enqueues a range of the runs. It has to be called on the
-        stream that is current now.
+    The returned function has to be called on the stream that is current now, on which the table is
+    copied to the device.
     """
-    rows = np.stack([runs.host, runs.device, runs.sizes // 8])
-    table = on_device(rows)
+    table = on_device(np.stack([runs.host, runs.device, runs.sizes // 8]))
     return lambda begin, end: launch(table, begin, end)
 
 

@@ -2,28 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.copies.copy_engine import HostShard, Pools
-from vllm_graft.hicache.copies.page_kernel import ALIGNMENT, RangeCopy
-from vllm_graft.hicache.copies.planned_copy import PlannedCopy
-from vllm_graft.hicache.copies.staged_plan import StagedCopies, StagedPlanner
-from vllm_graft.hicache.copies.staging_ring import StagingRing
-from vllm_graft.hicache.copies.strided import StridedDriver, StridedPlanner
+from vllm_graft.hicache.copies.copy_engine import Pools
+from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+from vllm_graft.hicache.copies.page_kernel import ALIGNMENT
+from vllm_graft.hicache.copies.staged_plan import Buffers, Chunk, StagedCopies, StagedPlanner
+from vllm_graft.hicache.copies.strided import HostShard, RangeCopy, StridedCopies, StridedPlanner
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Copies
+
+BUFFERS = 3
+"""While one buffer is filled and one is emptied, a third is ready, so no launch causes a wait."""
+
+
+class StagingRing:
+    """Buffers on the device that staged loads go through, and the stream that empties them.
+
+    Events alone keep three orders:
+
+    - a copy into a buffer waits for the kernel that last read the buffer;
+    - the kernel waits for that copy. It runs on a stream of its own. On the copies' stream, the
+      next copy would have to wait until a busy device has a free multiprocessor for the kernel;
+    - work that needs a load waits for the load's kernels, on the stream that :meth:`behind`
+      returns. Later work of the copies' stream waits for them too, from the end of an operation on
+      (:meth:`join`).
+
+    ``memory`` is uint8 ``[bytes]`` and is divided into :data:`BUFFERS` buffers.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        size = memory.numel() // BUFFERS // ALIGNMENT * ALIGNMENT
+        self.buffers = Buffers(memory.data_ptr(), size, BUFFERS)
+        # High priority: the step's own kernels wait for what this stream brings.
+        self.stream = torch.cuda.Stream(priority=-1)
+        self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._emptied = [torch.cuda.Event() for _ in range(BUFFERS)]
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> StagingRing:
+        """Allocate a ring of ``num_bytes`` bytes in all; RuntimeError if there are not so many."""
+        return cls(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
+
+    def through(self, chunk: Chunk, fill: RangeCopy, empty: RangeCopy) -> None:
+        """Enqueue the copies of a chunk, through its buffer.
+
+        ``fill`` is called on the current stream, and ``empty`` on the ring's.
+        """
+        copies = torch.cuda.current_stream()
+        copies.wait_event(self._emptied[chunk.buffer])
+        fill(*chunk.fill)
+        self._filled[chunk.buffer].record(copies)
+        self.stream.wait_event(self._filled[chunk.buffer])
+        with torch.cuda.stream(self.stream):
+            empty(*chunk.empty)
+            self._emptied[chunk.buffer].record(self.stream)
+
+    def behind(self, copies: Any) -> Any:
+        """A stream on which an event comes after all work of this ring and of ``copies``."""
+        self.stream.wait_stream(copies)
+        return self.stream
+
+    def join(self, copies: Any) -> None:
+        """Let later work of the stream ``copies`` wait for all work of this ring."""
+        copies.wait_stream(self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+@dataclass(frozen=True)
+class PlannedCopy:
+    """Copies of an operation that are made by the same method.
+
+    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, if layers are copied one
+    by one.
+    """
+
+    copied: Copies | StridedCopies | StagedCopies
+    copy: RangeCopy
+    ranges: Mapping[str, tuple[int, int]]
+
+    def enqueue(self, layers: Iterable[str]) -> None:
+        """Enqueue the copies of the named layers, those of neighbours together."""
+        joined: list[tuple[int, int]] = []
+        for begin, end in (self.ranges[name] for name in layers if name in self.ranges):
+            if joined and joined[-1][1] == begin:
+                begin = joined.pop()[0]
+            joined.append((begin, end))
+        for begin, end in joined:
+            self.copy(begin, end)
 
 
 class RowCopies:
     """Plans and prepares 2D copies. If one fails, it makes no more of that kind.
 
-    Args:
-        pools: places of each group's pages on the device.
-        shard: places of the pages on the host, in pinned memory.
-        driver: makes 2D copies.
-        ring: buffers on the device that loads may go through; None for none.
-        run_copy: prepares the copies from the ring's buffers to blocks.
+    ``run_copy`` prepares the copies from the ring's buffers to blocks.
 
     Attributes:
         strided: whether 2D copies are made. False after the driver has refused one.
@@ -35,18 +115,17 @@ class RowCopies:
         self,
         pools: Pools,
         shard: HostShard,
-        driver: StridedDriver,
+        driver: CudaDriver,
         ring: StagingRing | None,
         run_copy: Callable[[Copies], RangeCopy],
     ) -> None:
-        host = shard.slot_bytes, shard.address, shard.pinned_slots
         self._driver = driver
         self._run_copy = run_copy
-        self._planner = StridedPlanner(pools, *host, driver.max_pitch)
+        self._planner = StridedPlanner(pools, shard, driver.max_pitch)
         self.strided = True
         if ring is not None:
             columns = self._planner.columns
-            self._stager = StagedPlanner(columns, *host, ALIGNMENT, ring.buffers)
+            self._stager = StagedPlanner(columns, shard, ALIGNMENT, ring.buffers)
             if not self._stager.serves:
                 logger.info("host KV cache: no page is of a size for staging memory, there is none")
                 ring = None
@@ -56,24 +135,17 @@ class RowCopies:
     def prepare(
         self, operation: CacheOperation, by_layer: bool, staged: bool
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
-        """Prepare the 2D copies of an operation, on the stream of its direction.
+        """The 2D copies of an operation, and the rest of it, for which they do not pay, or None.
 
-        Args:
-            operation: the operation.
-            by_layer: whether its layers are copied one by one.
-            staged: whether a load may go through the ring.
-
-        Returns:
-            The 2D copies, and the rest of the operation, for which 2D copies do not pay; None if
-            there is no rest.
+        Call it on the stream of the direction. ``staged`` says whether a load may go through the
+        ring.
         """
         planned: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
         plan = self._planner.plan(operation, by_layer) if self.strided else None
         if plan is not None:
-            copy = self._watched(
-                self._driver.prepare(plan.copies, operation.direction), self._no_rows
-            )
+            enqueue = self._driver.prepare(plan.copies, operation.direction)
+            copy = self._watched(enqueue, self._no_rows)
             planned.append(PlannedCopy(plan.copies, copy, plan.ranges))
             rest = plan.rest
         load = operation.direction is Direction.LOAD
@@ -81,9 +153,8 @@ class RowCopies:
         if ring is not None and rest is not None:
             found = self._stager.plan(rest, by_layer)
             if found is not None:
-                planned.append(
-                    PlannedCopy(found.copies, self._through(ring, found.copies), found.ranges)
-                )
+                copy = self._through(ring, found.copies)
+                planned.append(PlannedCopy(found.copies, copy, found.ranges))
                 rest = found.rest
         return planned, rest
 
@@ -93,12 +164,7 @@ class RowCopies:
             self.ring.join(stream)
 
     def behind(self, planned: list[PlannedCopy], stream: object) -> object:
-        """The stream on which an event comes after everything that was enqueued of a load.
-
-        Args:
-            planned: the load's planned copies.
-            stream: the stream of loads.
-        """
+        """The stream on which an event comes after everything that was enqueued of a load."""
         if self.ring is not None and _staged(planned):
             return self.ring.behind(stream)
         return stream

@@ -8,14 +8,21 @@ while the copy engine fills the next buffer. This module decides where each row 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_graft.hicache.copies.strided import Columns, CopyPlan, PoolColumns, StridedCopies, take
+from vllm_graft.hicache.copies.strided import (
+    Columns,
+    CopyPlan,
+    HostShard,
+    PoolColumns,
+    StridedCopies,
+    stacked,
+    take,
+)
 from vllm_graft.hicache.messages.operation import CacheOperation, PoolTransfer
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
@@ -24,12 +31,9 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers on the device that chunks of a load use in turn. They lie one after the other.
+    """``count`` buffers of ``bytes`` bytes on the device, one after the other from ``address``.
 
-    Attributes:
-        address: address of the first buffer.
-        bytes: bytes per buffer.
-        count: number of buffers.
+    The chunks of a load use them in turn.
     """
 
     address: int
@@ -39,12 +43,9 @@ class Buffers:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """``n`` pairs of a slot and a block, in the order of the slots.
+    """``n`` pairs of a slot and a block, in the order of the slots, which are distinct.
 
-    Attributes:
-        slots: int64 ``[n]``, ascending and distinct.
-        blocks: int64 ``[n]``, in any order.
-        begins: bool ``[n]``, whether a run of consecutive slots begins here.
+    ``begins``, bool ``[n]``, says whether a run of consecutive slots begins here.
     """
 
     slots: Addresses
@@ -58,18 +59,9 @@ class SlotRows:
 def split_by_slot(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[SlotRows | None, PoolTransfer]:
-    """Split a transfer into long runs of consecutive slots and the rest.
+    """Split a transfer as :func:`~vllm_graft.hicache.copies.strided.split` does, but by slots.
 
     A slot that goes to several blocks is in a run for only one of them.
-
-    Args:
-        transfer: pairs of a block and a slot, in any order.
-        least_rows: least number of rows of a long run.
-        pinned_slots: slots per piece of memory that is pinned at once. No run crosses the border
-            between two pieces.
-
-    Returns:
-        The long runs, or None if there are none, and the pairs that are in no long run.
     """
     if len(transfer) < least_rows:
         return None, transfer
@@ -94,10 +86,7 @@ def split_by_slot(
 class Chunk:
     """The part of a load that is in a buffer at one time.
 
-    Attributes:
-        buffer: number of the buffer.
-        fill: range ``(begin, end)`` of the 2D copies into the buffer.
-        empty: range ``(begin, end)`` of the runs from the buffer to the blocks.
+    ``fill`` is the range of the 2D copies into it, ``empty`` that of the runs from it to blocks.
     """
 
     buffer: int
@@ -107,12 +96,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StagedCopies:
-    """Copies through buffers, chunk after chunk.
+    """Copies to buffers (``fills``) and from there to blocks, chunk after chunk.
 
-    Attributes:
-        fills: 2D copies from the host to buffers.
-        empties: runs from buffers to blocks. The buffers' addresses are in the field ``host``.
-        chunks: the chunks, in the order in which they are copied.
+    In ``empties`` the buffers' addresses are in the field ``host``.
     """
 
     fills: StridedCopies
@@ -124,7 +110,7 @@ class StagedCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the load; the two copies of a byte count once."""
+        """Bytes of the load. The two copies of a byte count once."""
         return self.empties.num_bytes
 
 
@@ -136,9 +122,8 @@ class _Rows:
     """``n`` rows to copy, column by column, and within a column in the order of slots.
 
     Attributes:
-        device: int64 ``[n]``, address of the row in its block.
-        host: int64 ``[n]``, address of the row in its slot.
-        width: int64 ``[n]``, bytes of the row.
+        device, host: int64 ``[n]``, addresses.
+        width: int64 ``[n]``, bytes.
         begins: bool ``[n]``, whether a 2D copy has to begin here.
         parts: bool ``[n]``, whether a chunk has to begin here. If layers are copied one by one,
             each layer begins with a chunk.
@@ -151,41 +136,26 @@ class _Rows:
     parts: Flags
 
     @classmethod
-    def of(cls, columns: Columns, rows: SlotRows, slot_bytes: int, host_address: int) -> _Rows:
-        """The rows of all columns of a pool for some slots."""
+    def of(cls, columns: Columns, rows: SlotRows, shard: HostShard) -> _Rows:
         shape = len(columns), len(rows)
-        device = columns.device[:, None] + columns.pitch[:, None] * rows.blocks
-        host = host_address + columns.host[:, None] + slot_bytes * rows.slots
         parts = np.zeros(shape, bool)
         parts[[0, *(first for first, _ in columns.layers.values())], 0] = True
         begins = np.broadcast_to(rows.begins, shape)
         width = np.broadcast_to(columns.width[:, None], shape)
-        return cls(device.ravel(), host.ravel(), width.ravel(), begins.ravel(), parts.ravel())
+        device, host = columns.addresses(rows.blocks, rows.slots, shard)
+        return cls(device, host, width.ravel(), begins.ravel(), parts.ravel())
 
 
 class StagedPlanner:
     """Finds the part of a load for which staging pays, and plans its way through the buffers.
 
-    Args:
-        columns: see :data:`~vllm_graft.hicache.copies.strided.PoolColumns`.
-        slot_bytes: bytes from one slot to the next.
-        host_address: address of slot 0.
-        pinned_slots: slots per piece of memory that is pinned at once.
-        alignment: the kernel needs addresses and sizes that are multiples of so many bytes.
-        buffers: the buffers on the device.
+    The kernel needs addresses and sizes that are multiples of ``alignment`` bytes.
     """
 
     def __init__(
-        self,
-        columns: PoolColumns,
-        slot_bytes: int,
-        host_address: int,
-        pinned_slots: int,
-        alignment: int,
-        buffers: Buffers,
+        self, columns: PoolColumns, shard: HostShard, alignment: int, buffers: Buffers
     ) -> None:
-        self._host = slot_bytes, host_address
-        self._pinned_slots = pinned_slots
+        self._shard = shard
         self._buffers = buffers
         self._columns = {
             key: (found, least)
@@ -206,17 +176,12 @@ class StagedPlanner:
         return bool(self._columns)
 
     def plan(self, load: CacheOperation, by_layer: bool = False) -> StagedPlan | None:
-        """Plan the staged copies of ``load``; None if none pays.
-
-        Args:
-            load: the load.
-            by_layer: whether its layers are copied one by one.
-        """
-        taken = take(load, by_layer, self._columns, self._pinned_slots, split_by_slot)
+        """Plan the staged copies of ``load``; None if none pays."""
+        taken = take(load, by_layer, self._columns, self._shard.pinned_slots, split_by_slot)
         if not taken.copies:
             return None
-        rows = [_Rows.of(columns, rows, *self._host) for columns, rows in taken.copies]
-        copies, starts = self._in_buffers(_concatenated(rows))
+        rows = [_Rows.of(columns, rows, self._shard) for columns, rows in taken.copies]
+        copies, starts = self._in_buffers(stacked(rows))
         edges = np.searchsorted(
             starts, np.array(list(taken.ranges.values()), np.int64).reshape(-1, 2)
         )
@@ -232,7 +197,7 @@ class StagedPlanner:
         first = self._buffers.address + buffer * self._buffers.bytes
         staged = np.repeat(first, lengths) + offset
         at = np.flatnonzero(begins | rows.begins)
-        slot_bytes = np.full(len(at), self._host[0], np.int64)
+        slot_bytes = np.full(len(at), self._shard.slot_bytes, np.int64)
         height = np.diff(at, append=len(begins))
         width = rows.width[at]
         fills = StridedCopies(staged[at], rows.host[at], width, slot_bytes, width, height)
@@ -241,7 +206,7 @@ class StagedPlanner:
         chunks = [
             Chunk(number, fill, empty)
             for number, fill, empty in zip(
-                buffer.tolist(), _pairs(fill_edges), _pairs(empty_edges), strict=True
+                buffer.tolist(), pairwise(fill_edges), pairwise(empty_edges), strict=True
             )
         ]
         return StagedCopies(fills, Copies(rows.device, staged, rows.width), chunks), starts
@@ -254,7 +219,6 @@ def chunked(width: Addresses, parts: Flags, length: int, unit: int) -> tuple[Fla
         width: int64 ``[n]``, bytes of each row, multiples of ``unit``.
         parts: bool ``[n]``, whether a chunk has to begin here. The first is True.
         length: most bytes from the start of a chunk's first row to the start of the next chunk.
-        unit: bytes of which all rows are multiples.
 
     Returns:
         bool ``[n]``, whether a chunk begins here; int64 ``[n]``, bytes from the start of the row's
@@ -277,12 +241,3 @@ def chunked(width: Addresses, parts: Flags, length: int, unit: int) -> tuple[Fla
 def _aligned(columns: Columns, alignment: int) -> bool:
     together = np.bitwise_or.reduce(columns.device | columns.pitch | columns.width)
     return int(together) % alignment == 0
-
-
-def _concatenated(parts: list[_Rows]) -> _Rows:
-    names = ("device", "host", "width", "begins", "parts")
-    return _Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-def _pairs(edges: list[int]) -> Iterable[tuple[int, int]]:
-    return itertools.pairwise(edges)

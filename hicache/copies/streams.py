@@ -16,7 +16,7 @@ There are four methods of copying:
 
 - 2D copies of the copy engines, if many blocks and their slots are consecutive (``strided``);
 - 2D copies to staging memory on the device, if only the slots of a load are consecutive. From there
-  a kernel on a third stream copies the pages to their blocks (``staged_plan``, ``staging_ring``);
+  a kernel on a third stream copies the pages to their blocks (``staged_plan``);
 - a kernel, for the other loads within a step (``page_kernel``);
 - copy engines with one copy per run of bytes, for everything else.
 
@@ -27,17 +27,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResult, HostShard, Pools
-from vllm_graft.hicache.copies.page_kernel import RangeCopy, fits, load_runs
-from vllm_graft.hicache.copies.planned_copy import InFlight, PlannedCopy
-from vllm_graft.hicache.copies.row_copies import RowCopies
-from vllm_graft.hicache.copies.staging_ring import StagingRing
-from vllm_graft.hicache.copies.strided import StridedDriver
+from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResult, Pools
+from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+from vllm_graft.hicache.copies.page_kernel import fits, load_runs
+from vllm_graft.hicache.copies.row_copies import PlannedCopy, RowCopies, StagingRing
+from vllm_graft.hicache.copies.staged_plan import StagedCopies
+from vllm_graft.hicache.copies.strided import HostShard, RangeCopy, StridedCopies
 from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Addresses, Copies
@@ -46,19 +47,14 @@ LAYERS_AT_ONCE = 4
 """Most layers that are copied together; see :func:`layer_batches`."""
 
 BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
-"""``(sources, targets, sizes, any_order)``: enqueues copies on the current stream.
-
-The first three are int64 ``[n]``: addresses, addresses and bytes. See :func:`driver_copy`.
-"""
+"""Enqueues copies as :func:`driver_copy` does."""
 
 
 def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_order: bool) -> None:
     """Enqueue all copies with one call of the driver (cuMemcpyBatchAsync), on the current stream.
 
     Args:
-        sources: int64 ``[n]``, addresses.
-        targets: int64 ``[n]``, addresses.
-        sizes: int64 ``[n]``, bytes.
+        sources, targets, sizes: int64 ``[n]``, addresses, addresses and bytes.
         any_order: whether the driver may read the sources before earlier work of the stream ends.
             It may for host memory, which no stream writes meanwhile, but not for the KV cache.
     """
@@ -72,18 +68,43 @@ def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_or
     )
 
 
+@dataclass
+class InFlight:
+    """A submitted operation, between two timed events."""
+
+    operation: CacheOperation
+    start: Any
+    end: Any
+    copied: list[PlannedCopy]
+    """The copies, which hold the driver's descriptors until the operation has ended."""
+
+    def result(self) -> CopyResult:
+        """The result of the operation. Call it only after the operation has ended."""
+        return CopyResult(
+            self.operation,
+            num_bytes=sum(copy.copied.num_bytes for copy in self.copied),
+            strided_bytes=self._bytes_by(StridedCopies),
+            staged_bytes=self._bytes_by(StagedCopies),
+            seconds=self.start.elapsed_time(self.end) * 1e-3,
+        )
+
+    def _bytes_by(self, kind: type) -> int:
+        return sum(copy.copied.num_bytes for copy in self.copied if isinstance(copy.copied, kind))
+
+
 Enqueued = tuple[Any, list[PlannedCopy]]
 """The event before the first copy, and the planned copies."""
 
-Enqueue = Callable[[CacheOperation], Enqueued]
+PrepareRest = Callable[[CacheOperation], PlannedCopy]
+"""Prepares the copies of an operation for which 2D copies do not pay."""
 
 
 def layer_batches(count: int) -> list[range]:
     """Divide ``count`` layers into batches that are copied together.
 
     The batches at both ends are small, because the computation waits for the first and for the last
-    layers. In between each launch has to wait for a free place beside the step's own kernels, so
-    fewer launches are faster.
+    layers. In between fewer launches are faster, because each has to wait for a free place beside
+    the step's own kernels.
     """
     batches, done = [], 0
     while done < count:
@@ -94,17 +115,12 @@ def layer_batches(count: int) -> list[range]:
 
 
 class StreamCopyEngine(CopyEngine):
-    """Copies on streams of a CUDA device.
+    """Copies on streams of a CUDA device. The shard is pinned memory.
 
     Args:
-        pools: places of each group's pages on the device.
-        shard: places of the pages on the host, in pinned memory.
         batch_copy: enqueues a batch of copies. Tests replace it.
         run_copy: prepares the copies of a load within a step, which are then enqueued in ranges.
-        injector: makes copies fail on purpose, but not the second try of a load within a step.
         delay_cycles: GPU clock cycles by which each load is delayed, to find races.
-        convert: prepares all copies, if the host keeps pages in another dtype.
-        strided: makes 2D copies; None for none.
         ring: buffers for loads to blocks in any order; None for none. It needs ``strided``.
     """
 
@@ -117,7 +133,7 @@ class StreamCopyEngine(CopyEngine):
         injector: FaultInjector | None = None,
         delay_cycles: int = 0,
         convert: Convert | None = None,
-        strided: StridedDriver | None = None,
+        strided: CudaDriver | None = None,
         ring: StagingRing | None = None,
     ) -> None:
         super().__init__(pools, shard, injector, convert)
@@ -128,19 +144,16 @@ class StreamCopyEngine(CopyEngine):
         self._run_copy = run_copy
         self._delay_cycles = delay_cycles
         # Loads have high priority: the step's own kernels wait for what a load's kernel brings.
-        priorities = {Direction.LOAD: -1, Direction.STORE: 0}
         self._streams = {
-            direction: torch.cuda.Stream(priority=priority)
-            for direction, priority in priorities.items()
+            Direction.LOAD: torch.cuda.Stream(priority=-1),
+            Direction.STORE: torch.cuda.Stream(priority=0),
         }
-        self._in_flight: dict[Direction, deque[InFlight]] = {
-            direction: deque() for direction in Direction
-        }
+        self._in_flight: dict[Direction, deque[InFlight]] = {kind: deque() for kind in Direction}
         self._layer_events: dict[str, Any] = {}
         self._failed: list[CopyResult] = []
         self._step = 0
         self._steps: deque[tuple[int, Any, Any]] = deque()
-        self._step_start = self._timed_event()
+        self._step_start = _timed_event()
         self._step_start.record(torch.cuda.current_stream())
 
     @property
@@ -154,21 +167,18 @@ class StreamCopyEngine(CopyEngine):
         return self.strided and self._rows is not None and self._rows.staged
 
     def begin_step(self, number: int = 0) -> None:
-        """Mark the compute stream. Asynchronous loads of this step wait for the mark."""
         # A new event: that of a step in flight is still needed to compute its time.
-        self._step, self._step_start = number, self._timed_event()
+        self._step, self._step_start = number, _timed_event()
         self._step_start.record(torch.cuda.current_stream())
 
     def end_step(self) -> None:
-        """Mark the compute stream again, to time the step."""
         if self._step:
-            end = self._timed_event()
+            end = _timed_event()
             end.record(torch.cuda.current_stream())
             self._steps.append((self._step, self._step_start, end))
             self._step = 0
 
     def step_seconds(self) -> dict[int, float]:
-        """Seconds between the marks of each step that has ended since the last call."""
         seconds = {}
         while self._steps and self._steps[0][2].query():
             number, start, end = self._steps.popleft()
@@ -176,28 +186,24 @@ class StreamCopyEngine(CopyEngine):
         return seconds
 
     def store(self, operation: CacheOperation) -> None:
-        """Enqueue the copies after the compute stream's work."""
         self._streams[Direction.STORE].wait_stream(torch.cuda.current_stream())
-        self._submit(operation, self._enqueue_all)
+        self._submit(operation, lambda: self._enqueue(operation, self._by_copy_engine))
 
     def load(self, operation: CacheOperation) -> None:
-        """Enqueue the copies after the step's start, so that they overlap its forward pass."""
         self._streams[Direction.LOAD].wait_event(self._step_start)
-        self._submit(operation, self._enqueue_all)
+        self._submit(operation, lambda: self._enqueue(operation, self._by_copy_engine))
 
     def load_now(self, operation: CacheOperation) -> None:
-        """Enqueue all copies after the compute stream's work. Its later work waits for them."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
-        if not self._submit(operation, self._enqueue_runs):
+        if self._submit(operation, lambda: self._enqueue(operation, self._by_kernel)):
+            self._wait_last_load()
+        else:
             self._failed.pop()
             self._try_again(operation)
-        else:
-            self._wait_last_load()
 
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:
-        """Enqueue all layers after the compute stream's work, with an event after each batch."""
         self._streams[Direction.LOAD].wait_stream(torch.cuda.current_stream())
-        if not self._submit(operation, lambda load: self._enqueue_layers(load, first)):
+        if not self._submit(operation, lambda: self._enqueue_layers(operation, first)):
             self._failed.pop()
             # The layers that were submitted have been copied, so nothing has to wait for them.
             for name in self._layers(operation, ()):
@@ -205,20 +211,17 @@ class StreamCopyEngine(CopyEngine):
             self._try_again(operation)
 
     def wait_layer(self, layer: str) -> None:
-        """Let later work of the compute stream wait for the load of one layer."""
         event = self._layer_events.pop(layer, None)
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def wait_all_layers(self) -> int:
-        """Call :meth:`wait_layer` for each layer that was not waited for; return their number."""
         layers = list(self._layer_events)
         for layer in layers:
             self.wait_layer(layer)
         return len(layers)
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Let later work of the compute stream, and later loads, wait for stores in flight."""
         wanted = set(jobs)
         compute = torch.cuda.current_stream()
         for entry in reversed(self._in_flight[Direction.STORE]):
@@ -231,7 +234,6 @@ class StreamCopyEngine(CopyEngine):
                 return
 
     def finished(self) -> list[CopyResult]:
-        """Results of the operations that have ended since the last call. It never waits."""
         results, self._failed = self._failed, []
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
@@ -239,7 +241,6 @@ class StreamCopyEngine(CopyEngine):
         return results
 
     def drain(self) -> None:
-        """Wait until no copy is in flight."""
         for direction in Direction:
             self._synchronize(direction)
 
@@ -251,7 +252,9 @@ class StreamCopyEngine(CopyEngine):
 
     def _try_again(self, operation: CacheOperation) -> None:
         self.second_tries += 1
-        if self._submit(operation, self._enqueue_again):
+        if self._submit(
+            operation, lambda: self._enqueue(operation, self._by_copy_engine, again=True)
+        ):
             self._wait_last_load()
         else:
             self._incomplete.append(operation)
@@ -259,15 +262,15 @@ class StreamCopyEngine(CopyEngine):
     def _wait_last_load(self) -> None:
         torch.cuda.current_stream().wait_event(self._in_flight[Direction.LOAD][-1].end)
 
-    def _submit(self, operation: CacheOperation, enqueue: Enqueue) -> bool:
+    def _submit(self, operation: CacheOperation, enqueue: Callable[[], Enqueued]) -> bool:
         """Run ``enqueue`` on the direction's stream; False if it failed."""
         stream = self._streams[operation.direction]
         try:
             with torch.cuda.stream(stream):
-                start, copied = enqueue(operation)
+                start, copied = enqueue()
                 if self._rows is not None:
                     self._rows.join(copied, stream)
-                end = self._timed_event()
+                end = _timed_event()
                 end.record(stream)
         except Exception:
             logger.exception("host KV cache: a copy could not be submitted")
@@ -275,36 +278,25 @@ class StreamCopyEngine(CopyEngine):
             self._synchronize(operation.direction)
             self._failed.append(CopyResult(operation, failed=True))
             return False
-        entry = InFlight(operation, start, end, copied)
-        self._in_flight[operation.direction].append(entry)
+        self._in_flight[operation.direction].append(InFlight(operation, start, end, copied))
         return True
 
     def _begin(self, direction: Direction) -> Any:
         """Record the event before the first copy, on the direction's stream."""
-        start = self._timed_event()
+        start = _timed_event()
         start.record(self._streams[direction])
         if direction is Direction.LOAD and self._delay_cycles:
             torch.cuda._sleep(self._delay_cycles)
         return start
 
-    def _enqueue_all(self, operation: CacheOperation) -> Enqueued:
-        self._inject()
-        return self._enqueue_whole(operation)
-
-    def _enqueue_whole(self, operation: CacheOperation) -> Enqueued:
-        return self._enqueue(self._prepare(operation, self._by_copy_engine), operation.direction)
-
-    def _enqueue_again(self, load: CacheOperation) -> Enqueued:
-        """Enqueue a load without the ring, because the ring's kernel may have failed."""
-        planned = self._prepare(load, self._by_copy_engine, staged=False)
-        return self._enqueue(planned, load.direction)
-
-    def _enqueue_runs(self, operation: CacheOperation) -> Enqueued:
-        self._inject()
-        return self._enqueue(self._prepare(operation, self._by_kernel), operation.direction)
-
-    def _enqueue(self, planned: list[PlannedCopy], direction: Direction) -> Enqueued:
-        start = self._begin(direction)
+    def _enqueue(
+        self, operation: CacheOperation, prepare_rest: PrepareRest, again: bool = False
+    ) -> Enqueued:
+        """Enqueue a whole operation, ``again`` without the ring, whose kernel may have failed."""
+        if not again:
+            self._inject()
+        planned = self._prepare(operation, prepare_rest, staged=not again)
+        start = self._begin(operation.direction)
         for copy in planned:
             copy.copy(0, len(copy.copied))
         return start, planned
@@ -327,19 +319,13 @@ class StreamCopyEngine(CopyEngine):
     def _prepare(
         self,
         operation: CacheOperation,
-        prepare_rest: Callable[[CacheOperation], PlannedCopy],
+        prepare_rest: PrepareRest,
         by_layer: bool = False,
         staged: bool = True,
     ) -> list[PlannedCopy]:
         """Prepare the copies of an operation, on its direction's stream.
 
         It comes before the first event, so the time of the copies does not include it.
-
-        Args:
-            operation: the operation.
-            prepare_rest: prepares the copies for which 2D copies do not pay.
-            by_layer: whether the layers are copied one by one.
-            staged: whether a load may go through the ring.
         """
         if self._rows is None:
             return [prepare_rest(operation)]
@@ -365,5 +351,6 @@ class StreamCopyEngine(CopyEngine):
             source[begin:end], target[begin:end], runs.sizes[begin:end], load
         )
 
-    def _timed_event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True)
+
+def _timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)

@@ -10,34 +10,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.messages.operation import CacheOperation, PoolTransfer
 from vllm_graft.hicache.pages.layout import Addresses, LayerPages
 
-LEAST_BYTES = 2 << 20
-"""Least bytes of a 2D copy. Smaller ones are no faster than the other methods.
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-Measured on an H200 with rows of 64 KiB, as fractions of memcpy's bandwidth to and from the device:
-512 rows reach 0.998 and 0.983, 128 rows 0.983 and 0.973, 32 rows (this limit) 0.93 and 0.93, 16
-rows 0.87 and 0.88, 4 rows 0.62. The kernel of ``page_kernel`` reaches 0.92, and cuMemcpyBatchAsync
-0.78 to 0.95, depending on how busy the host is.
-"""
+LEAST_BYTES = 2 << 20
+"""Least bytes of a 2D copy. Smaller ones are no faster than the other methods."""
+
+RangeCopy = Callable[[int, int], None]
+"""``(begin, end)``: makes or enqueues this range of prepared copies, on the current stream."""
+
+
+@dataclass(frozen=True)
+class HostShard:
+    """The slots of this rank's shard, from the ``address`` of slot 0, ``slot_bytes`` apart.
+
+    ``pinned_slots`` slots are one piece of memory that is pinned at once.
+    """
+
+    address: int
+    slot_bytes: int
+    pinned_slots: int
+
+    @classmethod
+    def of(cls, pool: HostPool, shard: int) -> HostShard:
+        """The slots of one shard of a pool."""
+        return cls(pool.shard_address(shard), pool.shape.slot_bytes, pool.shape.pinned_slots)
 
 
 @dataclass(frozen=True)
 class StridedCopies:
-    """``n`` 2D copies. All attributes are int64 ``[n]``.
+    """``n`` 2D copies, all attributes int64 ``[n]``.
 
-    Attributes:
-        device: address of the first row on the device.
-        host: address of the first row on the host.
-        device_pitch: bytes from one row to the next on the device.
-        host_pitch: bytes from one row to the next on the host.
-        width: bytes per row.
-        rows: number of rows.
+    ``device`` and ``host`` are addresses of the first row, pitches are bytes from one row to the
+    next, and ``width`` is bytes per row.
     """
 
     device: Addresses
@@ -52,17 +65,7 @@ class StridedCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
         return int((self.width * self.rows).sum())
-
-
-class StridedDriver(Protocol):
-    """Makes 2D copies; see :class:`~vllm_graft.hicache.copies.cuda_driver.CudaDriver`."""
-
-    max_pitch: int
-
-    def prepare(self, copies: StridedCopies, direction: Direction) -> Callable[[int, int], None]:
-        """Return a function ``(begin, end)`` that enqueues a range of the copies."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,7 @@ class Columns:
     def of(cls, layers: Sequence[LayerPages], merged: bool = False) -> Columns:
         """The columns of a pool's pages.
 
-        Args:
-            layers: all layers of the pool.
-            merged: whether to merge columns that are adjacent on both sides, also of several
-                layers.
+        If ``merged``, columns that are adjacent on both sides are one, also of several layers.
         """
         found: list[tuple[int, int, int, int]] = []
         ranges: dict[str, tuple[int, int]] = {}
@@ -99,9 +99,9 @@ class Columns:
             begin = len(found)
             for offset, host, width in layer.runs:
                 column = (layer.address + offset, layer.block_stride, host, width)
-                joined = _joined(found[-1], column) if merged and found else None
-                if joined is not None:
-                    found[-1] = joined
+                last = found[-1] if merged and found else (0, 0, 0, 0)
+                if last[3] and (last[0] + last[3], last[1], last[2] + last[3]) == column[:3]:
+                    found[-1] = *last[:3], last[3] + width
                 else:
                     found.append(column)
             ranges[layer.name] = begin, len(found)
@@ -114,46 +114,37 @@ class Columns:
     def least_rows(self, max_pitch: int) -> int | None:
         """The least number of rows for which 2D copies pay.
 
-        Args:
-            max_pitch: most bytes between two rows that the device supports.
-
-        Returns:
-            Rows. None if 2D copies are impossible, or needless because the columns are wide.
+        It is None if they are impossible, or needless because the columns are wide. ``max_pitch``
+        is the most bytes between two rows that the device supports.
         """
         fits = bool(((self.width <= self.pitch) & (self.pitch <= max_pitch)).all())
         if not len(self) or not fits or self.width.mean() >= LEAST_BYTES:
             return None
         return int(-(-LEAST_BYTES // self.width.mean()))
 
-    def copies(self, runs: Runs, slot_bytes: int, host_address: int) -> StridedCopies:
+    def addresses(
+        self, blocks: Addresses, slots: Addresses, shard: HostShard
+    ) -> tuple[Addresses, Addresses]:
+        """Addresses on the device and on the host, column after column, int64 ``[columns * n]``."""
+        device = self.device[:, None] + self.pitch[:, None] * blocks
+        host = shard.address + self.host[:, None] + shard.slot_bytes * slots
+        return device.ravel(), host.ravel()
+
+    def copies(self, runs: Runs, shard: HostShard) -> StridedCopies:
         """One 2D copy for each column and run, column after column."""
         shape = len(self), len(runs)
-        device = self.device[:, None] + self.pitch[:, None] * runs.blocks
-        host = host_address + self.host[:, None] + slot_bytes * runs.slots
-        columns = (self.pitch[:, None], np.int64(slot_bytes), self.width[:, None], runs.rows)
+        sizes = (self.pitch[:, None], np.int64(shard.slot_bytes), self.width[:, None], runs.rows)
         return StridedCopies(
-            device.ravel(), host.ravel(), *(np.broadcast_to(c, shape).ravel() for c in columns)
+            *self.addresses(runs.blocks, runs.slots, shard),
+            *(np.broadcast_to(size, shape).ravel() for size in sizes),
         )
-
-
-def _joined(
-    last: tuple[int, int, int, int], column: tuple[int, int, int, int]
-) -> tuple[int, int, int, int] | None:
-    """Both columns as one, if they are adjacent in blocks and in slots; None otherwise."""
-    address, pitch, host, width = last
-    if (address + width, pitch, host + width) != column[:3]:
-        return None
-    return address, pitch, host, width + column[3]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """``n`` runs of pairs in which both block and slot ascend by one. All are int64 ``[n]``.
+    """``n`` runs of ``rows`` pairs in which both block and slot ascend by one, from these on.
 
-    Attributes:
-        blocks: first block of each run.
-        slots: first slot of each run.
-        rows: number of pairs of each run.
+    All are int64 ``[n]``.
     """
 
     blocks: Addresses
@@ -167,16 +158,9 @@ class Runs:
 def split(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[Runs | None, PoolTransfer]:
-    """Split a transfer into its long runs and the rest.
+    """Split a transfer, whose pairs come in any order, into its long runs and the other pairs.
 
-    Args:
-        transfer: pairs of a block and a slot, in any order.
-        least_rows: least number of rows of a long run.
-        pinned_slots: slots per piece of memory that is pinned at once. No run crosses the border
-            between two pieces.
-
-    Returns:
-        The long runs, or None if there are none, and the pairs that are in no long run.
+    No run crosses the border between two pieces of memory that are pinned at once.
     """
     blocks = np.asarray(transfer.device_indices, np.int64)
     slots = np.asarray(transfer.host_indices, np.int64)
@@ -197,28 +181,20 @@ def split(
 
 
 PoolColumns = Mapping[tuple[int, bool], tuple[Columns, int]]
-"""Maps ``(group number, by_layer)`` to the pool's columns and the least rows of a copy.
-
-``by_layer`` says whether the layers are copied one by one.
-"""
+"""Maps a group's number, and whether layers are copied one by one, to columns and least rows."""
 
 LongRuns = TypeVar("LongRuns", bound=Sized)
 Split = Callable[[PoolTransfer, int, int], tuple[LongRuns | None, PoolTransfer]]
 """Splits a transfer into its long runs and the rest, as :func:`split` does."""
-
 
 PlannedCopies = TypeVar("PlannedCopies")
 
 
 @dataclass(frozen=True)
 class CopyPlan(Generic[PlannedCopies]):
-    """The part of an operation that one method copies.
+    """The part of an operation that one method copies, and the ``rest`` for another method.
 
-    Attributes:
-        copies: the copies of this part.
-        ranges: range ``(begin, end)`` of the copies of each layer, by its name. Empty if layers are
-            merged.
-        rest: the part of the operation that another method has to copy; None if there is none.
+    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, unless layers are merged.
     """
 
     copies: PlannedCopies
@@ -233,18 +209,10 @@ def take(
     pinned_slots: int,
     split: Split[LongRuns],
 ) -> CopyPlan[list[tuple[Columns, LongRuns]]]:
-    """Split every transfer of an operation whose pool has columns.
+    """Split every transfer of an operation whose pool is among ``pools``.
 
-    Args:
-        operation: the operation.
-        by_layer: whether its layers are copied one by one.
-        pools: columns of the pools for which this method pays.
-        pinned_slots: slots per piece of memory that is pinned at once.
-        split: splits a transfer into its long runs and the rest.
-
-    Returns:
-        For each pool its columns, with the runs that each column copies. Ranges count these copies
-        pool by pool, column by column.
+    The plan has for each pool its columns, with the runs that each column copies. Ranges count
+    these copies pool by pool, column by column.
     """
     found: list[tuple[Columns, LongRuns]] = []
     ranges: dict[str, tuple[int, int]] = {}
@@ -264,55 +232,40 @@ def take(
     return CopyPlan(found, ranges, replace(operation, transfers=rest) if rest else None)
 
 
+Arrays = TypeVar("Arrays", bound="DataclassInstance")
+
+
+def stacked(parts: Sequence[Arrays]) -> Arrays:
+    """One dataclass of arrays that holds those of all ``parts``, of which there is at least one."""
+    columns = zip(*([getattr(part, field.name) for field in fields(part)] for part in parts))
+    return type(parts[0])(*map(np.concatenate, columns))
+
+
 StridedPlan = CopyPlan[StridedCopies]
 
 
 class StridedPlanner:
     """Finds the part of an operation for which 2D copies pay.
 
-    Args:
-        pools: places of each group's pages on the device.
-        slot_bytes: bytes from one slot to the next.
-        host_address: address of slot 0.
-        pinned_slots: slots per piece of memory that is pinned at once.
-        max_pitch: most bytes between two rows that the device supports.
-
-    Attributes:
-        columns: see :data:`PoolColumns`. It lacks pools for which 2D copies never pay.
+    ``columns`` lacks pools for which they never pay.
     """
 
     def __init__(
-        self,
-        pools: Mapping[int, Sequence[LayerPages]],
-        slot_bytes: int,
-        host_address: int,
-        pinned_slots: int,
-        max_pitch: int,
+        self, pools: Mapping[int, Sequence[LayerPages]], shard: HostShard, max_pitch: int
     ) -> None:
-        self._host = slot_bytes, host_address
-        self._pinned_slots = pinned_slots
+        self._shard = shard
         self.columns: dict[tuple[int, bool], tuple[Columns, int]] = {}
         for group, layers in pools.items():
             for by_layer in (False, True):
                 columns = Columns.of(layers, merged=not by_layer)
-                least = columns.least_rows(max_pitch) if slot_bytes <= max_pitch else None
+                least = columns.least_rows(max_pitch) if shard.slot_bytes <= max_pitch else None
                 if least is not None:
                     self.columns[group, by_layer] = columns, least
 
     def plan(self, operation: CacheOperation, by_layer: bool = False) -> StridedPlan | None:
-        """Plan the 2D copies of ``operation``; None if none pays.
-
-        Args:
-            operation: the operation.
-            by_layer: whether its layers are copied one by one.
-        """
-        taken = take(operation, by_layer, self.columns, self._pinned_slots, split)
+        """Plan the 2D copies of ``operation``; None if none pays."""
+        taken = take(operation, by_layer, self.columns, self._shard.pinned_slots, split)
         if not taken.copies:
             return None
-        copies = [columns.copies(runs, *self._host) for columns, runs in taken.copies]
-        return CopyPlan(_concatenated(copies), taken.ranges, taken.rest)
-
-
-def _concatenated(parts: Sequence[StridedCopies]) -> StridedCopies:
-    names = [field.name for field in fields(StridedCopies)]
-    return StridedCopies(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
+        copies = [columns.copies(runs, self._shard) for columns, runs in taken.copies]
+        return CopyPlan(stacked(copies), taken.ranges, taken.rest)

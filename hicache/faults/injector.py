@@ -1,11 +1,9 @@
 """Injects faults such as a disk, a network mount or a copy engine may cause. They are seeded.
 
-``VLLM_GRAFT_FAULTS='{"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}'`` in the
-environment turns them on.
-Faults of storage are injected at the system calls, below the checksums, in stores that have the
-attribute ``files``. So they test the very checks that protect the engine's tokens. Above the
-checksums, ``hicache.storage.faulty.FaultyBackend`` makes any store slow or failing. Copies go
-through :meth:`FaultInjector.before`.
+``VLLM_GRAFT_FAULTS='{"seed": 1, "rate": 0.01, "kinds": ["corrupt", "failing"]}'`` turns them on.
+Faults of storage are injected below the checksums that protect the engine's tokens, in stores that
+have the attribute ``files``. Above the checksums, ``hicache.storage.faulty.FaultyBackend`` makes
+any store slow or failing. Copies go through :meth:`FaultInjector.before`.
 """
 
 from __future__ import annotations
@@ -59,12 +57,7 @@ class FaultOptions(Section):
     rate: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Fraction of the operations that go wrong."""
 
-    kinds: tuple[FaultKind, ...] = (
-        FaultKind.SLOW,
-        FaultKind.SHORT,
-        FaultKind.CORRUPT,
-        FaultKind.FAILING,
-    )
+    kinds: tuple[FaultKind, ...] = tuple(kind for kind in FaultKind if kind is not FaultKind.KILLED)
     """Kinds that may occur, all equally often."""
 
     slow_seconds: Annotated[float, Field(ge=0, le=60)] = 0.1
@@ -72,11 +65,7 @@ class FaultOptions(Section):
 
 
 def asked_for() -> FaultOptions | None:
-    """The faults that the environment asks for; None if it does not.
-
-    Raises:
-        ConfigError: if it holds anything else than the keys of `FaultOptions`, as JSON.
-    """
+    """The faults that the environment asks for, or None; ConfigError if it holds other keys."""
     text = os.environ.get(FAULTS)
     if not text:
         return None
@@ -94,9 +83,7 @@ class InjectedFault(OSError):
 class FaultInjector:
     """Decides which operations go wrong.
 
-    Attributes:
-        options: the options.
-        counters: counts faults as ``<site>_<kind>``, and all of them as ``injected``.
+    It counts faults as ``<site>_<kind>``, and all of them as ``injected``.
     """
 
     def __init__(self, options: FaultOptions) -> None:
@@ -108,15 +95,7 @@ class FaultInjector:
             logger.warning("Faults are injected into the host KV cache: %s.", options)
 
     def decide(self, site: str, kinds: Sequence[FaultKind]) -> FaultKind | None:
-        """Decide whether the next operation at ``site`` goes wrong.
-
-        Args:
-            site: name of the operation.
-            kinds: kinds of faults that are possible there.
-
-        Returns:
-            The fault's kind; None if the operation goes well.
-        """
+        """Choose one of ``kinds`` for the next operation at ``site``; None if it goes well."""
         possible = [kind for kind in self.options.kinds if kind in kinds]
         with self._lock:
             if not possible or self._random.random() >= self.options.rate:
@@ -129,10 +108,8 @@ class FaultInjector:
     def before(self, site: str) -> None:
         """Call this before an operation that raises if it fails; the fault happens here.
 
-        It never corrupts bytes, because bytes in host memory have passed their checksums.
-
-        Raises:
-            InjectedFault: for a failing or a short operation.
+        It never corrupts bytes, because bytes in host memory have passed their checksums. A failing
+        or a short operation raises InjectedFault.
         """
         kinds = (FaultKind.SLOW, FaultKind.SHORT, FaultKind.FAILING, FaultKind.KILLED)
         kind = self.decide(site, kinds)
@@ -141,7 +118,6 @@ class FaultInjector:
         self.delay_or_kill(kind)
 
     def delay_or_kill(self, kind: FaultKind | None) -> None:
-        """Sleep, or kill the process, if ``kind`` says so."""
         if kind is FaultKind.SLOW:
             time.sleep(self.options.slow_seconds)
         elif kind is FaultKind.KILLED:
@@ -153,7 +129,6 @@ class FaultInjector:
             return self._random.choice((errno.EIO, errno.ENOSPC, errno.EROFS))
 
     def below(self, bound: int) -> int:
-        """A random integer from 0 to ``bound - 1``."""
         with self._lock:
             return self._random.randrange(bound)
 

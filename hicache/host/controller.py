@@ -1,7 +1,7 @@
 """The controller of the scheduler's side: it reserves slots, issues jobs and completes them.
 
-The controller owns slots, reference counts and jobs, and the ranks only execute. So ranks never
-have to agree on anything. A job is done when every rank has reported it.
+The ranks only execute, so they never have to agree on anything. A job is done when every rank has
+reported it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_graft.hicache.messages.operation import CacheOperation, Direction, Poo
 from vllm_graft.hicache.pages.groups import Group
 from vllm_graft.hicache.pages.page_key import PageKey
 
-StoreSource = Sequence[tuple[PageKey, int]]
+PageBlocks = Sequence[tuple[PageKey, int]]
 """Pairs of a page's key, whose ``pool`` is the group's number, and its block on the device."""
 
 
@@ -23,8 +23,6 @@ class Job:
     """An operation in flight.
 
     Attributes:
-        operation: the operation that the ranks execute.
-        pages: pages whose slots the job holds.
         waiting: number of ranks that have not reported the job.
         failed: whether a rank could not do it.
         stale: whether the cache was reset meanwhile, so that its pages are no longer wanted.
@@ -42,7 +40,6 @@ class Finished:
     """The jobs that ended with a report of the ranks."""
 
     stored: list[Page] = field(default_factory=list)
-    loaded_pages: int = 0
     failed_loads: int = 0
     failed_stores: int = 0
     failed_requests: list[str] = field(default_factory=list)
@@ -50,13 +47,7 @@ class Finished:
 
 
 class HybridCacheController:
-    """Reserves slots and issues and completes operations over all pools, all or nothing.
-
-    Args:
-        groups: the pools that take part. ``PageKey.pool`` is ``Group.index``.
-        index: index of the host pool's slots.
-        num_workers: number of ranks that execute each operation.
-    """
+    """Reserves slots and issues and completes operations over all pools, all or nothing."""
 
     def __init__(self, groups: Sequence[Group], index: HostIndex, num_workers: int) -> None:
         self.groups = {group.index: group for group in groups}
@@ -68,52 +59,34 @@ class HybridCacheController:
         self._source_jobs: dict[int, set[int]] = {}
 
     def store(
-        self, source: StoreSource, priority: int = 0, volatile: bool = False
+        self, source: PageBlocks, priority: int = 0, volatile: bool = False
     ) -> CacheOperation | None:
         """Reserve slots for pages of one request in all pools, and issue a store of them.
 
-        Pages that the host has already, or that are on their way to it, are left out.
-
-        Args:
-            source: pages to store, with the blocks that hold their bytes.
-            priority: operations with smaller numbers are copied first.
-            volatile: whether the pages must not be written to storage.
-
-        Returns:
-            The operation. None if no page is left to store, or if there is not enough room for all
-            of them, which ``declined_stores`` counts.
+        Pages that the host has already, or that are on their way to it, are left out. The result is
+        None if no page is left to store, or if there is not enough room for all of them, which
+        ``declined_stores`` counts. Volatile pages are not written to storage.
         """
-        wanted: dict[PageKey, int] = {}
-        for key, block in source:
-            if self.index.get(key) is None:
-                wanted[key] = block
+        wanted = {key: block for key, block in source if self.index.get(key) is None}
         if not wanted:
             return None
+        blocks = list(wanted.values())
         # All pools share the slots, so one reservation takes all slots or changes nothing.
-        pages = self.index.reserve(list(wanted), blocks=list(wanted.values()))
+        pages = self.index.reserve(list(wanted), blocks=blocks)
         if pages is None:
             self.declined_stores += 1
             return None
         for page in pages:
             page.volatile = volatile
-        blocks = [wanted[page.key] for page in pages]
         operation = self._issue(Direction.STORE, pages, blocks, priority, [])
         for block in blocks:
             self._source_jobs.setdefault(block, set()).update(operation.ids)
         return operation
 
-    def load(
-        self, source: StoreSource, request_id: str, priority: int = 0
-    ) -> CacheOperation | None:
-        """Hold pages of one request in all pools, and issue a load of them.
+    def load(self, source: PageBlocks, request_id: str) -> CacheOperation | None:
+        """Hold pages of one request in all pools, and issue a load of them to these blocks.
 
-        Args:
-            source: pages to load, with the blocks that they go to.
-            request_id: the request that waits for the load.
-            priority: operations with smaller numbers are copied first.
-
-        Returns:
-            The operation. None, with nothing held, if the host does not have all of the pages.
+        The result is None, with nothing held, if the host does not have all of the pages.
         """
         pages: list[Page] = []
         for key, _ in source:
@@ -123,19 +96,15 @@ class HybridCacheController:
             pages.append(page)
         self.index.hold(pages)
         blocks = [block for _, block in source]
-        return self._issue(Direction.LOAD, pages, blocks, priority, [request_id])
+        return self._issue(Direction.LOAD, pages, blocks, 0, [request_id])
 
     @property
     def stores_in_flight(self) -> bool:
-        """Whether any store has not been reported by all ranks."""
         return bool(self._source_jobs)
 
     def jobs_reading(self, blocks: Iterable[int]) -> set[int]:
         """Stores in flight whose source is one of these device blocks."""
-        jobs: set[int] = set()
-        for block in blocks:
-            jobs |= self._source_jobs.get(block, set())
-        return jobs
+        return {job for block in blocks for job in self._source_jobs.get(block, ())}
 
     def cancel(self, operation: CacheOperation) -> None:
         """Withdraw an operation that was not sent to the ranks."""
@@ -152,12 +121,7 @@ class HybridCacheController:
                 job.failed = True
 
     def report(self, done: Mapping[int, int], failed: Mapping[int, int]) -> Finished:
-        """Take in a report of the ranks.
-
-        Args:
-            done: for each job, how many ranks have finished it.
-            failed: for each job, how many of these could not do it.
-        """
+        """Take in how many ranks have done each job, and how many of these have failed."""
         finished = Finished()
         for number, count in done.items():
             job = self.jobs.get(number)
@@ -201,11 +165,10 @@ class HybridCacheController:
         if job.operation.direction is Direction.STORE:
             for transfer in job.operation.transfers:
                 for block in transfer.device_indices:
-                    jobs = self._source_jobs.get(block)
-                    if jobs is not None:
-                        jobs.discard(number)
-                        if not jobs:
-                            del self._source_jobs[block]
+                    jobs = self._source_jobs.get(block, set())
+                    jobs.discard(number)
+                    if not jobs:
+                        self._source_jobs.pop(block, None)
         return job
 
     def _complete(self, job: Job, finished: Finished) -> None:
@@ -223,4 +186,3 @@ class HybridCacheController:
             finished.stored += [] if job.stale else job.pages
         else:
             self.index.release(job.pages)
-            finished.loaded_pages += len(job.pages)

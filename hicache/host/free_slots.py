@@ -6,7 +6,7 @@ slots that ascend one by one along with the device's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 _LOOKED_AT = 8
@@ -18,10 +18,8 @@ class FreeSlots:
 
     The algorithm is segregated fits with boundary tags (Knuth, The Art of Computer Programming 1,
     2.5). Ranges are grouped by the number of bits of their length, and are found by either end, so
-    no call searches all of them. The caller must return only slots that it has taken.
-
-    Args:
-        count: number of slots. Slots ``0`` to ``count - 1`` are free at first.
+    no call searches all of them. The caller must return only slots that it has taken. At first the
+    slots ``0`` to ``count - 1`` are free.
     """
 
     def __init__(self, count: int) -> None:
@@ -38,16 +36,8 @@ class FreeSlots:
     def __len__(self) -> int:
         return self._free
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield the free slots in ascending order."""
-        for first, end in sorted(self._ends.items()):
-            yield from range(first, end)
-
     def take(self, count: int) -> list[int]:
-        """Take ``count`` slots, from few ranges if possible.
-
-        Returns:
-            The slots in ascending order.
+        """Take ``count`` slots in ascending order, from few ranges if possible.
 
         Raises:
             ValueError: if fewer slots are free. Nothing is taken then.
@@ -66,7 +56,6 @@ class FreeSlots:
         return taken
 
     def give(self, slot: int) -> None:
-        """Return a slot."""
         first, end = slot, slot + 1
         if end in self._ends:
             end = self._remove(end)
@@ -109,17 +98,11 @@ class FreeSlots:
 def facing(slots: Sequence[int], blocks: Sequence[int]) -> list[int]:
     """Reverse the slots wherever the blocks descend one by one, so that both ascend together.
 
+    ``slots`` has an ascending slot for each of the blocks, which are in the order of the prefix.
     vLLM frees the blocks of a request tail first and reuses them in that order. So every other
     prefix has descending blocks, while a 2D copy needs blocks and slots that ascend. Pages stored
     like this can later be loaded by 2D copies into blocks that descend too, which is as likely as
     blocks that ascend.
-
-    Args:
-        slots: one slot for each block, ascending.
-        blocks: block ids in the order of the prefix.
-
-    Returns:
-        A slot for each block.
     """
     found, begin = list(slots), 0
     for end in range(1, len(blocks) + 1):

@@ -17,11 +17,9 @@ from vllm_graft.hicache.pages.page_key import PageKey
 
 @dataclass(eq=False)
 class Page:
-    """A slot in use.
+    """A slot in use, and the page in it.
 
     Attributes:
-        key: key of the page in the slot.
-        slot: number of the slot.
         ready: whether the page's bytes have arrived.
         holds: number of copies and writes in flight that need the slot.
         indexed: False once the key was forgotten. The slot is then freed when nothing holds it.
@@ -39,19 +37,13 @@ class Page:
 
 
 class HostIndex:
-    """Maps page keys to slots of the host pool.
+    """Maps page keys to slots of the host pool. The policy orders ready pages.
 
-    Args:
-        num_slots: number of slots of the pool, at least 1.
-        policy: eviction policy, which orders ready pages.
-        page_bytes: bytes per page of each pool, by the pool's number.
+    ``page_bytes`` has the bytes of a page of each pool, by the pool's number.
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        policy: EvictionPolicy,
-        page_bytes: Mapping[int, int],
+        self, num_slots: int, policy: EvictionPolicy, page_bytes: Mapping[int, int]
     ) -> None:
         self.num_slots = num_slots
         self.policy = policy
@@ -68,7 +60,6 @@ class HostIndex:
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
         return len(self._free)
 
     def get(self, key: PageKey) -> Page | None:
@@ -93,15 +84,9 @@ class HostIndex:
     ) -> list[Page] | None:
         """Reserve slots for new pages, and evict other pages if necessary.
 
-        The new pages are not ready, and each is held once.
-
-        Args:
-            keys: distinct keys that are not in the index.
-            from_storage: whether the bytes will come from storage.
-            blocks: the device block of each key, if the bytes will come from the device.
-
-        Returns:
-            A page for each key. None, with nothing changed, if there cannot be a slot for each.
+        The new pages are not ready, and each is held once. ``blocks`` are the device blocks that
+        their bytes will come from. The result is None, with nothing changed, if there cannot be a
+        slot for each.
         """
         short = len(keys) - len(self._free)
         if short > 0:
@@ -129,9 +114,7 @@ class HostIndex:
     def commit(self, pages: Sequence[Page]) -> None:
         """Make reserved pages ready, because their bytes have arrived, and release them.
 
-        Args:
-            pages: pages whose order in each pool is head of the prefix first, because the tail
-                shall be evicted before the head.
+        In each pool the head of the prefix comes first, as the tail shall be evicted before it.
         """
         for page in reversed(pages):
             page.ready = True
@@ -160,7 +143,6 @@ class HostIndex:
                 self._drop(page)
 
     def clear(self) -> None:
-        """Forget every page."""
         self.forget(list(self._pages.values()))
         self.policy.clear()
 

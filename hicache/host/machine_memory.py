@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
-"""Where Linux's control groups are mounted."""
 _OWN = Path("/proc/self/cgroup")
-"""The file that names this process's group in each hierarchy."""
+"""The file that names this process's control group in each hierarchy."""
 
 
 def machine_bytes() -> int:
@@ -30,10 +29,7 @@ def filesystem_bytes(path: Path) -> int | None:
 def unclaimed_bytes(path: Path) -> int:
     """Free bytes of the file system at ``path`` that no sparse file there may still come to take.
 
-    A sparse file takes memory only when it is written to, as vLLM's message queues do.
-
-    Raises:
-        OSError: if there is no such path.
+    A sparse file, such as vLLM's message queues, takes memory only when it is written to.
     """
     status = os.statvfs(path)
     claimed = 0

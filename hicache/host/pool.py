@@ -11,34 +11,35 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 from multiprocessing.util import Finalize
+from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.log import info_once
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.host import region
-from vllm_graft.hicache.host.numa import prefer_node
 from vllm_graft.hicache.pages.pool_shape import PoolShape
 
 POPULATE_BYTES = 1 << 30
 """Most bytes of a shared region that one call makes present. Signals wait for the call to end."""
 _POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux 5.14, which Python does not name."""
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Numbers of the system call."""
+_MPOL_PREFERRED = 1
+_SYSFS = Path("/sys/bus/pci/devices")
 
 
 class HostPool:
     """The memory of the host pool, mapped into this process.
 
     Args:
-        shape: sizes of the pool.
         name: name of the shared file; None maps private memory.
         node: NUMA node on which ``shard`` should lie; None leaves the choice to the kernel.
         shard: the shard that this process fills; None if it fills none.
-        creates: whether this process creates the shared file. Exactly one process of the engine
-            does.
-
-    Attributes:
-        orphans: number of files that killed engines had left and that were deleted.
+        creates: whether this process creates the file, and deletes the ``orphans`` of killed
+            engines. Exactly one process of the engine does.
 
     Raises:
         GraftError: if there is not enough memory, or the file belongs to something else.
@@ -77,7 +78,8 @@ class HostPool:
         # The scheduler removes the file's name once all processes have mapped the file. If the
         # engine ends before that, this finalizer removes it; it runs in multiprocessing's children
         # too. If the engine is killed, the next one removes it as an orphan.
-        Finalize(self, _unlink, (name, self._inode), exitpriority=0)
+        if name is not None:
+            Finalize(self, region.remove, (name, self._inode), exitpriority=0)
         if node is not None and shard is not None:
             prefer_node(self.shard_address(shard), shape.shard_bytes, node)
         if name is not None and shard is not None:
@@ -92,13 +94,9 @@ class HostPool:
         return self.address + shard * self.shape.shard_bytes
 
     def _populate(self, shard: int) -> None:
-        """Make all memory of a shard present now.
+        """Make all memory of a shard present now, by its own rank, next to whose GPU it lies then.
 
-        The shard's own rank does it, so that the memory lies next to its GPU. Without it, a copy
-        would die of SIGBUS later if the file system is full.
-
-        Raises:
-            ConfigError: if ``/dev/shm`` is full.
+        Without it, a copy would die of SIGBUS later if the file system is full.
         """
         start, size = shard * self.shape.shard_bytes, self.shape.shard_bytes
         try:
@@ -116,11 +114,7 @@ class HostPool:
         return self._view[start : start + num_bytes]
 
     def pin(self, shard: int) -> None:
-        """Pin a shard: register it with CUDA, so that copy engines and kernels can reach it.
-
-        Raises:
-            GraftError: if the driver refuses. Pieces that were pinned are released.
-        """
+        """Pin a shard: register it with CUDA, so that copy engines and kernels can reach it."""
         import torch
 
         start, size = self.shard_address(shard), self.shape.shard_bytes
@@ -139,7 +133,6 @@ class HostPool:
             self._pinned.append(start + offset)
 
     def unpin(self) -> None:
-        """Undo :meth:`pin`."""
         if not self._pinned:
             return
         import torch
@@ -149,15 +142,12 @@ class HostPool:
             runtime.cudaHostUnregister(address)
         self._pinned.clear()
 
-    def unlink(self) -> None:
-        """Remove the file's name. The memory is freed when the last process unmaps it."""
-        _unlink(self.name, self._inode)
-
     def close(self) -> None:
         """Unpin and unmap the memory. All copies must have ended. A second call does nothing."""
         if self._anchor is None:
             return
-        self.unlink()
+        if self.name is not None:
+            region.remove(self.name, self._inode)
         self.unpin()
         self._view.release()
         self._anchor = None
@@ -167,11 +157,6 @@ class HostPool:
             self._map.close()
         if self._fd >= 0:
             os.close(self._fd)
-
-
-def _unlink(name: str | None, inode: int | None) -> None:
-    if name is not None:
-        region.remove(name, inode)
 
 
 def _map_private(num_bytes: int) -> mmap.mmap:
@@ -184,14 +169,7 @@ def _map_private(num_bytes: int) -> mmap.mmap:
 
 
 def _populated(memory: mmap.mmap, start: int, size: int) -> bool:
-    """Make memory present, as huge pages where possible.
-
-    Returns:
-        False if the kernel is too old for it.
-
-    Raises:
-        OSError: if there is not enough memory.
-    """
+    """Make memory present, as huge pages where possible; False if the kernel is too old for it."""
     for offset in range(start, start + size, POPULATE_BYTES):
         try:
             memory.madvise(_POPULATE_WRITE, offset, min(POPULATE_BYTES, start + size - offset))
@@ -200,3 +178,31 @@ def _populated(memory: mmap.mmap, start: int, size: int) -> bool:
                 return False
             raise
     return True
+
+
+def node_of_gpu(pci_address: str) -> int | None:
+    """The NUMA node of a PCI device such as ``"0000:17:00.0"``; None if it is unknown."""
+    try:
+        node = int((_SYSFS / pci_address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer_node(address: int, num_bytes: int, node: int) -> bool:
+    """Ask the kernel to take a range's memory from ``node``, unless it is full, on the first touch.
+
+    The result is False if the kernel refuses.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    mask = ctypes.c_ulong(1 << node)
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(_MPOL_PREFERRED)
+    nodes = ctypes.byref(mask), ctypes.c_ulong(ctypes.sizeof(mask) * 8)
+    failed = libc.syscall(ctypes.c_long(number), *place, *nodes, ctypes.c_uint(0))
+    if failed:
+        # Containers often forbid mbind. The memory still works, perhaps more slowly.
+        info_once(f"host KV cache: memory is not bound to NUMA node {node} (mbind is refused)")
+    return not failed

@@ -28,8 +28,7 @@ UNNAMED = ".new"
 """Suffix of the name of an incomplete file, on systems that cannot create files without a name."""
 
 OPEN_SECONDS = 300.0
-"""Most seconds that a process waits for the region to be created. Ranks reach this point together.
-If the creating rank fails, vLLM ends the others earlier."""
+"""Most seconds that a process waits for the region. If its creator fails, vLLM ends it earlier."""
 
 _OURS = re.compile(rf"{PREFIX}[0-9a-f]{{32}}({re.escape(UNNAMED)})?")
 _MODE = 0o600
@@ -38,11 +37,10 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 def create(name: str, num_bytes: int) -> int:
-    """Create the region. Exactly one process of an engine does.
+    """Create the region, in exactly one process of an engine, and return its descriptor.
 
-    Returns:
-        A file descriptor with a shared lock. A process that maps it keeps the lock until it unmaps
-        it, because Python's ``mmap`` holds a copy of the descriptor.
+    The descriptor has a shared lock, which a process that maps the file keeps until it unmaps it,
+    because Python's ``mmap`` holds a copy of the descriptor.
 
     Raises:
         ConfigError: if ``/dev/shm`` has not enough room.
@@ -65,10 +63,7 @@ def create(name: str, num_bytes: int) -> int:
 
 
 def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
-    """Open the region that another process creates, and wait for it if necessary.
-
-    Returns:
-        A file descriptor with a shared lock; see :func:`create`.
+    """Open the region that another process creates, and wait for it; see :func:`create`.
 
     Raises:
         GraftError: if the region does not appear within ``seconds``, or is not this engine's.
@@ -96,11 +91,9 @@ def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
 
 
 def remove(name: str, inode: int | None = None) -> None:
-    """Remove the region's name. The memory is freed when the last process unmaps it.
+    """Remove the region's name, of the file ``inode`` only if that is given.
 
-    Args:
-        name: name of the region.
-        inode: if given, only the file with this inode number is removed.
+    The memory is freed when the last process unmaps it.
     """
     with contextlib.suppress(FileNotFoundError):
         if inode is None or (SHM / name).lstat().st_ino == inode:
@@ -110,9 +103,8 @@ def remove(name: str, inode: int | None = None) -> None:
 def remove_orphans() -> int:
     """Delete regions that no process has mapped, and return their number.
 
-    A region in use is never deleted, because it is locked from before it has a name until the last
-    process has unmapped it or ended. (A forked child that outlives its engine keeps the lock, so
-    the file stays until the child has ended too.)
+    One in use is locked from before it has a name until the last process has unmapped it or ended,
+    a forked child that outlives its engine included.
     """
     removed = freed = 0
     for path in SHM.iterdir() if SHM.is_dir() else ():
@@ -183,6 +175,10 @@ def _unnamed(directory: int) -> int | None:
         if error.errno in _NO_TMPFILE:
             return None
         raise
+    return _locked(fd)
+
+
+def _locked(fd: int) -> int:
     os.fchmod(fd, _MODE)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
@@ -192,9 +188,7 @@ def _new(directory: int, name: str) -> int:
     """Create and lock a file with a name."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(name, flags, _MODE, dir_fd=directory)
-        os.fchmod(fd, _MODE)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        fd = _locked(os.open(name, flags, _MODE, dir_fd=directory))
         # Between open and flock another engine may have deleted the file as an orphan.
         if os.fstat(fd).st_nlink:
             return fd

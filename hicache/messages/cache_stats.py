@@ -20,11 +20,9 @@ class HiCacheStats(KVConnectorStats):
     """Counters and gauges of one interval. Reports add up counters and keep the latest gauges."""
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> HiCacheStats:
-        """Add another report."""
         for name, value in other.data.items():
             if name in GAUGES:
                 self.data[name] = value
@@ -43,11 +41,9 @@ class HiCacheStats(KVConnectorStats):
         return shown
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not any(self.data.get(name) for name in COUNTERS)
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count."""
         self.data[name] = self.data.get(name, 0) + amount
 
 
@@ -69,7 +65,6 @@ class HiCacheProm(KVConnectorPromMetrics):
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one report."""
         for name, value in transfer_stats_data.items():
             series = self._series.get(name, {}).get(engine_idx)
             if series is None:

@@ -16,12 +16,9 @@ class Direction(enum.Enum):
 
 @dataclass
 class PoolTransfer:
-    """Pages of one pool (KV cache group) that move in an operation.
+    """Pages of the pool (KV cache group) ``group`` that move in an operation.
 
-    Attributes:
-        group: number of the pool.
-        host_indices: slots of the host pool.
-        device_indices: one block id for each slot.
+    There is a block id in ``device_indices`` for each slot in ``host_indices``.
     """
 
     group: int
@@ -44,13 +41,10 @@ class CacheOperation:
     """Pages of several pools that move together, all or nothing.
 
     Attributes:
-        ids: numbers of the jobs that are done when the operation is done. There is one, until
-            operations are merged.
-        direction: to the host, or to the device.
+        ids: numbers of the jobs that the operation does; one, until operations are merged.
         transfers: one for each pool that takes part.
         priority: operations with smaller numbers are copied first.
-        request_ids: requests that wait for the operation, one for each of ``ids``. Empty for
-            stores.
+        request_ids: requests that wait for it, one for each of ``ids``. Empty for stores.
     """
 
     ids: list[int]
@@ -59,20 +53,12 @@ class CacheOperation:
     priority: int = 0
     request_ids: list[str] = field(default_factory=list)
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of all pools together."""
-        return sum(len(transfer) for transfer in self.transfers)
-
 
 def merge_ops(operations: Iterable[CacheOperation]) -> CacheOperation | None:
-    """Merge operations of one direction into one. The most urgent pages come first.
+    """Merge operations of one direction into one, the most urgent first; None without operations.
 
     A merged operation takes one submission to the driver and one event, however many requests it
     serves. Pools keep the order in which they first appear.
-
-    Returns:
-        The merged operation; None if there are no operations.
 
     Raises:
         ValueError: if the directions differ.

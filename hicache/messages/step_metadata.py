@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -42,48 +42,33 @@ class HiCacheMetadata(KVConnectorMetadata):
 class Transferred:
     """Totals of finished copies in one direction, on one rank or summed over ranks.
 
-    Attributes:
-        bytes: bytes copied.
-        strided_bytes: the part of ``bytes`` that 2D copies moved straight to blocks or slots.
-        staged_bytes: the part of ``bytes`` that went through staging memory.
-        seconds: duration of the copies.
-        copies: number of copies.
+    2D copies moved ``strided_bytes`` of the ``bytes`` straight to blocks or slots; ``staged_bytes``
+    went through staging memory.
     """
 
     bytes: int = 0
     strided_bytes: int = 0
     staged_bytes: int = 0
     seconds: float = 0.0
-    copies: int = 0
 
     def add(
         self, num_bytes: int, seconds: float, strided_bytes: int = 0, staged_bytes: int = 0
     ) -> None:
         """Add one copy to the totals."""
-        self.bytes += num_bytes
-        self.strided_bytes += strided_bytes
-        self.staged_bytes += staged_bytes
-        self.seconds += seconds
-        self.copies += 1
+        self.merge(Transferred(num_bytes, strided_bytes, staged_bytes, seconds))
 
     def merge(self, other: Transferred) -> None:
         """Add the totals of another rank, or of another step."""
-        self.bytes += other.bytes
-        self.strided_bytes += other.strided_bytes
-        self.staged_bytes += other.staged_bytes
-        self.seconds += other.seconds
-        self.copies += other.copies
+        for total in fields(self):
+            name = total.name
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass
 class HiCacheReport(KVConnectorWorkerMetadata):
     """What ranks have finished.
 
-    Attributes:
-        done: for each job, how many ranks have finished it. Counts can be added over ranks.
-        failed: for each job, how many of these ranks could not do it.
-        loads: totals of copies to the device.
-        stores: totals of copies to the host.
+    For each job it has how many ranks have ``done`` it, and how many of these have ``failed``.
     """
 
     done: dict[int, int] = field(default_factory=dict)
@@ -96,7 +81,6 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     """Seconds that the device took for each ended step, by the step's number."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiCacheReport:
-        """Add another rank's report to this one."""
         if not isinstance(other, HiCacheReport):
             raise TypeError(f"cannot add a {type(other).__name__} to a HiCacheReport")
         for mine, theirs in ((self.done, other.done), (self.failed, other.failed)):
@@ -110,7 +94,6 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         return self
 
     def mark(self, jobs: list[int], failed: bool = False) -> None:
-        """Note that this rank has finished jobs."""
         for job in jobs:
             self.done[job] = self.done.get(job, 0) + 1
             if failed:
@@ -118,5 +101,4 @@ class HiCacheReport(KVConnectorWorkerMetadata):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to report."""
         return not self.done and not self.unwaited_layers and not self.steps

@@ -9,10 +9,8 @@
             "type": "SegmentsTier", "module_path": "vllm_graft.hicache.native.native_tier",
             "path": "/var/cache/graft", "max_bytes": "500GiB"}]}
 
-It replaces vLLM's tier ``fs``. It has a byte limit, checks every load, recovers after a crash, and
-its pages belong to certain weights.
-
-vLLM's API for tiers is experimental, and a tier is not told that the cache was reset or that
+It replaces vLLM's tier ``fs``: it has a byte limit, checks every load, recovers after a crash, and
+its pages belong to certain weights. vLLM does not tell a tier that the cache was reset or that
 weights were replaced. Ours hears of it from the engine core. From then on it finds no page of
 before, and stores new ones where no other engine finds them.
 """
@@ -22,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,17 +40,18 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.connector_options import flags_below
-from vllm_graft.hicache.pages import engine_core
-from vllm_graft.hicache.pages.inputs import INPUTS, POOLS, SHARING, SOFTWARE, Engine
-from vllm_graft.hicache.pages.namespace import digest, inputs
+from vllm_graft.hicache.pages import engine_core, namespace
+from vllm_graft.hicache.pages.namespace import Engine
 from vllm_graft.hicache.pages.page_key import SALT_BYTES, PageKey, salted
-from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+Transfer = Callable[[PageKey, memoryview], bool]
 
 
 class SegmentsTier(SecondaryTierManager):
@@ -62,19 +61,12 @@ class SegmentsTier(SecondaryTierManager):
     are immediate, so none returns RETRY.
 
     Args:
-        offloading_spec: vLLM's spec. Its model, pools and geometry determine the namespace.
         primary_kv_view: host memory of the primary tier, ``[chunks, bytes]``.
-        tier_type: vLLM's name for the tier.
-        path: see :class:`~vllm_graft.hicache.storage.segments.segment_options.SegmentsOptions`.
-        max_bytes: see there.
-        segment_bytes: see there.
-        sync_bytes: see there.
+        path: this and the next three are those of
+            :class:`~vllm_graft.hicache.storage.segments.store.SegmentsOptions`.
         weights: identity of the weights. If given, the checkpoint is not read.
-        n_read_threads: number of threads for loads.
-        n_write_threads: number of threads for stores.
         enable_kv_events: whether to emit an event for each stored job, if vLLM's events are on.
         locality: ``"LOCAL"`` or ``"REMOTE"``, for the events.
-        backpressure_detector: vLLM's detector.
 
     Raises:
         ConfigError: for wrong options, or if the weights cannot be identified.
@@ -115,7 +107,7 @@ class SegmentsTier(SecondaryTierManager):
         space = tier_namespace(offloading_spec, self.block_size_bytes, weights, core)
         if problem := SegmentsBackend.too_small(options, self.block_size_bytes):
             raise ConfigError(problem)
-        self.store = self.open_store(space, options)
+        self.store = SegmentsBackend(space, options)
         self._bytes = primary_kv_view.cast("B")
         self._readers = ThreadPoolExecutor(n_read_threads, "graft-tier-read")
         self._writers = ThreadPoolExecutor(n_write_threads, "graft-tier-write")
@@ -129,31 +121,22 @@ class SegmentsTier(SecondaryTierManager):
         """Find no page of before the change any more, and store new ones for nobody else."""
         self._salt = os.urandom(SALT_BYTES)
 
-    def open_store(self, namespace: bytes, options: Mapping[str, Any]) -> StorageBackend:
-        """Open the store of a namespace."""
-        return SegmentsBackend(namespace, options)
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Whether the store's index has the chunk."""
         [there] = self.store.contains([page_key(key, self._salt)])
         return LookupResult.HIT if there else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Queue a job that writes chunks."""
-        self._submit(self._writers, job_metadata, self._store)
+        self._submit(self._writers, job_metadata, self.store.write)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Queue a job that reads chunks."""
         self._submit(self._readers, job_metadata, self._load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that have finished since the last call."""
         with self._changed:
             finished, self._finished = self._finished, []
         return finished
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events of stored jobs since the last call."""
         if self.events is None:
             return []
         with self._changed:
@@ -161,7 +144,6 @@ class SegmentsTier(SecondaryTierManager):
         return events
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Return a plain context, because no request is special."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
@@ -175,12 +157,7 @@ class SegmentsTier(SecondaryTierManager):
             pool.shutdown(cancel_futures=True)
         self.store.close()
 
-    def _submit(
-        self,
-        pool: ThreadPoolExecutor,
-        job: TransferJob,
-        transfer: Callable[[TransferJob, Sequence[OffloadKey], bytes], list[OffloadKey]],
-    ) -> None:
+    def _submit(self, pool: ThreadPoolExecutor, job: TransferJob, transfer: Transfer) -> None:
         with self._changed:
             self._running += 1
         try:
@@ -204,17 +181,18 @@ class SegmentsTier(SecondaryTierManager):
             self._running -= 1
             self._changed.notify_all()
 
-    def _run(
-        self,
-        job: TransferJob,
-        transfer: Callable[[TransferJob, Sequence[OffloadKey], bytes], list[OffloadKey]],
-        salt: bytes,
-    ) -> None:
+    def _run(self, job: TransferJob, transfer: Transfer, salt: bytes) -> None:
         start, keys = time.perf_counter(), list(job.keys)
         done: list[OffloadKey] = []
         try:
-            done = transfer(job, keys, salt)
+            done = [
+                key
+                for key, chunk in zip(keys, job.chunk_ids)
+                if transfer(page_key(key, salt), self._chunk(int(chunk)))
+            ]
         except Exception:
+            # An IndexError of a chunk is expected. Whatever else it is, vLLM waits for a result of
+            # each job, and drain_jobs() for its end.
             logger.exception("Job %d of the tier failed.", job.job_id)
         loading, success = transfer == self._load, len(done) == len(keys)
         result = JobResult(
@@ -227,19 +205,8 @@ class SegmentsTier(SecondaryTierManager):
         event = OffloadingEvent(keys, self.medium, removed=False, locality=self.locality)
         self._end(result, event if success and not loading else None)
 
-    def _store(self, job: TransferJob, keys: Sequence[OffloadKey], salt: bytes) -> list[OffloadKey]:
-        return [
-            key
-            for key, chunk in zip(keys, job.chunk_ids)
-            if self.store.write(page_key(key, salt), self._chunk(int(chunk)))
-        ]
-
-    def _load(self, job: TransferJob, keys: Sequence[OffloadKey], salt: bytes) -> list[OffloadKey]:
-        return [
-            key
-            for key, chunk in zip(keys, job.chunk_ids)
-            if self.store.read(page_key(key, salt), self._chunk(int(chunk))) is ReadStatus.HIT
-        ]
+    def _load(self, key: PageKey, chunk: memoryview) -> bool:
+        return self.store.read(key, chunk) is ReadStatus.HIT
 
     def _chunk(self, chunk: int) -> memoryview:
         start = chunk * self.block_size_bytes
@@ -256,18 +223,13 @@ def page_key(key: OffloadKey, salt: bytes = b"") -> PageKey:
 def tier_namespace(spec: OffloadingSpec, chunk_bytes: int, weights: str | None, core: Any) -> bytes:
     """The namespace of a tier's chunks: the inputs of K/V, and what vLLM tells a tier of chunks.
 
-    Args:
-        spec: vLLM's spec.
-        chunk_bytes: bytes per chunk.
-        weights: identity of the weights; None to read the checkpoint.
-        core: the engine core that the inputs are read from. None outside of an engine, where
-            ``weights`` has to stand for them.
+    Without an engine core to read the inputs from, ``weights`` has to stand for them.
 
     Raises:
         ConfigError: if the inputs cannot be told, and ``weights`` is not given.
     """
     config: Any = spec.config
-    return digest(
+    return namespace.digest(
         {
             "inputs": _inputs(config.model.name, weights, core),
             "tier": "native",
@@ -288,23 +250,19 @@ def _inputs(model: str, weights: str | None, core: Any) -> dict[str, Any]:
         engine = Engine(core.vllm_config, weights, attention=attention, holds_adapters=True)
         with flags_below("secondary_tiers[...]"):
             # vLLM tells the pools as groups, and its connector may share chunks among ranks.
-            return inputs(engine, without=(*POOLS, *SHARING))
+            return namespace.inputs(engine, without=(*namespace.POOLS, *namespace.SHARING))
     if weights is None:
         raise ConfigError(
             f"secondary_tiers[...].weights: no engine core of this process serves {model!r}, so "
             "its weights and settings can't be told from others. Give a text that changes "
             "whenever they do."
         )
-    others = [row.name for row in INPUTS if row.name not in SOFTWARE]
-    return {**inputs(Engine(None), without=others), "weights": weights}
+    others = [row.name for row in namespace.INPUTS if row.name not in namespace.SOFTWARE]
+    return {**namespace.inputs(Engine(None), without=others), "weights": weights}
 
 
 def _geometry(config: Any) -> dict[str, int]:
-    """How chunks are divided among ranks, unless all ranks hold the same bytes.
-
-    Data-parallel replicas have different namespaces, because one process at a time may have a
-    namespace's directory open.
-    """
+    """How chunks are divided among ranks, unless all ranks hold the same bytes."""
     parallel = config.parallel
     names = ["tp_size", "pp_size", "pcp_size", "dcp_size"]
     if parallel.is_parallelism_agnostic or config.replicated_layout:

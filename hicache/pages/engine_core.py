@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.pages.attention import attention_of
 from vllm_graft.seams.wrap import wrap
 
 MODULE = "vllm.v1.engine.core"
@@ -62,10 +61,9 @@ class Change(enum.Enum):
 
 
 class Listener(Protocol):
-    """Whoever keeps pages of an engine."""
+    """Whoever keeps pages of an engine, and is told of each change."""
 
-    def changed(self, change: Change) -> None:
-        """Take in a change, which has happened."""
+    def changed(self, change: Change) -> None: ...
 
 
 _latest: weakref.ref[Any] | None = None
@@ -80,22 +78,33 @@ found there, and is stored as if it were new."""
 
 
 def core_of(model: str) -> Any:
-    """The engine core of this process that serves a model; None if there is none.
+    """The engine core of this process that serves a model of that name or path; None without one.
 
     It is for those who are built with the scheduler, when the ranks have loaded the model.
-
-    Args:
-        model: the model's name or path.
     """
     core = None if _latest is None else _latest()
     return core if core is not None and core.vllm_config.model_config.model == model else None
 
 
-def ask_attention(core: Any) -> dict[str, list[str]]:
-    """The layers of all ranks by the attention that they run with.
+def attention_of(worker: Any) -> dict[str, list[str]]:
+    """The names of a rank's layers by the attention that they really run with.
 
-    Ranks of a tensor-parallel group have the same layers, and count once.
+    It runs in each worker. Attention is the backend's class and a CPU's instruction set. Flags say
+    what was asked for, but trees on a CPU replace vLLM's attention after the pools were made, and
+    vLLM's own CPU kernels pack K by the instruction set.
     """
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    found: dict[str, list[str]] = {}
+    for name, layer in sorted(layers.items()):
+        if hasattr(layer, "get_attn_backend"):
+            backend = layer.get_attn_backend()
+            runs = f"{backend.__module__}.{backend.__qualname__} {getattr(layer, 'isa', '')}"
+            found.setdefault(runs.strip(), []).append(name)
+    return found
+
+
+def ask_attention(core: Any) -> dict[str, list[str]]:
+    """The layers of all ranks by their attention. Ranks that have the same layers count once."""
     found: dict[str, set[str]] = {}
     for rank in core.collective_rpc(attention_of):
         for runs, layers in rank.items():
@@ -109,11 +118,7 @@ def listen(core: Any, listener: Listener) -> None:
 
 
 def hook(module: ModuleType) -> None:
-    """Hear of what happens to engine cores. Without listeners the hooks do nothing.
-
-    Args:
-        module: vLLM's module of the engine core.
-    """
+    """Hear of what happens to engine cores of vLLM's module. Without listeners it does nothing."""
     core = module.EngineCore
     wrap(core, "_initialize_kv_caches", _then_remember)
     wrap(core, "collective_rpc", _then_tell_of_call)

@@ -22,7 +22,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.config.cache_config import CONNECTOR, HiCacheConfig, flag
+from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
+from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import REGION_PREFIX, nonce_of
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.layout import layer_order
@@ -43,21 +44,15 @@ class Geometry:
     """Sizes and roles on which all processes of an engine agree.
 
     Attributes:
-        groups: pools that are cached.
-        shape: sizes of the host pool.
         shared_name: name of the shared region's file, unique to this engine. Rank 0 creates the
             file. None if one process uses the memory alone.
-        num_workers: number of ranks.
         replicas: number of consecutive ranks that hold the same KV.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
-        convert_from: dtype of the device's K/V if the host keeps it as fp8. None if the host keeps
-            the device's bytes.
-        fails_blocks: whether vLLM can end just the requests that have read invalid blocks. It
-            cannot with several groups, because it cannot tell which request a block belongs to.
-            It cannot either if its policy is to recompute: Model Runner V2 keeps the positions of
-            a running request on the device and does not set them back, and the next step may have
-            been scheduled already.
+        convert_from: dtype of the device's K/V if the host keeps it as fp8, else None.
+        fails_blocks: whether vLLM can end just the requests that have read invalid blocks. With
+            several groups it cannot tell which request a block belongs to. Nor can it recompute:
+            Model Runner V2 does not set back the positions of a running request on the device.
     """
 
     groups: tuple[Group, ...]
@@ -75,18 +70,13 @@ class Geometry:
         return rank // self.replicas
 
     def is_writer(self, rank: int) -> bool:
-        """Whether this rank writes its shard."""
         return rank % self.replicas == 0
 
     @classmethod
     def of(
         cls, config: HiCacheConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> Geometry:
-        """Derive the geometry from an engine's configuration.
-
-        Raises:
-            ConfigError: if the host cache does not support the model.
-        """
+        """Derive the geometry from an engine's configuration; a ConfigError for other models."""
         parallel = vllm_config.parallel_config
         groups = cached_groups(kv_cache_config)
         convert_from = None
@@ -119,14 +109,7 @@ class Geometry:
 
 
 def _region_name(transfer: Any, parallel: Any) -> str:
-    """The name of the shared region, which only the processes of this engine can derive.
-
-    Data-parallel engines share one configuration, and so one nonce. vLLM gives each of them its own
-    id and index. The name holds a digest because a user may choose any text as the id.
-
-    Raises:
-        ConfigError: if the configuration has no nonce. An id alone does not tell engines apart.
-    """
+    """The name of the shared region, which only the processes of this engine can derive."""
     nonce = nonce_of(transfer.kv_connector_extra_config)
     if nonce is None:
         raise ConfigError(
@@ -134,16 +117,13 @@ def _region_name(transfer: Any, parallel: Any) -> str:
             "configuration of this engine was made without vllm-graft, or changed afterwards: run "
             "`vllm-graft doctor`, and see that VLLM_PLUGINS, if it is set, has 'graft'."
         )
+    # Data-parallel engines share one nonce; vLLM gives each its own id, which may be any text.
     engine = f"{nonce} {transfer.engine_id} {parallel.data_parallel_index}"
     return REGION_PREFIX + hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups whose pages make up a cached prefix.
-
-    Raises:
-        ConfigError: if the model has no such group, or a kind of cache that is not supported.
-    """
+    """The groups whose pages make up a cached prefix; a ConfigError if one cannot be cached."""
     specs = kv_cache_config.kv_cache_groups
     indices = kv_cache_config.prefix_cacheable_group_ids
     if not indices:
@@ -160,10 +140,7 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
     by_layer: dict[str, Any] = {}
     if isinstance(spec, UniformTypeKVCacheSpecs):
         by_layer = spec.kv_cache_specs
-        kind = next(iter(by_layer.values()))
-    else:
-        kind = spec
-    policy, window = _hit_policy(kind)
+    policy, window = _hit_policy(next(iter(by_layer.values()), spec))
     return Group(
         index=index,
         block_tokens=spec.block_size,
@@ -176,11 +153,6 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
 
 
 def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
-    """The dtype of all K/V that the host shall keep as fp8.
-
-    Raises:
-        ConfigError: if a pool cannot be converted, or the pools have several dtypes.
-    """
     found: set[torch.dtype] = set()
     for group in groups:
         whole: Any = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec

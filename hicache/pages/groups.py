@@ -1,9 +1,8 @@
 """KV cache groups as the host cache sees them, and the longest prefix that all of them hold.
 
 A group is a set of layers that share a block table. Its kind of attention decides which of its
-blocks a prefix of ``t`` tokens needs. Full attention needs every block, a sliding window needs the
-last few, and a recurrent layer needs only the state at ``t``. This module is plain Python: it knows
-no engine and no tensors.
+blocks a prefix of ``t`` tokens needs: every block, the last few (a sliding window), or only the
+state at ``t`` (a recurrent layer). This module is plain Python: no engine, no tensors.
 """
 
 from __future__ import annotations
@@ -22,23 +21,18 @@ class HitPolicy(enum.Enum):
 
     ALL_PAGES = "all"
     """Every page. Full attention and MLA need this."""
-
     TRAILING_PAGES = "trailing"
     """The pages that overlap the window before the prefix's end."""
-
     LAST_PAGE = "last"
     """The page that ends with the prefix. It holds a recurrent state."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group.
+    """One KV cache group, ``index`` in vLLM's list.
 
     Attributes:
-        index: its number in vLLM's list of groups.
-        block_tokens: tokens per block.
         hashes_per_block: hashes that vLLM computes per block, at least 1.
-        hit_policy: which pages a prefix needs.
         window: tokens that attention looks back, the current one included. It counts only with
             TRAILING_PAGES.
         page_bytes: bytes of one rank's page on the host.
@@ -61,9 +55,7 @@ class Group:
     def needed(self, start: int, end: int) -> range:
         """Numbers of the blocks to load in order to extend a prefix from ``start`` to ``end``.
 
-        Args:
-            start: tokens whose KV is on the device already, a multiple of ``block_tokens``.
-            end: tokens of the whole prefix, a multiple of ``block_tokens``.
+        Both are tokens, multiples of ``block_tokens``; the device has the KV of ``start`` already.
         """
         first, last = start // self.block_tokens, end // self.block_tokens
         if self.hit_policy is HitPolicy.LAST_PAGE:
@@ -76,25 +68,17 @@ class Group:
 
 
 def alignment(groups: Sequence[Group]) -> int:
-    """The smallest number of tokens at which the blocks of all groups end.
-
-    The length of every hit is a multiple of it.
-    """
+    """The tokens at which the blocks of all groups end; the length of every hit is a multiple."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 
 def longest_hit(groups: Sequence[Group], start: int, limit: int, has: Has) -> int:
-    """The longest prefix whose needed pages every group has.
+    """The tokens of the longest prefix whose needed pages every group has, or ``start``.
 
     Args:
-        groups: all groups that take part.
         start: tokens whose KV is on the device already, a multiple of :func:`alignment`.
         limit: most tokens that the prefix may have.
         has: says whether a block of ``Group.needed`` can be loaded.
-
-    Returns:
-        Tokens of the prefix, a multiple of :func:`alignment`. It is ``start`` if there is no
-        longer prefix.
     """
     step = alignment(groups)
     end = limit // step * step

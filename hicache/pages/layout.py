@@ -2,7 +2,7 @@
 
 vLLM gives each layer a strided view of one allocation. Groups may overlay the same bytes, and only
 the first dimension of a view is known to count blocks. So this module assumes no contiguity: it
-derives from the strides which runs of bytes are contiguous, and describes a page as such runs.
+derives from the strides which runs of bytes are contiguous.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ class LayerPages:
     """One layer's part of its group's pages.
 
     Attributes:
-        name: name of the layer.
         address: address of block 0 on the device.
         block_stride: bytes from one block to the next.
-        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page. Offsets are
-            from the start of the block and of the slot. Bytes are those on the host, which differ
-            from the device's if the host keeps another dtype.
+        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page, from the
+            start of the block and of the slot. Bytes are the host's, which may keep another dtype.
     """
 
     name: str
@@ -42,13 +40,7 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class Copies:
-    """Pairs of a device address and a host address, with the bytes to copy between them.
-
-    Attributes:
-        device: int64 ``[n]``, addresses.
-        host: int64 ``[n]``, addresses.
-        sizes: int64 ``[n]``, bytes on the host.
-    """
+    """Addresses on the device and on the host, and bytes on the host: int64 ``[n]`` each."""
 
     device: Addresses
     host: Addresses
@@ -59,20 +51,13 @@ class Copies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
         return int(self.sizes.sum())
 
 
 def page_runs(shape: Sequence[int], strides: Sequence[int], item: int) -> list[tuple[int, int]]:
-    """The contiguous runs of bytes that one block of a view consists of.
+    """The contiguous runs ``(offset, bytes)`` of one block of a view, by increasing offset.
 
-    Args:
-        shape: shape of the view. Its first dimension counts blocks.
-        strides: strides of the view, in elements.
-        item: bytes per element.
-
-    Returns:
-        ``(offset, bytes)`` of each run, from the start of the block, by increasing offset.
+    ``strides`` are in elements of ``item`` bytes. The first dimension counts blocks.
     """
     dims = sorted(
         ((stride * item, size) for size, stride in zip(shape[1:], strides[1:]) if size > 1),
@@ -99,18 +84,11 @@ def group_layers(
     num_blocks: int,
     host_itemsize: int | None = None,
 ) -> tuple[LayerPages, ...]:
-    """Describe the pages of one group.
+    """Describe the pages of one group, by layer in the order in which layers run.
 
-    Args:
-        layers: names of the group's layers.
-        caches: each layer's tensor by name. Its first dimension counts blocks, or the parts into
-            which the attention kernel divides blocks.
-        num_blocks: number of blocks of the cache.
-        host_itemsize: bytes per element on the host; None if it is the device's.
-
-    Returns:
-        One description per layer, in the order in which layers run. A layer that shares the bytes
-        of another one is left out.
+    A layer that shares the bytes of another one is left out. The first dimension of a layer's
+    tensor counts blocks, or the parts into which the attention kernel divides blocks.
+    ``host_itemsize`` is bytes per element on the host; None if it is the device's.
 
     Raises:
         GraftError: if a tensor's first dimension is no multiple of ``num_blocks``.
@@ -156,31 +134,19 @@ def copies(
 ) -> Copies:
     """Addresses of the pages of ``layers`` for pairs of a block and a slot.
 
-    Runs that are adjacent on both sides are merged. So this is only for a host that keeps the
-    device's bytes.
-
-    Args:
-        layers: all layers of a group, or some of them.
-        blocks: block ids.
-        slots: one slot for each block.
-        slot_bytes: bytes from one slot to the next.
-        host_address: address of slot 0.
-        pinned_slots: slots per piece of memory that is pinned at once. No copy crosses the border
-            between two pieces.
+    Runs that are adjacent on both sides are merged, but not across the border of two pinned
+    pieces of ``pinned_slots`` slots. So this is only for a host that keeps the device's bytes.
+    ``host_address`` is that of slot 0.
     """
-    runs = [
-        (layer.address + device, layer.block_stride, host, size)
-        for layer in layers
-        for device, host, size in layer.runs
-    ]
-    block_ids = np.asarray(blocks, dtype=np.int64)[:, None]
-    slot_ids = np.asarray(slots, dtype=np.int64)[:, None]
-    base, stride, offset, size = (np.array(column, dtype=np.int64) for column in zip(*runs))
-    device = base + block_ids * stride
-    host = host_address + slot_ids * slot_bytes + offset
-    sizes = np.broadcast_to(size, device.shape)
+    found = _addresses(layers, blocks, slots, slot_bytes, host_address)
+    device, host, sizes = (column.T.ravel() for column in found)
     border = (host - host_address) % (pinned_slots * slot_bytes) == 0
-    return _merged(device.reshape(-1), host.reshape(-1), sizes.reshape(-1), border.reshape(-1))
+    joins = (device[:-1] + sizes[:-1] == device[1:]) & (host[:-1] + sizes[:-1] == host[1:])
+    joins &= ~border[1:]
+    if not joins.any():
+        return Copies(device, host, sizes)
+    starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
+    return Copies(device[starts], host[starts], np.add.reduceat(sizes, starts))
 
 
 def layer_copies(
@@ -190,10 +156,7 @@ def layer_copies(
 ) -> tuple[Copies, dict[str, tuple[int, int]]]:
     """Addresses of pages, one layer after the other. Nothing is merged.
 
-    Args:
-        parts: for each group its layers, block ids, and one slot for each block.
-        slot_bytes: bytes from one slot to the next.
-        host_address: address of slot 0.
+    ``parts`` has for each group its layers, block ids, and one slot for each block.
 
     Returns:
         All copies, and for each layer's name the range ``(begin, end)`` of its copies.
@@ -202,45 +165,34 @@ def layer_copies(
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
     for layers, blocks, slots in parts:
-        runs = [
-            (layer.address + device, layer.block_stride, host, size)
-            for layer in layers
-            for device, host, size in layer.runs
-        ]
-        block_ids, slot_ids = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        base, stride, offset, size = np.array(runs, np.int64).reshape(-1, 4).T[:, :, None]
-        device = base + stride * block_ids
-        host = host_address + offset + slot_ids * slot_bytes
-        columns.append((device.ravel(), host.ravel(), np.broadcast_to(size, host.shape).ravel()))
+        device, host, sizes = _addresses(layers, blocks, slots, slot_bytes, host_address)
+        columns.append((device.ravel(), host.ravel(), sizes.ravel()))
         for layer in layers:
-            begin, end = end, end + len(layer.runs) * len(block_ids)
+            begin, end = end, end + len(layer.runs) * len(blocks)
             ranges[layer.name] = begin, end
     return Copies(*(np.concatenate(column) for column in zip(*columns))), ranges
 
 
 def concatenated(parts: Sequence[Copies]) -> Copies:
     """The copies of several groups as one object."""
-    return Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS))
+    names = ("device", "host", "sizes")
+    return Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-_COLUMNS = ("device", "host", "sizes")
-
-
-def _merged(
-    device: Addresses, host: Addresses, sizes: Addresses, border: npt.NDArray[np.bool_]
-) -> Copies:
-    """Merge copies that follow each other in the list and in memory on both sides.
-
-    Args:
-        device: int64 ``[n]``, addresses.
-        host: int64 ``[n]``, addresses.
-        sizes: int64 ``[n]``, bytes.
-        border: bool ``[n]``, whether a copy starts a new pinned piece, and so must not be merged
-            with the one before.
-    """
-    joins = (device[:-1] + sizes[:-1] == device[1:]) & (host[:-1] + sizes[:-1] == host[1:])
-    joins &= ~border[1:]
-    if not joins.any():
-        return Copies(device, host, sizes)
-    starts = np.concatenate(([0], np.flatnonzero(~joins) + 1))
-    return Copies(device[starts], host[starts], np.add.reduceat(sizes, starts))
+def _addresses(
+    layers: Sequence[LayerPages],
+    blocks: Sequence[int],
+    slots: Sequence[int],
+    slot_bytes: int,
+    host_address: int,
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Device address, host address and bytes of each run, int64 ``[runs, blocks]``."""
+    runs = [
+        (layer.address + device, layer.block_stride, host, size)
+        for layer in layers
+        for device, host, size in layer.runs
+    ]
+    base, stride, offset, size = np.array(runs, np.int64).reshape(-1, 4).T[:, :, None]
+    device = base + stride * np.asarray(blocks, np.int64)
+    host = host_address + offset + np.asarray(slots, np.int64) * slot_bytes
+    return device, host, np.broadcast_to(size, host.shape)

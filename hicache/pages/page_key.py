@@ -23,14 +23,11 @@ read, and part of each namespace."""
 
 
 class PageKey(NamedTuple):
-    """Names a page within a namespace.
-
-    It is a tuple because thousands of keys are looked up within one step.
+    """Names a page within a namespace. It is a tuple, as thousands are looked up within one step.
 
     Attributes:
         hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
-            the tokens of the whole prefix, but not the weights: those are in the namespace, or in
-            a salt; see :func:`salted`.
+            the tokens of the whole prefix; the weights are in the namespace, or in a salt.
         pool: number of the pool (KV cache group) that the page belongs to, 0 to :data:`MAX_POOL`.
     """
 
@@ -39,14 +36,10 @@ class PageKey(NamedTuple):
 
 
 def salted(block_hash: bytes, salt: bytes) -> bytes:
-    """The hash of a page that only those find who know the salt.
+    """The hash of a page that only those find who know the salt, of up to 64 bytes.
 
     A namespace says what an engine has started with. Its pages get a random salt once that is no
-    longer true, because weights were replaced or may have been.
-
-    Args:
-        block_hash: vLLM's, 1 to :data:`MAX_HASH_BYTES` bytes.
-        salt: up to 64 bytes; empty as long as the namespace is true.
+    longer true, because weights were replaced or may have been; until then the salt is empty.
     """
     if not salt:
         return block_hash

@@ -1,11 +1,13 @@
-"""How the host pool is divided: shards, slots, and pieces that are pinned at once."""
+"""How the host pool is divided into shards and slots, and a lower bound for the size of a page."""
 
 from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import target_of
 from vllm_graft.hicache.config.cache_config import flag
 
 PAGE = mmap.PAGESIZE
@@ -14,15 +16,26 @@ PAGE = mmap.PAGESIZE
 PIN_BYTES = 16 << 30
 """About the most bytes that one call pins. The driver's time per call grows with the size."""
 
+_SMALLEST_BLOCK = 16
+"""Tokens per block that are assumed before the attention backend has chosen the block size."""
+
+_UNEVEN = (
+    "attention_chunk_size",
+    "block_configs",
+    "interleaved_sliding_window",
+    "num_kv_shared_layers",
+    "sliding_window",
+)
+"""Keys of a model's configuration that say that its layers keep different amounts of K/V."""
+
 
 @dataclass(frozen=True)
 class PoolShape:
     """Sizes of the host pool. They are the same in every process of an engine.
 
     Attributes:
-        num_slots: slots per shard.
+        num_slots: slots per shard. A slot number means the same page in each of them.
         slot_bytes: bytes per slot, a multiple of :data:`PAGE`.
-        num_shards: number of shards. A slot number means the same page in each of them.
     """
 
     num_slots: int
@@ -31,12 +44,9 @@ class PoolShape:
 
     @classmethod
     def fit(cls, host_bytes: int, page_bytes: int, num_shards: int) -> PoolShape:
-        """The shape with the most slots that fit into ``host_bytes``.
+        """The shape with the most slots that fit into ``host_bytes``, those of all shards together.
 
-        Args:
-            host_bytes: bytes for all shards together.
-            page_bytes: bytes of one rank's largest page in any pool.
-            num_shards: number of ranks that hold KV of their own.
+        ``page_bytes`` are those of one rank's largest page.
 
         Raises:
             ConfigError: if not even one slot fits.
@@ -52,7 +62,6 @@ class PoolShape:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes per shard."""
         return self.num_slots * self.slot_bytes
 
     @property
@@ -62,5 +71,35 @@ class PoolShape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards."""
         return self.shard_bytes * self.num_shards
+
+
+def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
+    """The least bytes of a page of a target or a draft on all ranks; 0 if its layers differ."""
+    model = target_of(vllm_config)
+    if model is None or not _is_even(model):
+        return 0
+    cache = vllm_config.cache_config
+    itemsize = 1 if host_dtype == "fp8" else _itemsize(str(cache.cache_dtype), model)
+    block = cache.block_size
+    if not cache.user_specified_block_size:
+        block = min(block or _SMALLEST_BLOCK, _SMALLEST_BLOCK)
+    numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    return int(model.get_total_num_hidden_layers() * block * numbers * itemsize)
+
+
+def _is_even(model: Any) -> bool:
+    """Whether every layer keeps K and V of all its heads for every token."""
+    if model.use_mla or model.is_hybrid or model.is_attention_free or model.is_encoder_decoder:
+        return False
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    return kinds <= {"full_attention"} and not any(getattr(text, key, None) for key in _UNEVEN)
+
+
+def _itemsize(cache_dtype: str, model: Any) -> int:
+    if cache_dtype == "auto":
+        return int(model.dtype.itemsize)
+    if cache_dtype.startswith("fp8"):
+        return 1
+    return 2 if cache_dtype in ("bfloat16", "float16", "half") else 0

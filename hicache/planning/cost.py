@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_graft.base.values import lever
@@ -28,14 +29,11 @@ MIN_BYTES = 1 << 20
 MIN_TOKENS = 256
 """Least tokens of a step that measures prefill. Smaller steps measure decoding."""
 
-
 PARTIAL_GAIN = 0.2
-"""Least fraction of the time that loading only a part of a hit has to save.
+"""Least fraction of the time, for loading or for computing everything, that a part has to save.
 
-It is the fraction of the time for loading everything, or for computing everything. If copies are
-much faster than prefill, a part never saves so much. And a few more tokens of prefill may cost more
-than their proportion, because a kernel has a minimal cost, and a batch that exceeds its CUDA graph
-is launched kernel by kernel.
+A few more tokens of prefill may cost more than their proportion, because a kernel has a minimal
+cost, and a batch that exceeds its CUDA graph is launched kernel by kernel.
 """
 
 
@@ -44,13 +42,7 @@ class Rate:
 
     A mean of ratios would mostly follow the shortest times, which are the least exact.
 
-    Args:
-        initial: amount per second before the first measurement, which replaces it.
-        minimum: smallest amount that counts as a measurement.
-
-    Attributes:
-        value: amount per second.
-        samples: number of measurements.
+    ``initial`` is the rate before the first measurement of at least ``minimum``.
     """
 
     def __init__(self, initial: float, minimum: float) -> None:
@@ -60,7 +52,6 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Take in the measurement that ``amount`` took ``seconds``."""
         if amount < self._minimum or seconds <= 0:
             return
         if not self.samples:
@@ -99,13 +90,11 @@ class Hit:
     """A hit, and the circumstances that count for its load.
 
     Attributes:
-        tokens: number of tokens that can be loaded.
-        num_bytes: bytes of their pages on one rank, which go over one link.
+        num_bytes: bytes of the pages on one rank, which go over one link.
         rest_tokens: number of tokens that the request has to compute in any case.
         others: number of other running requests. They wait while a step waits for copies.
         queued_bytes: bytes of loads that are before this one on the link.
-        step_tokens: number of tokens that the next step computes for requests whose loads are in
-            that queue.
+        step_tokens: number of tokens that the next step computes for requests in that queue.
     """
 
     tokens: int
@@ -118,25 +107,14 @@ class Hit:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision about a hit.
-
-    Attributes:
-        mode: how to load it.
-        tokens: how many of its tokens to load.
-    """
+    """The decision about a hit: how to load how many of its tokens."""
 
     mode: LoadMode
     tokens: int
 
 
 class CostModel:
-    """Learns rates from measurements, and chooses the fastest mode for a hit.
-
-    The first measurement of a rate replaces what it began with.
-
-    Raises:
-        ConfigError: if :data:`PREFILL_LEVER` holds no number.
-    """
+    """Learns rates from measurements, and chooses the fastest mode for a hit."""
 
     def __init__(self) -> None:
         self.load = Rate(HOST_GBPS * 1e9, MIN_BYTES)
@@ -166,26 +144,18 @@ class CostModel:
         }
 
     def seconds_to_load(self, num_bytes: int) -> float:
-        """Seconds for copying bytes from host to device."""
         return num_bytes / self.load.value
 
     def seconds_to_compute(self, tokens: int) -> float:
-        """Seconds for computing tokens by prefill."""
         return tokens / self.prefill.value
 
-    def seconds_from_disk(self, num_bytes: int, queued_bytes: int = 0) -> float:
-        """Seconds for reading bytes from storage, after the queued bytes."""
-        return (num_bytes + queued_bytes) / self.disk.value
-
     def worth_reading(self, tokens: int, num_bytes: int, queued_bytes: int) -> bool:
-        """Whether reading from storage is faster than recomputing."""
-        return self.seconds_from_disk(num_bytes, queued_bytes) < self.seconds_to_compute(tokens)
+        """Whether reading from storage, after the queued bytes, is faster than recomputing."""
+        seconds = (num_bytes + queued_bytes) / self.disk.value
+        return seconds < self.seconds_to_compute(tokens)
 
     def choose(self, hit: Hit) -> Plan:
-        """Choose the mode with the fewest seconds to the first token.
-
-        Seconds that other requests wait because of it count as well.
-        """
+        """Choose the mode with the fewest seconds to the first token, and of others' waiting."""
         queue = self.seconds_to_load(hit.queued_bytes)
         load = queue + self.seconds_to_load(hit.num_bytes)
         step = 1.0 / self.steps.value
@@ -221,3 +191,29 @@ class CostModel:
         compute = 1.0 / self.prefill.value
         total = (hit.tokens + hit.rest_tokens + hit.step_tokens) * compute
         return max(0, min(hit.tokens, int((total - queue) / (copy + compute))))
+
+
+class StepClock:
+    """Matches steps' tokens with their times, which the ranks report only later, or never."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._tokens: dict[int, int] = {}
+
+    def begin(self, tokens: int) -> int:
+        """Note a step of ``tokens`` tokens, 0 to ignore its time; return its number, from 1 on."""
+        self._number += 1
+        if tokens:
+            self._tokens[self._number] = tokens
+        return self._number
+
+    def ended(self, seconds: Mapping[int, float]) -> list[tuple[int, float]]:
+        """``(tokens, seconds)`` of each step whose time, reported by its number, counts."""
+        known = []
+        for number in sorted(seconds):
+            # Ranks report steps in order, so no earlier step will be reported any more.
+            for earlier in [step for step in self._tokens if step < number]:
+                del self._tokens[earlier]
+            if number in self._tokens:
+                known.append((self._tokens.pop(number), seconds[number]))
+        return known

@@ -10,7 +10,6 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
-from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -19,17 +18,7 @@ from vllm_graft.hicache.planning.store_planner import NULL_BLOCK
 
 
 class LoadPlanner:
-    """Issues the loads of offers that vLLM has accepted since the last step.
-
-    Args:
-        geometry: sizes on which all processes agree.
-        index: index of the host pool.
-        controller: pins pages and issues operations.
-        stats: counts tokens and loads.
-
-    Attributes:
-        step_tokens: number of tokens that the next step computes for requests whose loads it reads.
-    """
+    """Issues the loads of offers that vLLM has accepted since the last step."""
 
     def __init__(
         self,
@@ -40,18 +29,14 @@ class LoadPlanner:
     ) -> None:
         self._geometry, self._index = geometry, index
         self._controller, self._stats = controller, stats
-        self._loads: list[tuple[CacheOperation, bool]] = []
-        self._failed_loads: list[str] = []
-        self._failed_blocks: list[int] = []
+        self._next = HiCacheMetadata()
         self.step_tokens = 0
+        """Number of tokens that the next step computes for requests whose loads it reads."""
 
     def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
-        """Issue the load of an accepted offer.
+        """Issue the load of the state's offer, of which vLLM has accepted ``external`` tokens.
 
-        Args:
-            state: the request's, with the offer.
-            block_ids: blocks that vLLM has allocated for it, by the group's number.
-            external: number of tokens that vLLM has accepted.
+        ``block_ids`` are the blocks that vLLM has allocated for it, by the group's number.
         """
         chosen = state.chosen
         if chosen is None:
@@ -65,24 +50,24 @@ class LoadPlanner:
             self._fail_load(state, {block for _, block in source} if chosen.layerwise else set())
             return
         self._index.touch(key for key, _ in reversed(source))
-        self._loads.append((operation, chosen.layerwise))
         if chosen.layerwise:
+            self._next.sync_loads.append(operation)
             self.step_tokens += state.request.num_tokens - end
+        else:
+            self._next.async_loads.append(operation)
         self._count_load(state, source, external, chosen.layerwise)
 
     def blocks(self) -> Iterator[int]:
         """Yield the device blocks that the next step's loads write."""
-        for operation, _ in self._loads:
+        for operation in self._next.sync_loads + self._next.async_loads:
             for transfer in operation.transfers:
                 yield from transfer.device_indices
 
-    def hand_over(self, metadata: HiCacheMetadata) -> None:
-        """Put the loads, also those that are impossible, into the ranks' work for a step."""
-        for operation, layerwise in self._loads:
-            (metadata.sync_loads if layerwise else metadata.async_loads).append(operation)
-        metadata.failed_loads, metadata.failed_blocks = self._failed_loads, self._failed_blocks
-        self._loads, self._failed_loads, self._failed_blocks = [], [], []
+    def take(self) -> HiCacheMetadata:
+        """Return a step's work for the ranks: the loads, also those that are impossible."""
+        work, self._next = self._next, HiCacheMetadata()
         self.step_tokens = 0
+        return work
 
     def _to_load(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
@@ -101,13 +86,13 @@ class LoadPlanner:
         tokens: int,
         layerwise: bool,
     ) -> None:
-        pages = [self._index.get(key) for key, _ in source]
-        stored = sum(page is not None and page.from_storage for page in pages)
-        for page in pages:
-            if page is not None:
+        stored = 0
+        for key, _ in source:
+            if (page := self._index.get(key)) is not None:
+                stored += page.from_storage
                 # Later hits on the page count as hits in host memory.
                 page.from_storage = False
-        from_storage = tokens * stored // max(1, len(pages))
+        from_storage = tokens * stored // max(1, len(source))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
         state.sources = {source: count for source, count in split.items() if count}
         self._stats.add("hit_tokens_storage", from_storage)
@@ -117,13 +102,11 @@ class LoadPlanner:
     def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
         """Let the ranks report an impossible load as failed, because vLLM expects it from them.
 
-        Args:
-            state: state of the request.
-            blocks: blocks that its next step reads. Empty if the request waits outside of steps.
+        ``blocks`` are those that the next step reads, none if the request waits outside of steps.
         """
         state.suspect = True
         if blocks:
-            self._failed_blocks += blocks
+            self._next.failed_blocks += blocks
         else:
-            self._failed_loads.append(state.request.request_id)
+            self._next.failed_loads.append(state.request.request_id)
         self._stats.add("failed_loads")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, overload
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey, salted
 
@@ -17,12 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chosen:
-    """The load that the last lookup offered.
+    """The load that the last lookup offered: of the tokens ``start`` to ``end``.
 
-    Attributes:
-        start: number of tokens that were on the device already.
-        end: number of tokens of the prefix after the load.
-        layerwise: whether the request's first step loads them, layer by layer.
+    ``layerwise`` says whether the request's first step loads them, layer by layer.
     """
 
     start: int
@@ -61,15 +59,10 @@ class RequestState:
     """The state of one request.
 
     Attributes:
-        request: vLLM's request.
-        groups: pools that are cached.
-        salt: salt of the keys; see :func:`vllm_graft.hicache.pages.page_key.salted`.
         keys: keys of the request's full blocks, by the group's number.
         stored: number of leading blocks that were considered for a store, by the group's number.
-        chosen: the load that the last lookup offered; None if it offered none.
         sources: number of tokens of the accepted offer from each source.
-        suspect: whether a load has failed, so that blocks that vLLM counts as computed may be
-            invalid.
+        suspect: whether a load has failed, so that blocks may be invalid.
         outdated: whether K/V of the request may come from before a reset or from weights that were
             replaced. It is not stored until the request computes anew.
     """
@@ -118,3 +111,49 @@ class RequestState:
         if tokens % group.block_tokens or not 0 <= block < len(keys):
             return None
         return keys[block]
+
+
+class Recency:
+    """Refreshes the pages of ended requests, tail first, once their stores have ended too.
+
+    A page is useless without the pages before it. But pages are stored head first, so that without
+    this the head would be the oldest and leave first. Pages that the request found on the device
+    are refreshed too, because they are in use although no request loads them from the host.
+    """
+
+    def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
+        self._groups = groups
+        self._index = index
+        self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
+
+    def ended(self, keys: Mapping[int, Sequence[PageKey]], tokens: int) -> None:
+        """Note that a request has ended that has computed ``tokens`` tokens.
+
+        ``keys`` are those of its full blocks, by the group's number.
+        """
+        pages = [
+            (number * group.block_tokens, key)
+            for group in self._groups
+            for number, key in enumerate(keys[group.index][: max(0, tokens) // group.block_tokens])
+            if self._index.get(key) is not None
+        ]
+        pages.sort(key=lambda page: page[0], reverse=True)
+        ordered = [key for _, key in pages]
+        self._waiting.append((ordered, [key for key in ordered if not self._index.has(key)]))
+        self.poll()
+
+    def poll(self) -> None:
+        """Refresh the pages of ended requests whose stores have all ended."""
+        waiting = []
+        for ordered, coming in self._waiting:
+            while coming and not self._is_coming(coming[-1]):
+                coming.pop()
+            if coming:
+                waiting.append((ordered, coming))
+            else:
+                self._index.refresh(ordered)
+        self._waiting = waiting
+
+    def _is_coming(self, key: PageKey) -> bool:
+        page = self._index.get(key)
+        return page is not None and not page.ready

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -19,11 +19,9 @@ from vllm_graft.hicache.pages.engine_core import Change
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
 from vllm_graft.hicache.pages.page_key import SALT_BYTES
-from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode
+from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, StepClock
 from vllm_graft.hicache.planning.load_planner import LoadPlanner
-from vllm_graft.hicache.planning.recency import Recency
-from vllm_graft.hicache.planning.request_state import Chosen, RequestState
-from vllm_graft.hicache.planning.step_clock import StepClock
+from vllm_graft.hicache.planning.request_state import Chosen, Recency, RequestState
 from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.planning.store_planner import StorePlanner, handed_out
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
@@ -37,15 +35,7 @@ if TYPE_CHECKING:
 
 
 class HiCacheScheduler:
-    """Decides which pages to load and to store. The controller keeps pages and jobs.
-
-    Args:
-        config: the connector's configuration.
-        geometry: sizes on which all processes agree.
-        index: index of the host pool.
-        speculative: whether drafts are verified. Then the KV of the last known token may change.
-        tier: storage below the host pool; None for none.
-    """
+    """Decides which pages to load and to store. The controller keeps pages and jobs."""
 
     def __init__(
         self,
@@ -65,8 +55,7 @@ class HiCacheScheduler:
             StorageReads(tier, geometry, index, self.cost, self.stats) if tier else None
         )
         self._states: dict[str, RequestState] = {}
-        self._salt = b""
-        self._adapter_salt = b""
+        self._salt = self._adapter_salt = b""
         self._loads = LoadPlanner(geometry, index, self.controller, self.stats)
         self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
@@ -74,8 +63,6 @@ class HiCacheScheduler:
         self._recency = Recency(geometry.groups, index)
         self._step_clock = StepClock()
         self._running = 0
-
-    # Requests
 
     def state_of(self, request: Request) -> RequestState:
         """The state of a request, which is created if the request is new."""
@@ -103,13 +90,9 @@ class HiCacheScheduler:
 
         It changes only the offer in the request's state.
 
-        Args:
-            request: the request.
-            computed: number of its tokens whose KV is on the device.
-
         Returns:
-            The number of tokens beyond ``computed`` that can be loaded, and whether they are loaded
-            outside of steps. The number is None if the request should wait for its prefetch.
+            The number of tokens that can be loaded beyond the ``computed`` ones, None if the
+            request should wait for its prefetch, and whether they are loaded outside of steps.
         """
         state = self.state_of(request)
         if state.outdated:
@@ -126,23 +109,13 @@ class HiCacheScheduler:
         end = self._longest(state, computed, self._limit(request))
         if end <= computed:
             return 0, False
-        chosen = self._choose(state, computed, end)
-        state.chosen = chosen
-        if chosen is None:
-            return 0, False
-        return chosen.end - chosen.start, not chosen.layerwise
+        state.chosen = chosen = self._choose(state, computed, end)
+        return (0, False) if chosen is None else (chosen.end - computed, not chosen.layerwise)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Issue the load of an accepted offer.
-
-        Args:
-            request: the request.
-            blocks: blocks that vLLM has allocated for it.
-            external: number of tokens that vLLM has accepted.
-        """
-        if not external:
-            return
-        self._loads.issue(self.state_of(request), blocks.get_block_ids(), external)
+        """Issue the load of an offer of which vLLM has accepted ``external`` tokens."""
+        if external:
+            self._loads.issue(self.state_of(request), blocks.get_block_ids(), external)
 
     def hit_sources(self, request: Request, external: int) -> dict[CacheHitSource, int]:
         """The number of tokens of the accepted offer from each source; the sum is ``external``."""
@@ -157,8 +130,9 @@ class HiCacheScheduler:
             self.storage_reads.finished(request.request_id)
         if state is None or state.suspect or state.outdated:
             return
-        if self._load_pending(request.request_id):
-            return
+        jobs = self.controller.jobs.values()
+        if any(request.request_id in job.operation.request_ids for job in jobs):
+            return  # Its load is pending.
         if request.status is RequestStatus.FINISHED_ERROR:
             # A load of this or another connector has failed, so the blocks may be invalid.
             return
@@ -180,11 +154,9 @@ class HiCacheScheduler:
         return int(request.num_tokens) - 1
 
     def _longest(self, state: RequestState, computed: int, limit: int) -> int:
-        keys, has = state.keys, self.index.has
-
         def there(group: int, block: int) -> bool:
-            known = keys[group]
-            return block < len(known) and has(known[block])
+            known = state.keys[group]
+            return block < len(known) and self.index.has(known[block])
 
         return longest_hit(self.geometry.groups, computed, limit, there)
 
@@ -227,19 +199,13 @@ class HiCacheScheduler:
             for transfer in operation.transfers
         )
 
-    def _load_pending(self, request_id: str) -> bool:
-        return any(request_id in job.operation.request_ids for job in self.controller.jobs.values())
-
-    # Steps
-
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
         """Build the ranks' work for a step."""
-        metadata = HiCacheMetadata()
-        metadata.early_stores = self._surviving(output)
-        metadata.fences = self._fences(output)
+        stores, fences = self._surviving(output), self._fences(output)
+        metadata = self._loads.take()
+        metadata.early_stores, metadata.fences = stores, fences
         metadata.stores = list(self._stores.step(output, self._states))
         self._early_stores = []
-        self._loads.hand_over(metadata)
         if self.storage_reads is not None:
             self.storage_reads.poll()
         self._running = len(output.num_scheduled_tokens)
@@ -262,16 +228,18 @@ class HiCacheScheduler:
         if not isinstance(report, HiCacheReport):
             return
         for tokens, seconds in self._step_clock.ended(report.steps):
-            self._learn(tokens, seconds)
+            self.cost.computed(tokens, seconds)
+            for group in self.geometry.groups:
+                page_cost = self.cost.seconds_to_compute(group.block_tokens)
+                self.index.page_cost[group.index] = page_cost
         finished = self.controller.report(report.done, report.failed)
         self._recency.poll()
         for direction, moved in (("load", report.loads), ("store", report.stores)):
             self.stats.add(f"{direction}_bytes", moved.bytes)
             self.stats.add(f"{direction}_strided_bytes", moved.strided_bytes)
             self.stats.add(f"{direction}_seconds", moved.seconds)
+            self.cost.copied(moved.bytes, moved.seconds, load=direction == "load")
         self.stats.add("load_staged_bytes", report.loads.staged_bytes)
-        self.cost.copied(report.loads.bytes, report.loads.seconds, load=True)
-        self.cost.copied(report.stores.bytes, report.stores.seconds, load=False)
         if self.storage_reads is not None:
             self.storage_reads.tier.store(finished.stored)
         self.stats.add("failed_loads", finished.failed_loads)
@@ -305,7 +273,8 @@ class HiCacheScheduler:
                 self.storage_reads.cancel()
         elif change is Change.ADAPTER:
             self._adapter_salt = os.urandom(SALT_BYTES)
-            self._outdate(state for state in self._states.values() if state.volatile)
+            for state in self._states.values():
+                state.outdated |= state.volatile
 
     def _forget(self) -> None:
         """Forget the host's pages, and store no K/V that was computed until now."""
@@ -315,10 +284,7 @@ class HiCacheScheduler:
         self._early_stores = []
         self.controller.reset()
         self._stores.reset()
-        self._outdate(self._states.values())
-
-    def _outdate(self, states: Iterable[RequestState]) -> None:
-        for state in states:
+        for state in self._states.values():
             state.outdated = True
 
     def _salt_of(self, request: Request) -> bytes:
@@ -326,7 +292,6 @@ class HiCacheScheduler:
         return self._salt + (self._adapter_salt if request.lora_request is not None else b"")
 
     def close(self) -> None:
-        """Stop the threads of the storage tier."""
         if self.storage_reads is not None:
             self.storage_reads.tier.close()
 
@@ -334,24 +299,20 @@ class HiCacheScheduler:
         """Counters since the last call, and current gauges; None if nothing was counted."""
         if self.stats.is_empty():
             return None
-        stats = HiCacheStats(data=dict(self.stats.data))
+        data = {
+            **self.stats.data,
+            "pages": len(self.index),
+            "free_pages": self.index.num_free,
+            "jobs": len(self.controller.jobs),
+            **self.cost.learned(),
+            "evictions": self.index.evictions,
+            "declined_stores": self.controller.declined_stores,
+        }
         self.stats.reset()
-        stats.data["pages"] = len(self.index)
-        stats.data["free_pages"] = self.index.num_free
-        stats.data["jobs"] = len(self.controller.jobs)
-        stats.data |= self.cost.learned()
-        stats.data["evictions"], self.index.evictions = self.index.evictions, 0
-        declined, self.controller.declined_stores = self.controller.declined_stores, 0
-        stats.data["declined_stores"] = declined
+        self.index.evictions = self.controller.declined_stores = 0
         if self.storage_reads is not None:
-            stats.data["write_queue"] = self.storage_reads.tier.write_queue
-        return stats
-
-    def _learn(self, tokens: int, seconds: float) -> None:
-        """Take in the seconds of a step of ``tokens`` tokens."""
-        self.cost.computed(tokens, seconds)
-        for group in self.geometry.groups:
-            self.index.page_cost[group.index] = self.cost.seconds_to_compute(group.block_tokens)
+            data["write_queue"] = self.storage_reads.tier.write_queue
+        return HiCacheStats(data=data)
 
     def _fences(self, output: SchedulerOutput) -> list[int]:
         """Jobs of stores in flight that read blocks which this step gives to requests."""
@@ -361,10 +322,9 @@ class HiCacheScheduler:
         return sorted(self.controller.jobs_reading(given))
 
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:
-        """The stores of freed blocks that are still possible.
+        """The stores of freed blocks that are still possible; the others are cancelled.
 
-        Others are cancelled, because vLLM zeroes their blocks before the ranks get this step's
-        metadata.
+        vLLM zeroes their blocks before the ranks get this step's metadata.
         """
         zeroed = set(output.new_block_ids_to_zero or ())
         kept = []

@@ -12,7 +12,7 @@ from vllm_graft.hicache.pages.groups import HitPolicy, longest_hit
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.request_state import RequestState
-from vllm_graft.hicache.storage.tier.prefetcher import PrefetchOperation
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 0.001
 """Seconds that an engine pauses if it only waits for storage, because vLLM would spin."""
-
 
 PROBE_EVERY = 32
 """One of so many hits is read although it does not pay, to notice if storage became faster."""
@@ -31,15 +30,7 @@ not have takes longer."""
 
 
 class StorageReads:
-    """The prefetches of waiting requests.
-
-    Args:
-        tier: the storage tier.
-        geometry: sizes on which all processes agree.
-        index: index of the host pool.
-        cost: decides whether reading is faster than recomputing.
-        stats: counters to update.
-    """
+    """The prefetches of waiting requests."""
 
     def __init__(
         self,
@@ -63,9 +54,7 @@ class StorageReads:
     def arrived(self, state: RequestState, limit: int) -> None:
         """Begin to read pages that a new request can use and that host memory does not have.
 
-        Args:
-            state: state of the request.
-            limit: most tokens that its prefix may have.
+        ``limit`` is the most tokens that its prefix may have.
         """
         local = self._on_device(state)
         keys, tokens = self._wanted(state, local, limit)
@@ -82,13 +71,9 @@ class StorageReads:
         self._running[request_id] = (operation, time.perf_counter(), size)
 
     def may_run(self, state: RequestState, others: bool) -> bool:
-        """Whether a request need not wait for its prefetch any longer.
+        """Whether a request need not wait for its prefetch; then reads that have not begun end.
 
-        If it need not, reads for it that have not begun are cancelled.
-
-        Args:
-            state: state of the request.
-            others: whether other requests run meanwhile.
+        ``others`` says whether other requests run meanwhile.
         """
         entry = self._running.get(state.request.request_id)
         if entry is None:
@@ -130,7 +115,6 @@ class StorageReads:
         self._seen = counted
 
     def cancel(self) -> None:
-        """Cancel all prefetches."""
         for request_id in list(self._running):
             self.finished(request_id)
 
@@ -142,12 +126,8 @@ class StorageReads:
     def _wanted(self, state: RequestState, local: int, limit: int) -> tuple[list[PageKey], int]:
         """The pages to read for a request, and the number of their tokens.
 
-        They complete the longest prefix that host memory and storage have together.
-
-        Args:
-            state: state of the request.
-            local: number of tokens whose KV is on the device.
-            limit: most tokens that the prefix may have.
+        They complete the longest prefix of at most ``limit`` tokens that the device, with
+        ``local`` tokens, host memory and storage have together.
         """
         stored: dict[PageKey, bool] = {}
 
@@ -183,10 +163,9 @@ class StorageReads:
         return wanted, tokens
 
     def _on_host(self, key: PageKey) -> bool:
-        """Whether host memory has a page.
+        """Whether host memory has a page, and no other request is still reading it.
 
-        It has none that is being read for another request, which this request wants too. The load
-        is shared, but each has its own deadline.
+        The load of such a page is shared, but each request has its own deadline.
         """
         return self._index.get(key) is not None and not self.tier.is_incoming(key)
 
@@ -197,11 +176,8 @@ class StorageReads:
             return 0
         tokens = []
         for group in full:
-            hashes = state.request.block_hashes[
-                group.hashes_per_block - 1 :: group.hashes_per_block
-            ]
-            blocks = 0
-            for block_hash in hashes:
+            step, blocks = group.hashes_per_block, 0
+            for block_hash in state.request.block_hashes[step - 1 :: step]:
                 if self.device.get_cached_block(block_hash, [group.index]) is None:
                     break
                 blocks += 1

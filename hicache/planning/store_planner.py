@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
@@ -11,7 +12,6 @@ from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.request_state import RequestState
-from vllm_graft.hicache.planning.touches import TouchCounter
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,14 +20,31 @@ NULL_BLOCK = 0
 """Id of vLLM's null block, which stands for a block that is not kept."""
 
 
+class TouchCounter:
+    """Counts requests for each page; beyond ``capacity`` keys the longest unused are forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._counts: OrderedDict[PageKey, int] = OrderedDict()
+
+    def add(self, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            self._counts[key] = self._counts.get(key, 0) + 1
+            self._counts.move_to_end(key)
+        while len(self._counts) > self._capacity:
+            self._counts.popitem(last=False)
+
+    def count(self, key: PageKey) -> int:
+        return self._counts.get(key, 0)
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+
 class StorePlanner:
     """Plans stores as the option ``write_policy`` says.
 
-    Args:
-        config: the connector's configuration.
-        geometry: sizes on which all processes agree.
-        controller: reserves slots and issues operations.
-        speculative: whether drafts are verified. Then the KV of the last known token may change.
+    If drafts are verified (``speculative``), the KV of the last known token may change.
     """
 
     def __init__(
@@ -50,7 +67,6 @@ class StorePlanner:
                 self._touches.add(keys)
 
     def reset(self) -> None:
-        """Forget all counts of prefixes."""
         self._touches.clear()
 
     def step(
@@ -89,14 +105,9 @@ class StorePlanner:
     ) -> CacheOperation | None:
         """Store the blocks of a request that were not considered before.
 
-        Args:
-            state: state of the request.
-            block_ids: block ids of each group.
-            tokens: number of leading tokens with final KV. Only full blocks of them are stored.
-            flush: whether the request has ended, so that the store is less urgent than others.
-
-        Returns:
-            The operation; None if there is nothing to store, or no room.
+        ``block_ids`` are those of each group, and ``tokens`` is the number of leading tokens with
+        final KV. The store of a request that has ended (``flush``) is less urgent than others. The
+        result is None if there is nothing to store, or no room.
         """
         source: list[tuple[PageKey, int]] = []
         for group in self._geometry.groups:

@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import info_once, logger
 from vllm_graft.hicache.config.cache_config import flag
-from vllm_graft.hicache.copies import fp8_copy as fp8
 from vllm_graft.hicache.copies.copy_engine import (
     Convert,
     CopyEngine,
-    HostShard,
     MemoryCopyEngine,
     Pools,
+    fp8_copy,
     raise_incomplete,
 )
+from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
+from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.faults.injector import FaultInjector
-from vllm_graft.hicache.host.numa import node_of_gpu
-from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.host.pool import HostPool, node_of_gpu
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy
 from vllm_graft.hicache.pages.layout import LayerPages, group_layers, pages_bytes
+from vllm_graft.seams.wrap import wrap
 
 if TYPE_CHECKING:
-    from vllm_graft.hicache.copies.cuda_driver import CudaDriver
-    from vllm_graft.hicache.copies.staging_ring import StagingRing
+    from vllm_graft.hicache.copies.row_copies import StagingRing
 
 
 class HiCacheWorker:
     """Executes operations on one rank.
 
-    Args:
-        geometry: sizes on which all processes agree.
-        rank: number of this rank in the world.
-        num_blocks: number of blocks of the device's KV cache.
-        injector: makes copies fail on purpose; None for none.
-        staging_bytes: bytes of device memory that loads may go through; 0 for none.
+    Loads may go through ``staging_bytes`` of device memory; ``injector`` makes copies fail on
+    purpose.
     """
 
     def __init__(
@@ -77,9 +75,7 @@ class HiCacheWorker:
     def register(self, caches: Mapping[str, torch.Tensor], hooked: Collection[str]) -> None:
         """Find the pages in vLLM's KV cache, and map the host memory.
 
-        Args:
-            caches: each layer's tensor by name. Its first dimension counts blocks.
-            hooked: names of the layers that call :meth:`wait_layer`.
+        The tensors' first dimension counts blocks. ``hooked`` layers call :meth:`wait_layer`.
 
         Raises:
             GraftError: if the tensors do not fit the configuration, or there is not enough memory.
@@ -109,7 +105,7 @@ class HiCacheWorker:
             self._pool.pin(self._shard)
             self._engine = self._stream_engine(pools, shard)
         else:
-            convert = _converting(fp8.memory_copy, geometry.convert_from)
+            convert = _converting(fp8_copy, geometry.convert_from)
             self._engine = MemoryCopyEngine(pools, shard, self._injector, convert)
         info.publish("hicache", info.weakly(self.counters))
         info_once(
@@ -158,11 +154,8 @@ class HiCacheWorker:
         return self._engine
 
     def begin_loads(self, metadata: HiCacheMetadata) -> None:
-        """Submit the loads within a step before :meth:`start_loads`, if that is possible.
-
-        It is not for models with recurrent states, because vLLM moves these between blocks while it
-        prepares the step.
-        """
+        """Submit the loads within a step before :meth:`start_loads`, if that is possible."""
+        # vLLM moves recurrent states between blocks while it prepares the step.
         if not metadata.sync_loads or self._has_states:
             return
         self.before_step(metadata)
@@ -182,10 +175,8 @@ class HiCacheWorker:
     def start_loads(self, metadata: HiCacheMetadata, hooks_run: bool) -> None:
         """Submit this step's loads.
 
-        Args:
-            metadata: metadata of this step.
-            hooks_run: whether attention layers call :meth:`wait_layer` in this step. They do not
-                if a FULL graph is replayed. Then the compute stream waits here for the whole load.
+        Attention layers do not call :meth:`wait_layer` (``hooks_run``) if a FULL graph is replayed.
+        Then the compute stream waits here for the whole load.
         """
         if metadata.sync_loads:
             self._counters["layerwise_steps" if hooks_run else "full_graph_steps"] += 1
@@ -205,15 +196,10 @@ class HiCacheWorker:
             self._load_later()
 
     def wait_layer(self, layer: str) -> None:
-        """Let the compute stream wait for the load of ``layer``, whose attention comes next."""
         self.engine.wait_layer(layer)
 
     def after_forward(self) -> None:
-        """Let the compute stream wait for all layers, and submit the loads outside of steps.
-
-        It is called after the target's forward pass was submitted. Work that follows, such as
-        drafting, may read any layer.
-        """
+        """Let later work wait for all layers, and submit the loads outside of steps."""
         unwaited = self.engine.wait_all_layers()
         self._check_loads()
         self._load_later()
@@ -245,28 +231,25 @@ class HiCacheWorker:
             self._counters[f"{direction}_strided_bytes"] += result.strided_bytes
             if load:
                 self._counters["load_staged_bytes"] += result.staged_bytes
-            for job in operation.ids:
-                request = self._async_loads.pop(job, None)
-                if request is not None:
-                    received.add(request)
-                    if result.failed:
-                        failed.add(request)
+            waiting = self._async_loads.keys() & operation.ids
+            requests = {self._async_loads.pop(job) for job in waiting}
+            received |= requests
+            failed |= requests if result.failed else set()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return the invalid blocks that this step has read. vLLM ends their requests."""
+        """The invalid blocks that this step has read. vLLM ends their requests."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
     def take_report(self) -> HiCacheReport | None:
-        """Return the report since the last call; None if it is empty."""
+        """The report since the last call; None if it is empty."""
         if self._report.empty:
             return None
         report, self._report = self._report, HiCacheReport()
         return report
 
     def close(self) -> None:
-        """Wait for copies in flight, and unmap the memory."""
         if self._engine is not None:
             self._engine.drain()
             self._engine = None
@@ -275,36 +258,26 @@ class HiCacheWorker:
             self._pool = None
 
     def _load(self, metadata: HiCacheMetadata, by_layer: bool) -> None:
-        """Submit the loads within a step."""
         operation = merge_ops(metadata.sync_loads)
-        if operation is None:
-            return
-        if by_layer:
+        if operation is not None and by_layer:
             self.engine.load_layers(operation, self._unhooked)
-        else:
+        elif operation is not None:
             self.engine.load_now(operation)
 
     def _load_later(self) -> None:
-        """Submit the loads outside of steps, after those that the step waits for."""
         loads, self._later_loads = self._later_loads, []
         for load in loads:
             self._async_loads.update(zip(load.ids, load.request_ids))
             self.engine.load(load)
 
     def _check_loads(self) -> None:
-        """Note which of this step's loads failed."""
         self._counters["second_tries"] = self.engine.second_tries
         for operation in self.engine.take_incomplete():
             self._fail(block for part in operation.transfers for block in part.device_indices)
 
     def _fail(self, blocks: Iterable[int]) -> None:
-        """Note invalid blocks that this step will read.
-
-        Raises:
-            GraftError: if vLLM cannot end just the requests of these blocks.
-        """
         found = set(blocks)
-        if found and not self._geometry.fails_blocks:
+        if found and not self._geometry.fails_blocks:  # vLLM can't end just their requests.
             raise_incomplete()
         self._invalid_blocks |= found
 
@@ -323,14 +296,36 @@ class HiCacheWorker:
             self.engine.fence(operation.ids)
 
 
+def hook_early_loads() -> None:
+    """Let the model runner of this process begin our loads before it prepares a step's inputs.
+
+    Until vLLM calls a connector, the link to host memory would be idle, although a prompt waits for
+    its prefix. A load has to come after vLLM has zeroed reused blocks and copied shared ones, and
+    vLLM submits that work even earlier.
+    """
+    # A model runner builds a rank's connector, so its module is loaded. Model runners other than V2
+    # have no such place to hook, so their loads begin with the forward pass.
+    if (module := sys.modules.get("vllm.v1.worker.gpu.model_runner")) is not None:
+        wrap(module.GPUModelRunner, "gather_batch_req_state", _then_gather)
+
+
+def _then_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+        metadata = None if dummy_run else scheduler_output.kv_connector_metadata
+        # The metadata may be another connector's.
+        if isinstance(metadata, HiCacheMetadata) and metadata.sync_loads:
+            connector: Any = get_kv_transfer_group()
+            connector.begin_loads(metadata)
+        return original(self, scheduler_output, dummy_run)
+
+    return gather_batch_req_state
+
+
 def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert | None:
     return None if dtype is None else partial(copy, dtype)
 
 
 def _strided_driver() -> CudaDriver | None:
-    """The driver that makes 2D copies; None if libcuda cannot be used."""
-    from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
-
     try:
         return CudaDriver.load(torch.cuda.current_device())
     except CudaDriverError as error:
@@ -340,10 +335,9 @@ def _strided_driver() -> CudaDriver | None:
 
 
 def _staging_ring(num_bytes: int) -> StagingRing | None:
-    """The ring of buffers for loads; None if there is no memory for it."""
     if not num_bytes:
         return None
-    from vllm_graft.hicache.copies.staging_ring import StagingRing
+    from vllm_graft.hicache.copies.row_copies import StagingRing
 
     try:
         return StagingRing.allocate(num_bytes)
@@ -361,22 +355,16 @@ def _staging_ring(num_bytes: int) -> StagingRing | None:
 
 def _check_dtypes(geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
     """Refuse KV caches of another dtype than their spec says, as conversion would corrupt them."""
-    if geometry.convert_from is None:
-        return
-    names = [name for group in geometry.groups for name in group.layers]
-    wrong = [name for name in names if caches[name].dtype != geometry.convert_from]
-    if wrong:
-        raise GraftError(
-            f"the KV cache of {wrong[0]} is {caches[wrong[0]].dtype}, but its spec says "
-            f"{geometry.convert_from}. Please report this with the model's name."
-        )
+    for name in (name for group in geometry.groups for name in group.layers):
+        if geometry.convert_from not in (None, caches[name].dtype):
+            raise GraftError(
+                f"the KV cache of {name} is {caches[name].dtype}, but its spec says "
+                f"{geometry.convert_from}. Please report this with the model's name."
+            )
 
 
 def _numa_node(device: torch.device) -> int | None:
     properties = torch.cuda.get_device_properties(device)
-    domain, bus, unit = (
-        getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
-    )
-    if domain is None or bus is None or unit is None:
-        return None
-    return node_of_gpu(f"{domain:04x}:{bus:02x}:{unit:02x}.0")
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    place: list[Any] = [getattr(properties, name, None) for name in names]
+    return None if None in place else node_of_gpu("{:04x}:{:02x}:{:02x}.0".format(*place))

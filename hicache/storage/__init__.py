@@ -1,1 +1,1 @@
-"""Stores below host memory: their interface, their guard, and the format of records."""
+"""Stores below host memory: their interface, their guard, and faults that are injected."""

@@ -2,8 +2,7 @@
 
 A page is the KV of one block in one pool: the bytes of a KV cache group on one rank, in the host's
 layout. A store maps keys to pages of one namespace. It may forget any page at any time, but it
-never returns bytes other than those that were written. For that it checks each page when it is
-read; see :meth:`StorageBackend.read`.
+never returns bytes other than those that were written, for which it checks each page that it reads.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ class ReadStatus(enum.Enum):
 
     HIT = "hit"
     """The buffer holds the page, and the checksum was compared after the page was read."""
-
     MISS = "miss"
     """The store does not have the page, or no longer."""
-
     CORRUPT = "corrupt"
     """Bytes, length, key or namespace differ from those written. The store forgets the key."""
-
     ERROR = "error"
     """The medium failed. The store forgets the key."""
 
@@ -41,7 +37,7 @@ class StorageBackend(ABC):
 
     Args:
         namespace: 16 bytes. Pages of other namespaces are never returned.
-        options: the backend's options, without the key ``backend``.
+        options: the backend's options, without the key ``backend``; so in all methods.
 
     Raises:
         ConfigError: if an option is unknown or wrong, or the medium cannot be opened.
@@ -60,11 +56,7 @@ class StorageBackend(ABC):
         """Refuse options with which the store cannot be opened, before a model loads.
 
         The frontend calls it, and other processes of vLLM may call it too, several times and while
-        a store with these options is open. It must leave nothing behind, and must not wait. By
-        default it does nothing, so that only the constructor refuses wrong options.
-
-        Args:
-            options: options as for the constructor.
+        a store with these options is open. It must leave nothing behind, and must not wait.
 
         Raises:
             ConfigError: says which option is wrong, and what to do.
@@ -73,20 +65,12 @@ class StorageBackend(ABC):
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
-        """Namespaces that a process has open exclusively, with the id of the process.
-
-        It is called after :meth:`check`, and the same conditions hold.
-        """
+        """Namespaces that a process has open exclusively, with its id; conditions as for check."""
         return {}
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
-        """Say why the store could not keep a single page. It is called before a store is opened.
-
-        Args:
-            options: options as for the constructor.
-            page_bytes: bytes of the largest page. The largest counts because a prefix needs pages
-                of all pools.
+        """Say why the store could not keep a page of the largest pool. It is called before opening.
 
         Returns:
             A sentence with the flag, its value, and its least possible value; None if pages fit.
@@ -104,20 +88,13 @@ class StorageBackend(ABC):
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
         """Fill ``buffer`` with the page of ``key``.
 
-        Args:
-            key: key of the page.
-            buffer: writable and contiguous, with as many bytes as the page should have. A page of
-                another length is CORRUPT. The buffer's content is undefined unless the result is
-                HIT.
+        The buffer is writable and contiguous, with as many bytes as the page should have; a page of
+        another length is CORRUPT. Its content is undefined unless the result is HIT.
         """
 
     @abstractmethod
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Keep a page.
-
-        Args:
-            key: key of the page.
-            page: contiguous bytes. The buffer may be reused when the call returns.
+        """Keep a page, contiguous bytes whose buffer may be reused when the call returns.
 
         Returns:
             True if the page is kept, or was kept before. This process can read it at once;
@@ -144,10 +121,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush and release the medium. Later reads miss and writes are declined.
-
-        A second call does nothing.
-        """
+        """Flush and release the medium, once. Later reads miss and writes are declined."""
 
     def stats(self) -> dict[str, int]:
         """Counters since the store was opened, and gauges such as ``pages`` and ``bytes``."""

@@ -11,12 +11,7 @@ from vllm_graft.hicache.storage.files import Buffer, Files
 
 
 class FaultyFiles(Files):
-    """System calls of which the injector lets some go wrong.
-
-    Args:
-        injector: decides which calls go wrong.
-        files: the calls that are made, the system's own by default.
-    """
+    """System calls of which the injector lets some go wrong."""
 
     _KINDS = tuple(FaultKind)
 
@@ -25,7 +20,6 @@ class FaultyFiles(Files):
         self._files = files if files is not None else Files()
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Read some bytes. They may be corrupt, or too few."""
         kind = self._start("pread")
         if kind is FaultKind.SHORT:
             buffers = self._shorten([memoryview(buffer) for buffer in buffers])
@@ -35,7 +29,6 @@ class FaultyFiles(Files):
         return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write some bytes. They may be corrupt, or too few."""
         kind = self._start("pwrite", early_kill=False)
         if kind in (FaultKind.SHORT, FaultKind.KILLED):
             # It may shorten to nothing. Files.write treats that as an error, like a full disk.
@@ -49,7 +42,6 @@ class FaultyFiles(Files):
         return done
 
     def fdatasync(self, fd: int) -> None:
-        """Make bytes durable. It may be slow or fail."""
         self._start("fdatasync")
         self._files.fdatasync(fd)
 
@@ -73,14 +65,7 @@ class FaultyFiles(Files):
 
 
 class FaultyBackend(StorageBackend):
-    """A store of whose operations the injector lets some go wrong.
-
-    The faults are such as the interface allows to any store.
-
-    Args:
-        backend: the store that does the work.
-        injector: decides which operations go wrong. Copies use it too.
-    """
+    """A store of whose operations the injector lets some go wrong, as any store's may."""
 
     _KINDS = (FaultKind.SLOW, FaultKind.SHORT, FaultKind.CORRUPT, FaultKind.FAILING)
 
@@ -90,11 +75,9 @@ class FaultyBackend(StorageBackend):
         self._injector = injector
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Pass the call on unchanged."""
         return self._backend.contains(keys)
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """Read a page. It may be late, reported as corrupt, or fail."""
         kind = self._injector.decide("read", self._KINDS)
         self._injector.delay_or_kill(kind)
         status = self._backend.read(key, buffer)
@@ -105,17 +88,14 @@ class FaultyBackend(StorageBackend):
         return ReadStatus.ERROR if kind is FaultKind.FAILING else ReadStatus.CORRUPT
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Write a page. It may be late or declined."""
         kind = self._injector.decide("write", (FaultKind.SLOW, FaultKind.FAILING))
         self._injector.delay_or_kill(kind)
         return kind is not FaultKind.FAILING and self._backend.write(key, page)
 
     def remove(self, key: PageKey) -> None:
-        """Pass the call on unchanged."""
         self._backend.remove(key)
 
     def flush(self) -> bool:
-        """Flush the store. It may be late or refused."""
         kind = self._injector.decide("flush", (FaultKind.SLOW, FaultKind.FAILING))
         self._injector.delay_or_kill(kind)
         return self._backend.flush() and kind is not FaultKind.FAILING
@@ -125,7 +105,6 @@ class FaultyBackend(StorageBackend):
         return self._backend.clear()
 
     def close(self) -> None:
-        """Pass the call on unchanged."""
         self._backend.close()
 
     def stats(self) -> dict[str, int]:

@@ -13,11 +13,7 @@ Buffer = memoryview | bytearray
 
 
 class Files:
-    """Complete reads and writes at offsets. Methods raise no errors other than OSError.
-
-    Only :meth:`preadv` and :meth:`pwritev` move bytes, and only :meth:`fdatasync` makes them
-    durable.
-    """
+    """Complete reads and writes at offsets. Methods raise no errors other than OSError."""
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Read some bytes, and return their number; 0 at the end of the file."""
@@ -28,15 +24,10 @@ class Files:
         return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        """Make the file's bytes, and its length, durable."""
         os.fdatasync(fd)
 
     def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """Fill ``buffers``, one after the other.
-
-        Returns:
-            Bytes read. They are fewer than the buffers have if the file ends before.
-        """
+        """Fill ``buffers`` in turn; return the bytes read, fewer if the file ends before."""
         views = [memoryview(buffer) for buffer in buffers]
         done = 0
         while views:
@@ -48,7 +39,7 @@ class Files:
         return done
 
     def write(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> None:
-        """Write all of ``buffers``, one after the other."""
+        """Write all of ``buffers`` in turn."""
         views = [memoryview(buffer) for buffer in buffers]
         done = 0
         while views:
@@ -76,7 +67,6 @@ class Files:
 
 
 def _rest(views: list[memoryview], count: int) -> list[memoryview]:
-    """``views`` without their first ``count`` bytes."""
     while views and count >= views[0].nbytes:
         count -= views[0].nbytes
         views = views[1:]

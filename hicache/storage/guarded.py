@@ -19,10 +19,7 @@ class Guarded(StorageBackend):
 
     What a call raises first is logged, even if it is no ``Exception``: a panic in Rust, or
     ``SystemExit``. A lookup that fails says that the store has no page, a read is an ERROR, and a
-    write is not kept.
-
-    Attributes:
-        failed_lookups: number of lookups that have failed. Other calls' callers count themselves.
+    write is not kept. Callers count failures, but for those of lookups: ``failed_lookups``.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
@@ -32,11 +29,9 @@ class Guarded(StorageBackend):
 
     @property
     def is_full(self) -> bool:
-        """The store's ``full``."""
         return self._truth("full", lambda: self._backend.full)
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Look into the store's index."""
         found = self._call("contains", lambda: [bool(one) for one in self._backend.contains(keys)])
         if found is not None and len(found) == len(keys):
             return found
@@ -44,32 +39,25 @@ class Guarded(StorageBackend):
         return [False] * len(keys)
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """Read a page."""
         status = self._call("read", self._backend.read, key, buffer)
         return status if isinstance(status, ReadStatus) else ReadStatus.ERROR
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Write a page."""
         return self._truth("write", self._backend.write, key, page)
 
     def remove(self, key: PageKey) -> None:
-        """Forget a page."""
         self._call("remove", self._backend.remove, key)
 
     def flush(self) -> bool:
-        """Flush the store."""
         return self._truth("flush", self._backend.flush)
 
     def clear(self) -> bool:
-        """Forget all pages of the namespace."""
         return self._truth("clear", self._backend.clear)
 
     def close(self) -> None:
-        """Close the store."""
         self._call("close", self._backend.close)
 
     def stats(self) -> dict[str, int]:
-        """The store's counters; none if it has failed."""
         return self._call("stats", self._backend.stats) or {}
 
     def _truth(self, name: str, method: Callable[..., Any], *given: Any) -> bool:

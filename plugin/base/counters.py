@@ -14,11 +14,9 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Add ``amount`` to the counter ``name``."""
         with self._lock:
             self._values[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """A copy of all counters that were added to."""
         with self._lock:
             return dict(self._values)

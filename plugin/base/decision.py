@@ -1,9 +1,8 @@
 """What a preset has decided, beside the sections that it wrote.
 
 A preset stands in place of the mapping below ``graft``. The frontend replaces it by the sections of
-the parts that it turns on. All that runs later then reads the same as if the user had written these
-sections. The decisions are kept beside them. ``graft_info()`` shows them, and workers look at them
-because a part that nobody named must not stop a worker.
+the parts that it turns on, and keeps its decisions beside them: workers look at them because a part
+that nobody named must not stop a worker.
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ PRESETS: tuple[str, ...] = get_args(Preset)
 
 
 class Decision(GraftSection):
-    """What a preset turned on and left off."""
+    """What a preset turned on and left off: what runs of each part, or why it does not."""
 
     NAME = NAME
 
     preset: Preset
 
     on: dict[str, str]
-    """What runs of each part that is on, by the part's name."""
 
     off: dict[str, str]
-    """Why a part is off, by its name."""
 
     before: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """What stood in vLLM's speculative config before a part filled it in, by the part's name."""

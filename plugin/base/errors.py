@@ -1,7 +1,7 @@
 """The errors a user of vllm-graft can see.
 
-None of them is a ``ValueError``: pydantic, which validates vLLM's configuration, would wrap it and
-hide the flag's path behind "1 validation error for VllmConfig".
+None is a ``ValueError``: pydantic, which validates vLLM's configuration, would wrap it and hide the
+flag's path behind "1 validation error for VllmConfig".
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ def publish(part: str, provider: Provider, numbers: Callable[[], Numbers] | None
     """Announce that ``part`` is active. A later call replaces an earlier.
 
     Args:
-        part: its name.
         provider: returns what ``graft_info()`` shows, as plain Python values (they cross process
             borders). It is asked between engine steps, so it may synchronise with the device.
         numbers: returns the numbers of the part's metrics. It is asked about once per second while
@@ -56,12 +55,14 @@ def weakly(method: Provider) -> Provider:
 
 
 def numbers() -> dict[str, Numbers]:
-    """Copies of the numbers of each part's metrics, which other threads may read.
-
-    Raises:
-        Exception: whatever a part raises.
-    """
-    return {part: _copied(read()) for part, read in _counted.items()}
+    """Copies of the numbers of each part's metrics, which other threads may read."""
+    return {
+        part: {
+            key: dict(found) if isinstance(found, Mapping) else found
+            for key, found in read().items()
+        }
+        for part, read in _counted.items()
+    }
 
 
 def states() -> dict[str, Any]:
@@ -84,12 +85,6 @@ def clear() -> None:
     _providers.clear()
     _counted.clear()
     _declined.clear()
-
-
-def _copied(numbers: Numbers) -> Numbers:
-    return {
-        key: dict(found) if isinstance(found, Mapping) else found for key, found in numbers.items()
-    }
 
 
 def _read(provider: Provider) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""Files of this user, and locks on them that say that a process is alive.
+"""Files of this user, and ``flock`` locks on them that say that a process is alive.
 
-Others may be able to write to the directory, so a file of ours is opened in one way, by
-:func:`open_own`. The kernel frees a process's locks when it has ended. They are ``flock`` locks.
-They belong to the open file, not to the process: a child that was forked shares it, and keeps the
-lock until it has ended as well (a program that it starts does not, as descriptors are closed then).
-So what is locked may be alive, and what is not locked is dead.
+Others may be able to write to the directory, so :func:`open_own` is the one way to open a file of
+ours. A lock belongs to the open file: a child that was forked shares it and keeps it until it has
+ended as well (a program that it starts does not). So what is locked may be alive, and what is not
+locked is dead.
 """
 
 from __future__ import annotations
@@ -63,10 +62,9 @@ def foreign(status: os.stat_result) -> str | None:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of a file, which is made if it is missing.
+    """A descriptor, to be closed, that holds the lock of a file, made if it is missing.
 
-    Returns:
-        The descriptor, to be closed; None if another one holds the lock.
+    None if another one holds the lock.
 
     Raises:
         OSError: as :func:`open_own`, or if its file system knows no locks.

@@ -9,31 +9,22 @@ import sys
 logger = logging.getLogger("vllm.graft")
 
 MOST = 16
-"""Different messages that one place of the code logs. What a request or a foreign program holds
-may stand in them, and must not decide how large a log grows, or what is remembered of it."""
+"""Different messages that one place of the code logs. What a request or a foreign program holds may
+stand in them, and must not decide how large a log grows."""
 
 _LONGEST = 4096
 """Characters of a message."""
 
 
 class Once:
-    """Logs each message the first time that this process asks for it.
-
-    Args:
-        level: that of the lines.
-    """
+    """Logs each message, at one level, the first time that this process asks for it."""
 
     def __init__(self, level: int) -> None:
         self._level = level
         self._said: dict[tuple[str, int], set[str]] = {}
 
     def __call__(self, message: str, *, most: int = MOST) -> None:
-        """Log a message.
-
-        Args:
-            message: what to say. The rest of one that is too long is left out.
-            most: different messages that the calling line logs; further ones are not logged.
-        """
+        """Log a message, shortened if too long; the calling line logs ``most`` different ones."""
         caller = sys._getframe(1)
         said = self._said.setdefault((caller.f_code.co_filename, caller.f_lineno), set())
         if len(message) > _LONGEST:

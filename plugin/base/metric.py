@@ -46,10 +46,8 @@ class Metric:
 
     Attributes:
         name: what follows `PREFIX` and the part's name, without ``_total``.
-        kind: what Prometheus makes of it.
         help: what is counted, a sentence.
         source: its key among the part's numbers; by default its name.
-        origin: who counts.
         label: the name of its label beside ``model_name`` and ``engine``, or names with ``, ``
             between them; empty if it has none.
         values: values of the label that are there from the start, at zero.
@@ -72,15 +70,10 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """Its key among the part's numbers."""
         return self.source or self.name
 
     def full_name(self, part: str) -> str:
-        """The name in ``/metrics``, without the suffixes of a histogram's series.
-
-        Args:
-            part: the part's name; empty for a metric of no part.
-        """
+        """The name in ``/metrics`` without a histogram's suffixes; ``part`` may be empty."""
         name = f"{PREFIX}{part}_{self.name}" if part else f"{PREFIX}{self.name}"
         return f"{name}_total" if self.kind is Kind.COUNTER else name
 
@@ -90,11 +83,9 @@ class Watch(Protocol):
 
     def step(self, stats: Any) -> None:
         """Take in vLLM's ``SchedulerStats`` of a step."""
-        ...
 
     def numbers(self) -> Numbers:
         """Return everything counted since the start."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,10 +93,9 @@ class PartMetrics:
     """A part's metrics.
 
     Attributes:
-        rows: the metrics.
         watch: makes what counts in the engine core; None if nothing does.
-        tell: is given vLLM's stat loggers in the frontend, to mend what they say of the part, and
-            the part's section; None if there is nothing to mend.
+        tell: is given the part's section and vLLM's stat loggers in the frontend, to mend what they
+            say of the part; None if there is nothing to mend.
     """
 
     rows: Sequence[Metric]

@@ -1,7 +1,6 @@
 """What sections of the configuration are made of, and how they are read and explained.
 
-Everything that a user configures goes through `parse`: the sections below ``graft``, the keys of
-the host cache's connector, and the options of stores, those of third parties included.
+Everything that a user configures goes through `parse`, the options of third parties included.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ def flag(*path: str | int) -> str:
 
 
 class GraftSection(Section):
-    """Base of the sections below ``graft``.
-
-    Attributes:
-        NAME: the section's key.
-    """
+    """Base of the sections below ``graft``; `NAME` is the section's key."""
 
     NAME: ClassVar[str]
 
@@ -85,14 +80,9 @@ class GraftSection(Section):
 
 
 def with_section(vllm_config: Any, name: str, **values: object) -> None:
-    """Set keys of one part's section in ``vllm_config.additional_config``.
+    """Set keys of a section that ``vllm_config.additional_config`` has.
 
     The user's own mapping is not changed, because another engine may be made of it.
-
-    Args:
-        vllm_config: a configuration that has the section.
-        name: of the section.
-        values: the keys to set.
     """
     additional = vllm_config.additional_config
     sections = additional[KEY]
@@ -101,12 +91,7 @@ def with_section(vllm_config: Any, name: str, **values: object) -> None:
 
 
 def without_section(vllm_config: Any, name: str) -> None:
-    """Take one part's section out of ``vllm_config.additional_config``, as `with_section` does.
-
-    Args:
-        vllm_config: a configuration that has the section.
-        name: of the section.
-    """
+    """Take a section out of ``vllm_config.additional_config``, as `with_section` does."""
     additional = vllm_config.additional_config
     sections = {key: each for key, each in additional[KEY].items() if key != name}
     vllm_config.additional_config = {**additional, KEY: sections}
@@ -127,7 +112,6 @@ def parse(
     Numbers may be strings of digits, as the dotted command line gives them.
 
     Args:
-        model: class of the section.
         values: the values that were given, a mapping if they are right.
         at: full flag of ``values``.
         hints: what to say of a key that is unknown here, instead of the nearest known one.
@@ -149,12 +133,8 @@ def require_plain(value: object, path: str) -> None:
     vLLM hashes its configuration as JSON and hands it to other processes: whatever else stands in
     it would fail there, or come out as something else. A path (`pathlib`) is taken for its text.
 
-    Args:
-        value: what stands under ``path``.
-        path: full flag of ``value``, for the error.
-
     Raises:
-        ConfigError: with a line for each value that is refused.
+        ConfigError: with a line for each value that is refused, below the full flag ``path``.
     """
     if problems := list(islice(_strange(value, path, 0), MAX_LINES + 1)):
         raise ConfigError(several(problems))
@@ -178,7 +158,6 @@ def section_type(annotation: Any) -> type[Section] | None:
 
 
 def _explain(model: type[Section], details: ErrorDetails, at: str, hints: Mapping[str, str]) -> str:
-    """One sentence for one of pydantic's errors."""
     inner, value = details["loc"], details["input"]
     name = below(at, *inner)
     if details["type"] == "extra_forbidden":
@@ -227,26 +206,22 @@ def _fields_at(model: type[Section], path: Iterable[str | int]) -> Mapping[str, 
 
 
 def _strange(value: object, path: str, depth: int) -> Iterator[str]:
-    if isinstance(value, (dict, list, tuple)):
-        if depth == MAX_DEPTH:
-            yield f"{path}: lists and mappings are nested more than {MAX_DEPTH} deep."
-        elif isinstance(value, dict):
-            yield from _strange_mapping(value, path, depth)
-        else:
-            for index, member in enumerate(value):
-                yield from _strange(member, below(path, index), depth + 1)
-    elif reason := _strange_scalar(value):
-        yield f"{path}: {shown(value)} is refused: {reason}."
-
-
-def _strange_mapping(values: dict[object, object], path: str, depth: int) -> Iterator[str]:
-    for key, value in values.items():
-        if not isinstance(key, str):
-            yield f"{path}: the key {shown(key)} is refused: a key is a text."
-        elif reason := _strange_text(key):
+    if not isinstance(value, (dict, list, tuple)):
+        if reason := _strange_scalar(value):
+            yield f"{path}: {shown(value)} is refused: {reason}."
+        return
+    if depth == MAX_DEPTH:
+        yield f"{path}: lists and mappings are nested more than {MAX_DEPTH} deep."
+        return
+    for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and (reason := _strange_key(key)):
             yield f"{path}: the key {shown(key)} is refused: {reason}."
         else:
-            yield from _strange(value, below(path, key), depth + 1)
+            yield from _strange(member, below(path, key), depth + 1)
+
+
+def _strange_key(key: object) -> str | None:
+    return _strange_text(key) if isinstance(key, str) else "a key is a text"
 
 
 def _strange_scalar(value: object) -> str | None:

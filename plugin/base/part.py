@@ -1,6 +1,6 @@
 """What a part is to everyone else: a name, a section of the configuration, and what it hooks.
 
-A part is an object in its own folder. The front door goes through all of them and knows none.
+The front door goes through all parts and knows none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Part(Protocol):
         name: of the part in ``graft_info`` and in the ledger.
         asks_for: what its section asks for, to follow "asks for" in a message.
         flag: the full flag of the section.
-        metrics: what it counts.
     """
 
     name: str
@@ -50,54 +49,45 @@ class Part(Protocol):
     @property
     def refusals(self) -> Sequence[Refusal]:
         """What the part can't be combined with."""
-        ...
 
     def install(self) -> None:
         """Prepare to look at configurations; called in every process, any number of times.
 
-        It must import none of the modules that it hooks, and change nothing for a configuration
-        without the part's section.
+        It imports no module that it hooks, and changes nothing for a configuration without its
+        section.
         """
-        ...
 
     def section(self, config: Any, vllm_config: Any) -> Any:
         """The part's section of a configuration; None where the part is not asked for.
 
-        Args:
-            config: a `vllm_graft.config.GraftConfig`, parsed once for all parts.
-            vllm_config: the configuration that it was found in.
+        ``config`` is a `vllm_graft.config.GraftConfig`, parsed once for all parts.
 
         Raises:
             ConfigError: for a wrong key or value that stands elsewhere.
         """
-        ...
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """What the part would run for a preset, or a sentence that says why it can't.
 
-        It is called before vLLM plans its CUDA graphs. What :meth:`refuses` says of the offer need
-        not be looked at here.
+        It is called before vLLM plans its CUDA graphs. :meth:`refuses` is asked about the offer
+        later.
         """
-        ...
 
     def fill_in(self, asked: Any, vllm_config: Any) -> None:
         """Set what follows from the section, before vLLM plans its CUDA graphs."""
-        ...
 
     def refuses(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that rules the part out, with what to do about it.
 
         ``vllm_config`` is complete, or one that vLLM has derived from it for the draft model.
         """
-        ...
 
     def foresees(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that a worker would refuse once it has loaded the model.
 
-        Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known before a model is
-        loaded is left out.
+        Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known so early is left
+        out.
         """
-        ...
 
     def describe(self, asked: Any, vllm_config: Any) -> str:
         """What will run, in one line for the log.
@@ -105,7 +95,6 @@ class Part(Protocol):
         Raises:
             ConfigError: for the name of an entry that nobody provides.
         """
-        ...
 
     def verify(self, asked: Any, worker: Any, vllm_config: Any) -> None:
         """Check a worker of vLLM's that has loaded its model.
@@ -113,4 +102,3 @@ class Part(Protocol):
         Raises:
             NotActiveError: names the part, and what runs in its place.
         """
-        ...

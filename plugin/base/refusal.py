@@ -26,8 +26,7 @@ class Found:
 
 
 Find = Callable[[Any, Any], Iterable[Found | str]]
-"""Takes a part's section and vLLM's configuration, and looks for a thing. Text alone is a `Found`
-that has no remedy of its own."""
+"""Looks for a thing with a part's section and vLLM's configuration. Text alone is a `Found`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Refusal:
         what: the thing, as a user knows it.
         why: a sentence that says why the part can't be combined with it.
         instead: what to do, with full flags: an order without its stop.
-        find: looks for it in a configuration.
     """
 
     what: str
@@ -47,7 +45,6 @@ class Refusal:
     find: Find
 
     def told(self) -> dict[str, str]:
-        """The words of it, for programs."""
         return {"what": self.what, "why": self.why, "instead": self.instead}
 
     def sentences(self, asked: Any, vllm_config: Any) -> Iterator[str]:
@@ -107,6 +104,5 @@ def as_table(refusals: Iterable[Refusal]) -> str:
     return markdown.table(("what", "why", "instead"), rows)
 
 
-def _plain(words: str) -> str:
-    """Words without the marks of code that Markdown has."""
+def _plain(words: str) -> str:  # Without the marks of code that Markdown has.
     return words.replace("`", "")

@@ -1,8 +1,7 @@
 """The benchmarks behind ``vllm-graft bench``; nothing heavy is imported before one runs.
 
 A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
-``run``. To add one, write the module and a line in :data:`BENCHMARKS`. Its rows go through
-:mod:`vllm_graft.bench.common.report`, which makes the table, the JSON file and the plot.
+``run``, and a line in :data:`BENCHMARKS`. Importing it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import argparse
 import importlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Any
 
-from vllm_graft.bench.common.report import exit_status, require_folder
+from vllm_graft.bench.common.report import exit_status, require_folder, require_plotting
 
 BENCHMARKS = {
     "trees": "vllm_graft.bench.trees.command",
@@ -23,22 +22,9 @@ BENCHMARKS = {
 """Name on the command line, and the module."""
 
 
-class Benchmark(Protocol):
-    """The interface of a benchmark's module. Importing it must import neither torch nor vLLM."""
-
-    SUMMARY: str
-    __doc__: str | None
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Measure and report; returns the exit status."""
-
-
-def load(name: str) -> Benchmark:
-    """Import the benchmark of that name."""
-    return cast(Benchmark, importlib.import_module(BENCHMARKS[name]))
+def load(name: str) -> Any:
+    """Import the module of a benchmark."""
+    return importlib.import_module(BENCHMARKS[name])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,14 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-graft bench", description="measure; see vllm-graft bench BENCHMARK --help"
     )
-    _add_parsers(parser)
-    given = parser.parse_args(arguments)
-    status: int = given.command(given)
-    return status
-
-
-def _add_parsers(parser: argparse.ArgumentParser) -> None:
-    """Add a sub-command for each benchmark."""
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
     for name in BENCHMARKS:
         benchmark = load(name)
@@ -67,12 +45,15 @@ def _add_parsers(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", metavar="FILE", help="write what was measured here")
         sub.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
         sub.set_defaults(command=partial(_run, name))
+    given = parser.parse_args(arguments)
+    return int(given.command(given))
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     def work() -> int:
         require_folder("--json", arguments.json)
         require_folder("--plot", arguments.plot)
-        return load(name).run(arguments)
+        require_plotting(arguments.plot)
+        return int(load(name).run(arguments))
 
     return exit_status(f"vllm-graft bench {name}", work)

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from vllm_graft.base.markers import hookimpl
-from vllm_graft.hooks.entries import (
-    Drafter,
-    DraftGraphRunner,
-    EvictionPolicy,
-    KVConnector,
-    StorageBackend,
-    TargetFamily,
-    TreePolicy,
-    VisionAdapter,
-    VitGraphRunner,
-)
+from vllm_graft.hooks import entries
 
 _DRAFTERS = "vllm_graft.spec_decode.drafters"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 
 
 @hookimpl(trylast=True)
-def graft_drafters() -> list[Drafter]:
+def graft_drafters() -> list[entries.Drafter]:
     """Drafters of trees, a row each."""
     return [
-        Drafter(
+        entries.Drafter(
             "eagle",
             f"{_DRAFTERS}.eagle:EagleTrees",
             "drafts a tree with an EAGLE head, verified in one pass",
             methods=("eagle", "eagle3"),
         ),
-        Drafter(
+        entries.Drafter(
             "mtp",
             f"{_DRAFTERS}.mtp:MtpTrees",
             "drafts a tree with the target's own module for one token more",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.mtp.speculator:MTPSpeculator",
         ),
-        Drafter(
+        entries.Drafter(
             "gemma4",
             f"{_DRAFTERS}.gemma4:Gemma4Trees",
             "drafts a tree with the assistant of a Gemma 4, which reads the target's K/V",
@@ -46,7 +36,7 @@ def graft_drafters() -> list[Drafter]:
             unmeasured=True,
         ),
         *_block_drafters(),
-        Drafter(
+        entries.Drafter(
             "draft_model",
             f"{_DRAFTERS}.standalone.draft_model:DraftModelTrees",
             "drafts a tree with a small model of its own, a pass for each level",
@@ -54,7 +44,7 @@ def graft_drafters() -> list[Drafter]:
             speculator=f"{_SPECULATORS}.standalone_ar.speculator:StandaloneARSpeculator",
             unmeasured=True,
         ),
-        Drafter(
+        entries.Drafter(
             "ngram",
             f"{_DRAFTERS}.ngram.ngram_trees:NgramTrees",
             "drafts a tree of several matches of the request's own text, without a draft model",
@@ -66,10 +56,10 @@ def graft_drafters() -> list[Drafter]:
     ]
 
 
-def _block_drafters() -> list[Drafter]:
+def _block_drafters() -> list[entries.Drafter]:
     """Drafters whose draft predicts a block of positions in one pass, a row each."""
     return [
-        Drafter(
+        entries.Drafter(
             "dflash",
             f"{_DRAFTERS}.block.dflash:DFlashTrees",
             "drafts a tree in one pass over a block of independent positions",
@@ -77,7 +67,7 @@ def _block_drafters() -> list[Drafter]:
             speculator=f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
             block=True,
         ),
-        Drafter(
+        entries.Drafter(
             "dflash2",
             f"{_DRAFTERS}.block.dflash2:DFlash2Trees",
             "drafts a tree from one pass and scores of neighbouring candidates",
@@ -86,7 +76,7 @@ def _block_drafters() -> list[Drafter]:
             architectures=("DFlash2DraftModel", "DFlash2BeamDraftModel"),
             block=True,
         ),
-        Drafter(
+        entries.Drafter(
             "lilicorr",
             f"{_DRAFTERS}.block.dflash2:LiLiCorrTrees",
             "drafts a tree from one pass and attention between candidates",
@@ -95,7 +85,7 @@ def _block_drafters() -> list[Drafter]:
             architectures=("LiLiCorrDraftModel",),
             block=True,
         ),
-        Drafter(
+        entries.Drafter(
             "xpress",
             f"{_DRAFTERS}.block.xpress:XPressTrees",
             "drafts a tree from one pass and a bias by all tokens before, from vLLM 0.33 on",
@@ -105,7 +95,7 @@ def _block_drafters() -> list[Drafter]:
             block=True,
             unmeasured=True,
         ),
-        Drafter(
+        entries.Drafter(
             "dspark",
             f"{_DRAFTERS}.block.dspark:DSparkTrees",
             "drafts a tree from one pass and a bias by the token before",
@@ -117,7 +107,7 @@ def _block_drafters() -> list[Drafter]:
 
 
 @hookimpl(trylast=True)
-def graft_target_families() -> list[TargetFamily]:
+def graft_target_families() -> list[entries.TargetFamily]:
     """The families of target models whose passes over trees we know."""
     load = "vllm_graft.spec_decode.targets.dense.dense_family:DenseFamily"
     serves = (
@@ -127,14 +117,16 @@ def graft_target_families() -> list[TargetFamily]:
         "K/V shared with another layer",
     )
     return [
-        TargetFamily("dense", load, "plain attention, sliding windows and chunks", serves=serves),
-        TargetFamily(
+        entries.TargetFamily(
+            "dense", load, "plain attention, sliding windows and chunks", serves=serves
+        ),
+        entries.TargetFamily(
             "latent",
             "vllm_graft.spec_decode.targets.latent.latent_family:LatentFamily",
             "MLA, which caches latents",
             serves=("MLA attention",),
         ),
-        TargetFamily(
+        entries.TargetFamily(
             "recurrent",
             "vllm_graft.spec_decode.targets.recurrent.recurrent_family:RecurrentFamily",
             "the gated delta rule, Kimi delta attention and Mamba-2, which keep states",
@@ -145,36 +137,36 @@ def graft_target_families() -> list[TargetFamily]:
 
 
 @hookimpl(trylast=True)
-def graft_tree_policies() -> list[TreePolicy]:
+def graft_tree_policies() -> list[entries.TreePolicy]:
     """The shape that the configuration asks for, and one that `auto` makes no smaller."""
     shapes = "vllm_graft.spec_decode.tuning.shapes"
     return [
-        TreePolicy(
+        entries.TreePolicy(
             "dynamic", f"{shapes}:dynamic", "the configured topk and steps, best nodes kept"
         ),
-        TreePolicy(
+        entries.TreePolicy(
             "whole", f"{shapes}:whole", "all topk and steps for each number of nodes of shape: auto"
         ),
     ]
 
 
 @hookimpl(trylast=True)
-def graft_draft_graph_runners() -> list[DraftGraphRunner]:
+def graft_draft_graph_runners() -> list[entries.DraftGraphRunner]:
     """One graph for all levels of a tree or all steps of a chain: padded, exact, checked, none."""
     module = "vllm_graft.graph_runners.language.draft"
     return [
-        DraftGraphRunner(
+        entries.DraftGraphRunner(
             "cuda_graph",
             f"{module}:DraftGraphRunner",
             "the draft loop as one CUDA graph a batch size",
         ),
-        DraftGraphRunner(
+        entries.DraftGraphRunner(
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
         ),
-        DraftGraphRunner(
+        entries.DraftGraphRunner(
             "exact", f"{module}:ExactDraftRunner", "graphs for captured sizes alone, no padding"
         ),
-        DraftGraphRunner(
+        entries.DraftGraphRunner(
             "verify",
             f"{module}:VerifyingDraftRunner",
             "each size's first replay is compared with launches",
@@ -183,38 +175,40 @@ def graft_draft_graph_runners() -> list[DraftGraphRunner]:
 
 
 @hookimpl(trylast=True)
-def graft_vit_graph_runners() -> list[VitGraphRunner]:
+def graft_vit_graph_runners() -> list[entries.VitGraphRunner]:
     """Exact graphs of hot layouts, buckets for the rest."""
     load = "vllm_graft.graph_runners.vision.runner:ViTCudaGraphRunner"
-    return [VitGraphRunner("cuda_graph", load, "exact graphs of hot layouts, padded buckets")]
+    return [
+        entries.VitGraphRunner("cuda_graph", load, "exact graphs of hot layouts, padded buckets")
+    ]
 
 
 @hookimpl(trylast=True)
-def graft_vision_adapters() -> list[VisionAdapter]:
+def graft_vision_adapters() -> list[entries.VisionAdapter]:
     """Models that do not speak vLLM's encoder protocol, by architecture."""
     adapters = "vllm_graft.graph_runners.vision.towers.adapters"
     return [
-        VisionAdapter(
+        entries.VisionAdapter(
             "LlavaForConditionalGeneration",
             f"{adapters}.llava:LlavaAdapter",
             "CLIP or SigLIP of one size, and the projector",
         ),
-        VisionAdapter(
+        entries.VisionAdapter(
             "PaliGemmaForConditionalGeneration",
-            f"{adapters}.paligemma:PaliGemmaAdapter",
+            f"{adapters}.llava:PaliGemmaAdapter",
             "SigLIP of one size, and the projector",
         ),
-        VisionAdapter(
+        entries.VisionAdapter(
             "PixtralForConditionalGeneration",
             f"{adapters}.pixtral:PixtralAdapter",
             "Pixtral's tower, merger and projector, a graph a size",
         ),
-        VisionAdapter(
+        entries.VisionAdapter(
             "Mistral3ForConditionalGeneration",
             f"{adapters}.pixtral:Mistral3Adapter",
             "Pixtral's tower and the projector, a graph a size",
         ),
-        VisionAdapter(
+        entries.VisionAdapter(
             "Phi4MMForCausalLM",
             f"{adapters}.phi4mm:Phi4MMAdapter",
             "SigLIP over crops, a graph a number of crops",
@@ -223,30 +217,30 @@ def graft_vision_adapters() -> list[VisionAdapter]:
 
 
 @hookimpl(trylast=True)
-def graft_kv_connectors() -> list[KVConnector]:
+def graft_kv_connectors() -> list[entries.KVConnector]:
     """The host KV cache."""
     load = "vllm_graft.hicache.connector:HiCacheConnector"
     summary = "KV below GPU memory: host memory, storage"
-    return [KVConnector("HiCacheConnector", load, summary, stores_after_step=True)]
+    return [entries.KVConnector("HiCacheConnector", load, summary, stores_after_step=True)]
 
 
 @hookimpl(trylast=True)
-def graft_storage_backends() -> list[StorageBackend]:
+def graft_storage_backends() -> list[entries.StorageBackend]:
     """Stores of the host KV cache below host memory."""
     return [
-        StorageBackend(
+        entries.StorageBackend(
             "segments",
             "vllm_graft.hicache.storage.segments.store:SegmentsBackend",
             "append-only segments of checked records, bounded, recovered after a crash",
-        ),
+        )
     ]
 
 
 @hookimpl(trylast=True)
-def graft_eviction_policies() -> list[EvictionPolicy]:
+def graft_eviction_policies() -> list[entries.EvictionPolicy]:
     """Eviction policies of the host pool."""
-    package = "vllm_graft.hicache.host.policies"
+    module = "vllm_graft.hicache.host.eviction"
     return [
-        EvictionPolicy("lru", f"{package}.lru:LruPolicy", "least recently used"),
-        EvictionPolicy("arc", f"{package}.arc:ArcPolicy", "adaptive: recency against frequency"),
+        entries.EvictionPolicy("lru", f"{module}:LruPolicy", "least recently used"),
+        entries.EvictionPolicy("arc", f"{module}:ArcPolicy", "adaptive: recency against frequency"),
     ]

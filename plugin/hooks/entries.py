@@ -58,7 +58,7 @@ class Entry:
 
         Raises:
             EntryError: if it cannot be had, for whatever reason, an exit of the interpreter
-                included; names the entry and where it points to.
+                included.
         """
         return self._loaded(self.load)
 
@@ -81,8 +81,8 @@ class Entry:
 class Drafter(Entry):
     """Resolves to a class that drafts trees, built with the arguments of ``speculator``.
 
-    It is a subclass of ``spec_decode.drafters.tree_drafting.TreeDrafting`` and of the speculator
-    of vLLM's that it stands over.
+    It is a subclass of ``spec_decode.drafters.tree_drafting.TreeDrafting`` and of the speculator of
+    vLLM's that it stands over.
 
     Attributes:
         methods: methods of the speculative config that it drafts with.
@@ -108,8 +108,8 @@ class TargetFamily(Entry):
     """Resolves to a class, without arguments, of ``vllm_graft.spec_decode.targets.base``'s kind.
 
     Attributes:
-        serves: names of the features of target models (`Feature`) that it serves
-            beside plain attention.
+        serves: names of the features of target models (`Feature`) that it serves beside plain
+            attention.
         refusals: where its rows of what trees on it cannot be combined with are, some of
             `vllm_graft.base.refusal.Refusal`, as ``"package.module:attribute"``; empty for none.
         seams: where its rows of the ledger are, a tuple of `vllm_graft.seams.ledger.entry.Seam`,
@@ -122,11 +122,6 @@ class TargetFamily(Entry):
     seams: str = ""
 
     def check(self) -> None:
-        """Refuse addresses that could never be read, too.
-
-        Raises:
-            HookError: says what is wrong with it.
-        """
         super().check()
         for name in ("refusals", "seams"):
             if (load := getattr(self, name)) and not _is_address(load):
@@ -136,19 +131,11 @@ class TargetFamily(Entry):
                 )
 
     def own_refusals(self) -> tuple[Any, ...]:
-        """Import and return the rows of `refusals`.
-
-        Raises:
-            EntryError: if they cannot be had.
-        """
+        """Import and return the rows of `refusals`; an EntryError if they cannot be had."""
         return tuple(self._loaded(self.refusals)) if self.refusals else ()
 
     def own_seams(self) -> tuple[Any, ...]:
-        """Import and return the rows of `seams`.
-
-        Raises:
-            EntryError: if they cannot be had.
-        """
+        """Import and return the rows of `seams`, likewise."""
         return tuple(self._loaded(self.seams)) if self.seams else ()
 
 
@@ -175,9 +162,8 @@ class VisionAdapter(Entry):
 class KVConnector(Entry):
     """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``.
 
-    Attributes:
-        stores_after_step: whether it reads K/V only after the step that wrote it has ended, and
-            only below the last accepted token. Only then may it stand beside trees.
+    With ``stores_after_step`` it reads K/V only after the step that wrote it has ended, and only
+    below the last accepted token. Only then may it stand beside trees.
     """
 
     stores_after_step: bool = False

@@ -7,14 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
-def _says_nothing(_: Any) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Feature:
     """One feature of target models.
@@ -34,8 +26,8 @@ class Feature:
 
     name: str
     why: str
-    in_model: Callable[[Any], str] = _says_nothing
-    in_layer: Callable[[Any], bool] = _never
+    in_model: Callable[[Any], str] = lambda _: ""
+    in_layer: Callable[[Any], bool] = lambda _: False
     or_else: str = ""
     chain: bool = True
     asked: str = ""

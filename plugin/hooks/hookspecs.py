@@ -1,26 +1,15 @@
-"""Every hook, one specification each.
+"""Every hook, one specification each. A hook that collects returns a list of entries.
 
-A hook that collects returns a list of entries. Hooks are asked once per process while the engine is
-built, never in a step. Write implementations in a module or an object and name it in the entry
-point group ``vllm_graft``; ``docs/hooks.md`` shows a whole distribution.
+Hooks are asked once per process while the engine is built, never in a step. Write implementations
+in a module or an object and name it in the entry point group ``vllm_graft``; ``docs/hooks.md``
+shows a whole distribution.
 """
 
 from __future__ import annotations
 
 from vllm_graft.base.markers import hookspec
 from vllm_graft.base.options import Section
-from vllm_graft.hooks.entries import (
-    Drafter,
-    DraftGraphRunner,
-    EvictionPolicy,
-    HealthCheck,
-    KVConnector,
-    StorageBackend,
-    TargetFamily,
-    TreePolicy,
-    VisionAdapter,
-    VitGraphRunner,
-)
+from vllm_graft.hooks import entries
 
 
 @hookspec
@@ -39,7 +28,7 @@ def graft_configure(config: Section) -> None:
 
 
 @hookspec
-def graft_drafters() -> list[Drafter]:  # type: ignore[empty-body]
+def graft_drafters() -> list[entries.Drafter]:  # type: ignore[empty-body]
     """Drafters of trees; ``graft.tree.drafter`` names one, or the speculative config's method does.
 
     Example::
@@ -52,7 +41,7 @@ def graft_drafters() -> list[Drafter]:  # type: ignore[empty-body]
 
 
 @hookspec
-def graft_target_families() -> list[TargetFamily]:  # type: ignore[empty-body]
+def graft_target_families() -> list[entries.TargetFamily]:  # type: ignore[empty-body]
     """Families of target models; the first that claims a layer and serves all of it is taken.
 
     Example::
@@ -65,7 +54,7 @@ def graft_target_families() -> list[TargetFamily]:  # type: ignore[empty-body]
 
 
 @hookspec
-def graft_tree_policies() -> list[TreePolicy]:  # type: ignore[empty-body]
+def graft_tree_policies() -> list[entries.TreePolicy]:  # type: ignore[empty-body]
     """Shapes of the draft tree; ``graft.tree.policy`` chooses one.
 
     Example::
@@ -77,7 +66,7 @@ def graft_tree_policies() -> list[TreePolicy]:  # type: ignore[empty-body]
 
 
 @hookspec
-def graft_draft_graph_runners() -> list[DraftGraphRunner]:  # type: ignore[empty-body]
+def graft_draft_graph_runners() -> list[entries.DraftGraphRunner]:  # type: ignore[empty-body]
     """Ways to run the draft loop; ``graft.tree.graph_runner`` or ``graft.draft.graph_runner``
     chooses one.
 
@@ -90,7 +79,7 @@ def graft_draft_graph_runners() -> list[DraftGraphRunner]:  # type: ignore[empty
 
 
 @hookspec
-def graft_vit_graph_runners() -> list[VitGraphRunner]:  # type: ignore[empty-body]
+def graft_vit_graph_runners() -> list[entries.VitGraphRunner]:  # type: ignore[empty-body]
     """Ways to capture and replay a vision encoder.
 
     Example::
@@ -102,7 +91,7 @@ def graft_vit_graph_runners() -> list[VitGraphRunner]:  # type: ignore[empty-bod
 
 
 @hookspec
-def graft_vision_adapters() -> list[VisionAdapter]:  # type: ignore[empty-body]
+def graft_vision_adapters() -> list[entries.VisionAdapter]:  # type: ignore[empty-body]
     """How to split a vision model for capture; an entry is named after the architecture.
 
     Example::
@@ -115,7 +104,7 @@ def graft_vision_adapters() -> list[VisionAdapter]:  # type: ignore[empty-body]
 
 
 @hookspec
-def graft_kv_connectors() -> list[KVConnector]:  # type: ignore[empty-body]
+def graft_kv_connectors() -> list[entries.KVConnector]:  # type: ignore[empty-body]
     """KV connectors; ``--kv-transfer-config`` chooses one by its name.
 
     Example::
@@ -127,7 +116,7 @@ def graft_kv_connectors() -> list[KVConnector]:  # type: ignore[empty-body]
 
 
 @hookspec
-def graft_storage_backends() -> list[StorageBackend]:  # type: ignore[empty-body]
+def graft_storage_backends() -> list[entries.StorageBackend]:  # type: ignore[empty-body]
     """Stores below host memory for the host KV cache.
 
     Example::
@@ -139,7 +128,7 @@ def graft_storage_backends() -> list[StorageBackend]:  # type: ignore[empty-body
 
 
 @hookspec
-def graft_eviction_policies() -> list[EvictionPolicy]:  # type: ignore[empty-body]
+def graft_eviction_policies() -> list[entries.EvictionPolicy]:  # type: ignore[empty-body]
     """Eviction policies of the host KV cache.
 
     Example::
@@ -151,7 +140,7 @@ def graft_eviction_policies() -> list[EvictionPolicy]:  # type: ignore[empty-bod
 
 
 @hookspec
-def graft_health_checks() -> list[HealthCheck]:  # type: ignore[empty-body]
+def graft_health_checks() -> list[entries.HealthCheck]:  # type: ignore[empty-body]
     """Checks that ``vllm-graft doctor`` runs.
 
     Example::

@@ -12,7 +12,7 @@ import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pluggy
 
@@ -26,28 +26,20 @@ from vllm_graft.hooks import builtin, entries, hookspecs
 GROUP = "vllm_graft"
 
 COLLECTED: dict[str, type[entries.Entry]] = {
-    "graft_drafters": entries.Drafter,
-    "graft_target_families": entries.TargetFamily,
-    "graft_tree_policies": entries.TreePolicy,
-    "graft_draft_graph_runners": entries.DraftGraphRunner,
-    "graft_vit_graph_runners": entries.VitGraphRunner,
-    "graft_vision_adapters": entries.VisionAdapter,
-    "graft_kv_connectors": entries.KVConnector,
-    "graft_storage_backends": entries.StorageBackend,
-    "graft_eviction_policies": entries.EvictionPolicy,
-    "graft_health_checks": entries.HealthCheck,
+    name: get_args(get_type_hints(spec)["return"])[0]
+    for name, spec in vars(hookspecs).items()
+    if name.startswith("graft_") and name != "graft_configure"
 }
 """Hooks that collect entries, and the type each must return."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A distribution's plugin."""
+    """A distribution's plugin; the entry point's name is unique within the distribution."""
 
     dist: str
     version: str
     plugin: str
-    """The entry point's name; it is unique within the distribution."""
 
     def __str__(self) -> str:
         return f"{self.dist} {self.version}"
@@ -72,9 +64,6 @@ class Manager:
 
     A third party that fails in any way (import, registration, a hook; an exit of the interpreter
     too) is set aside, named in one warning and kept in :attr:`broken`; everyone else goes on.
-
-    Args:
-        entry_points: the third parties; tests pass their own.
     """
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] = ()) -> None:
@@ -115,12 +104,7 @@ class Manager:
         return found
 
     def choose(self, hook: str, name: str, path: str) -> Offer:
-        """The entry called ``name``; a third party's wins over ours.
-
-        Args:
-            hook: one of :data:`COLLECTED`.
-            name: the entry's name.
-            path: full flag that gave ``name``, for the error.
+        """The entry called ``name``; a third party's wins over ours. ``path`` is its full flag.
 
         Raises:
             EntryError: if nobody, or more than one third party, offers ``name``.
@@ -178,21 +162,19 @@ class Manager:
             self._register(provider, entry_point.load())
 
     def _provider(self, entry_point: importlib.metadata.EntryPoint) -> Provider:
-        """Who an entry point is: each is told apart, also where one has another's names."""
         dist = entry_point.dist
         name, version = (dist.name, dist.version) if dist else (None, None)
         provider = Provider(name or "unknown distribution", version or "?", entry_point.name)
         known = {*self.providers, *self.broken}
-        alike = (
-            replace(provider, plugin=f"{entry_point.name} #{number}")
-            for number in itertools.count(2)
-        )
-        return next(one for one in itertools.chain([provider], alike) if one not in known)
+        numbers = itertools.count(2)
+        while provider in known:
+            provider = replace(provider, plugin=f"{entry_point.name} #{next(numbers)}")
+        return provider
 
     def _register(self, provider: Provider, plugin: object) -> None:
-        """Bind a plugin's hooks, in a manager of its own: so no plugin meets another one."""
         if any(plugin is other for other in self._plugins.values()):
             raise HookError("it is an object that another entry point has registered")
+        # Its own manager, so that no plugin meets another one.
         own = pluggy.PluginManager(GROUP)
         own.add_hookspecs(hookspecs)
         own.register(plugin, name=f"{provider.dist}:{provider.plugin}")
@@ -207,12 +189,8 @@ class Manager:
             self.providers.remove(provider)
         self._plugins.pop(provider, None)
         self._hooks.pop(provider, None)
-        logger.warning(
-            "third-party plugin %s (%s) is set aside: %s",
-            provider,
-            provider.plugin,
-            self.broken[provider],
-        )
+        told = "third-party plugin %s (%s) is set aside: %s"
+        logger.warning(told, provider, provider.plugin, self.broken[provider])
 
 
 @functools.cache
@@ -221,17 +199,10 @@ def manager() -> Manager:
     return Manager(importlib.metadata.entry_points(group=GROUP))
 
 
-def choose(hook: str, name: str, *path: str) -> entries.Entry:
-    """``choose("graft_tree_policies", config.policy, "tree", "policy")``: the entry.
-
-    ``path`` is the configuration's path to ``name``, for the error.
+def resolve(hook: str, name: str, *path: str) -> Any:
+    """The object of the entry that the configuration names at a path, as ``"tree", "policy"``.
 
     Raises:
         EntryError: see :meth:`Manager.choose`.
     """
-    return manager().choose(hook, name, flag(*path)).entry
-
-
-def resolve(hook: str, name: str, *path: str) -> Any:
-    """:func:`choose`, then the entry's object."""
-    return choose(hook, name, *path).resolve()
+    return manager().choose(hook, name, flag(*path)).entry.resolve()

@@ -1,8 +1,7 @@
 """The frontend's side: Prometheus series of the parts, beside vLLM's own and like them.
 
 vLLM's ``PrometheusStatLogger`` says of which classes its metrics are (Ray has others) and what its
-labels are. Where several API servers run, each process writes its own share to files from which
-``/metrics`` adds up counters and histograms, and takes the latest value of a gauge.
+labels are. Several API servers write their own shares to files, which ``/metrics`` adds up.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ COMMON = (
 class Series:
     """One metric: its children by engine, and by the value of its label.
 
-    Args:
-        row: the metric.
-        name: its name, without ``_total``.
-        logger: vLLM's ``PrometheusStatLogger``.
+    ``name`` is without ``_total``; ``logger`` is vLLM's ``PrometheusStatLogger``.
     """
 
     def __init__(self, row: Metric, name: str, logger: Any) -> None:
@@ -78,35 +74,23 @@ class Series:
                     child.observe(float(value))
         elif isinstance(found, Mapping):
             for value, number in found.items():
-                self._count(self._child(engine, (value,)), number)
+                self.put(engine, (value,), number)
         else:
-            self._count(self._child(engine, ()), found)
+            self.put(engine, (), found)
 
-    def set(self, engine: int, values: tuple[str, ...], number: Number) -> None:
-        """Set a gauge with several labels."""
-        self._child(engine, values).set(number)
-
-    def _count(self, child: Any, number: Number) -> None:
-        if self.kind is Kind.GAUGE:
-            child.set(number)
-        else:
-            child.inc(number)
+    def put(self, engine: int, values: tuple[str, ...], number: Number) -> None:
+        child = self._child(engine, values)
+        (child.set if self.kind is Kind.GAUGE else child.inc)(number)
 
     def _child(self, engine: int, values: tuple[str, ...]) -> Any:
-        found = self._children.get((engine, values))
-        if found is None:
-            found = self._metric.labels(*self._labels[engine], *values)
-            self._children[engine, values] = found
-        return found
+        if (engine, values) not in self._children:
+            child = self._metric.labels(*self._labels[engine], *values)
+            self._children[engine, values] = child
+        return self._children[engine, values]
 
 
 class Board:
-    """The series of all parts that are on in the engines of one frontend.
-
-    Args:
-        rows: each part's metrics, by its name.
-        logger: vLLM's ``PrometheusStatLogger``, which has been built.
-    """
+    """The series of all parts, by their names, that are on in the engines of one frontend."""
 
     def __init__(self, rows: Mapping[str, Iterable[Metric]], logger: Any) -> None:
         self._series = {
@@ -118,16 +102,9 @@ class Board:
         self._states: dict[int, list[tuple[str, ...]]] = {}
 
     def record(self, stats: Any, engine: int) -> None:
-        """Take our message out of vLLM's statistics, and count it; it never raises.
-
-        Args:
-            stats: vLLM's ``SchedulerStats``; None if a step had none.
-            engine: the engine's index.
-        """
-        message = None
+        """Take our message out of vLLM's ``SchedulerStats``, if any, and count it; never raises."""
         try:
-            message = taken_out(stats)
-            if message is not None:
+            if (message := taken_out(stats)) is not None:
                 self._count(message, engine)
         except Exception as error:
             warning_once(f"a frontend's metrics are incomplete: {reason_of(error)}")
@@ -147,9 +124,9 @@ class Board:
         told = [(*state, __version__) for state in states]
         for gone in self._states.get(engine, []):
             if gone not in told:
-                self._info.set(engine, gone, 0)
+                self._info.put(engine, gone, 0)
         for values in told:
-            self._info.set(engine, values, 1)
+            self._info.put(engine, values, 1)
         self._states[engine] = told
 
 

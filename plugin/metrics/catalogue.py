@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vllm_graft.base import markdown
 from vllm_graft.base.metric import PREFIX, Kind, Metric, Origin
 from vllm_graft.base.part import Part
 from vllm_graft.metrics.board import COMMON
 
+_HEADS = ("metric", "kind", "labels", "meaning")
+
 
 @dataclass(frozen=True)
 class Listed:
-    """A metric as it stands in ``/metrics``.
-
-    Attributes:
-        name: its name, without the suffixes of a histogram's series.
-        kind: what Prometheus makes of it.
-        labels: its labels beside ``model_name`` and ``engine``.
-        values: values of the label that are there from the start.
-        origin: who counts.
-        help: what is counted.
-    """
+    """A metric as it stands in ``/metrics``, its name without a histogram's suffixes."""
 
     name: str
     kind: Kind
@@ -49,8 +43,7 @@ def as_page(metrics: dict[str, list[Listed]]) -> str:
     blocks = []
     for part, rows in metrics.items():
         title = f"`{PREFIX}{part}_*`" if part else "All parts"
-        head = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-        blocks.append("\n".join([f"### {title}", "", *head, *map(_line, rows)]))
+        blocks.append(f"### {title}\n\n{markdown.table(_HEADS, [_cells(row) for row in rows])}")
     return "\n\n".join(blocks)
 
 
@@ -58,10 +51,7 @@ def _listed(row: Metric, part: str) -> Listed:
     return Listed(row.full_name(part), row.kind, row.labels, row.values, row.origin, row.help)
 
 
-def _line(row: Listed) -> str:
-    return f"| `{row.name}` | {row.kind.value} | {', '.join(_labels(row)) or '-'} | {row.help} |"
-
-
-def _labels(row: Listed) -> Iterator[str]:
-    for label in row.labels:
-        yield f"`{label}`" + (f" ({', '.join(row.values)})" if row.values else "")
+def _cells(row: Listed) -> tuple[str, ...]:
+    values = f" ({', '.join(row.values)})" if row.values else ""
+    labels = ", ".join(f"`{label}`{values}" for label in row.labels)
+    return f"`{row.name}`", row.kind.value, labels or "-", row.help

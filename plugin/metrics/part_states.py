@@ -30,11 +30,8 @@ def part_states(
 ) -> list[State]:
     """The state of each part, and of what a worker declined within a part (``tree.head_dtype``).
 
-    Args:
-        parts: all parts.
-        sections: of those that are asked for, by name.
-        vllm_config: the engine's configuration.
-        workers: what `vllm_graft.base.info.states` says in each worker.
+    ``sections`` are those of the parts that are asked for, by name. ``workers`` says of each worker
+    what `vllm_graft.base.info.states` does.
     """
     active: set[str] = set()
     declined: dict[str, str] = {}

@@ -2,20 +2,19 @@
 
 vLLM gives the frontend a ``SchedulerStats`` with most steps. Its field for a KV connector's
 statistics is a mapping of anything, in which ours stand under a key of their own; the frontend
-takes them out before anybody else looks at the field. They are increments, so that it does not
-matter which of several API servers gets them: Prometheus adds up what all of them count.
+takes them out first. They are increments, so that it does not matter which of several API servers
+gets them: Prometheus adds up what all of them count.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.metric import Kind, Metric, Numbers, PartMetrics, Watch
+from vllm_graft.base.metric import Kind, Metric, Number, Numbers, PartMetrics, Watch
 from vllm_graft.base.values import reason_of
-from vllm_graft.metrics.increments import Increments, News
 from vllm_graft.metrics.part_states import State
 from vllm_graft.metrics.worker_report import report_of
 from vllm_graft.seams.wrap import wrap
@@ -31,6 +30,49 @@ STATES_SECONDS = 60.0
 
 WORKER, ENGINE = "worker", "engine"
 ERRORS = (Metric("errors", Kind.COUNTER, "Failures to count, by process.", label="process"),)
+
+News = dict[str, Number | dict[str, Number]]
+"""Like `Numbers`: increments of counters and histograms, and gauges that have changed."""
+
+
+class Increments:
+    """Remembers a part's numbers, which count since the start, and says what has changed.
+
+    Numbers that no row names are passed over.
+    """
+
+    def __init__(self, rows: Iterable[Metric]) -> None:
+        self._kinds = {row.key: row.kind for row in rows}
+        self._known: dict[str, dict[str, Number]] = {}
+
+    def take(self, numbers: Numbers) -> News:
+        """What has changed since the last call; empty if nothing has.
+
+        A counter that is lower than before has begun anew, in a process that was started again. Its
+        whole value is then new.
+        """
+        news: News = {}
+        for key in self._kinds.keys() & numbers.keys():
+            found = numbers[key]
+            if isinstance(found, Mapping):
+                if changed := self._changed(key, found):
+                    news[key] = changed
+            elif changed := self._changed(key, {"": found}):
+                news[key] = changed[""]
+        return news
+
+    def _changed(self, key: str, found: Mapping[str, Number]) -> dict[str, Number]:
+        known = self._known.setdefault(key, {})
+        changed: dict[str, Number] = {}
+        for label, value in found.items():
+            before = known.get(label, 0)
+            if self._kinds[key] is Kind.GAUGE:
+                if value != before or label not in known:
+                    changed[label] = value
+            elif new := value - before if value >= before else value:
+                changed[label] = new
+            known[label] = value
+        return changed
 
 
 class Relay:
@@ -53,8 +95,7 @@ class Relay:
         local: Callable[[], Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._local = local
-        self._clock, self._states, self._workers = clock, states, list(workers)
+        self._local, self._clock, self._states, self._workers = local, clock, states, list(workers)
         self._increments = {name: Increments(each.rows) for name, each in metrics.items()}
         self._watches: dict[str, Watch] = {
             name: each.watch() for name, each in metrics.items() if each.watch is not None
@@ -65,7 +106,6 @@ class Relay:
         self._sent = self._told = float("-inf")
 
     def attach(self, scheduler: Any) -> None:
-        """Look at what a scheduler makes of each step; again does nothing more."""
         wrap(scheduler, "update_from_output", self._after_update)
 
     def first_message(self) -> dict[str, Any] | None:
@@ -73,11 +113,9 @@ class Relay:
         return {"states": self._states_now(self._clock())} if self._workers else None
 
     def step(self, output: Any, engine_outputs: Mapping[int, Any]) -> None:
-        """Take in a step, and put a message into its statistics if one is due; it never raises.
+        """Take in a step's ``ModelRunnerOutput``; put a message into its statistics if one is due.
 
-        Args:
-            output: the step's ``ModelRunnerOutput``.
-            engine_outputs: what goes to each API server, as the scheduler returns it.
+        ``engine_outputs`` is what goes to each API server. It never raises.
         """
         try:
             self._step(output, engine_outputs)
@@ -107,19 +145,17 @@ class Relay:
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: message}
 
     def _take(self, report: Mapping[str, Any]) -> None:
-        numbers, errors = report["numbers"], report["errors"]
-        self._reported, self._errors[WORKER] = numbers, errors
-        if not self._workers:
-            self._workers = [report]
+        self._reported, self._errors[WORKER] = report["numbers"], report["errors"]
+        self._workers = self._workers or [report]
 
     def _message(self, now: float) -> dict[str, Any]:
-        """What is to be told; empty if there is nothing."""
         message: dict[str, Any] = {}
         if self._local is not None:
             self._take(self._local())
-        for part in self._increments:
+        for part, increments in self._increments.items():
             try:
-                if news := self._news_of(part):
+                counted = self._watches[part].numbers() if part in self._watches else {}
+                if news := increments.take({**self._reported.get(part, {}), **counted}):
                     message.setdefault("news", {})[part] = news
             except Exception as error:
                 self._failed(error)
@@ -129,11 +165,6 @@ class Relay:
             message["states"] = self._states_now(now)
         self._sent = now
         return message
-
-    def _news_of(self, part: str) -> News:
-        watch = self._watches.get(part)
-        counted = {} if watch is None else watch.numbers()
-        return self._increments[part].take({**self._reported.get(part, {}), **counted})
 
     def _failed(self, error: Exception) -> None:
         self._errors[ENGINE] += 1

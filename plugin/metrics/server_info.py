@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +48,7 @@ class PartInfo:
 class ServerInfo:
     """What a server's ``/metrics`` say.
 
-    Attributes:
-        parts: each part of each engine.
-        numbers: metrics of ours that are not zero, summed over the engines, by name and label.
+    ``numbers`` are metrics of ours that are not zero, summed over the engines, by name and label.
     """
 
     parts: list[PartInfo]
@@ -60,10 +61,7 @@ class ServerInfo:
 
 
 def ask(url: str) -> ServerInfo:
-    """Ask a server.
-
-    Args:
-        url: its address, as ``http://127.0.0.1:8000``.
+    """Ask a server at an address like ``http://127.0.0.1:8000``.
 
     Raises:
         GraftError: if it can't be asked, does not answer within `SECONDS`, answers with more than
@@ -71,7 +69,7 @@ def ask(url: str) -> ServerInfo:
     """
     head = f"--url {shown(_without_secrets(url))}"
     try:
-        found = read(asyncio.run(_page(url.rstrip("/").removesuffix("/metrics") + "/metrics")))
+        found = read(_page(url))
     except ImportError as error:
         raise GraftError(
             f"{head}: {reason_of(error)}. vLLM brings the client: run this where vLLM is installed."
@@ -88,11 +86,7 @@ def ask(url: str) -> ServerInfo:
 
 
 def read(text: str) -> ServerInfo:
-    """What a page of ``/metrics`` says.
-
-    Raises:
-        _Refused: if a line of ours has another form.
-    """
+    """What a page of ``/metrics`` says; `_Refused` if a line of ours has another form."""
     parts: list[PartInfo] = []
     numbers: dict[str, float] = {}
     for name, labels, value in _ours(text):
@@ -124,7 +118,35 @@ def _ours(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
         raise _Refused(f"it is not in Prometheus' text format: {reason_of(error)}") from None
 
 
-async def _page(address: str) -> str:
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop whose threads nobody waits for: a lookup of a name may take longer than `SECONDS`."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> Any:
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()  # From now on, only the call ends it.
+
+        def run() -> None:
+            try:
+                done.set_result(func(*args))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return asyncio.wrap_future(done, loop=self)
+
+
+def _page(url: str) -> str:
+    below = re.split(r"[/?#]", url.removeprefix(_scheme(url)), maxsplit=1)[1:]
+    if any("@" in each for each in below):
+        # What stands before it is then taken for host and port, and shown in errors.
+        raise _Refused('an "@" follows a "/", "?" or "#": in a password, write %2F, %3F or %23')
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(_asked(url.rstrip("/").removesuffix("/metrics") + "/metrics"))
+
+
+async def _asked(address: str) -> str:
     """The text at an address, within `SECONDS` and `MAX_BYTES`. Redirects are not followed."""
     import aiohttp
 
@@ -162,9 +184,14 @@ async def _body(content: aiohttp.StreamReader) -> str:
 
 def _without_secrets(url: str) -> str:
     """An address without user, password and query."""
-    scheme, slashes, rest = url.partition("//")
-    place = rest.rpartition("@")[2] if slashes else scheme.rpartition("@")[2]
-    return re.split(r"[?#]", f"{scheme}//{place}" if slashes else place)[0]
+    scheme = _scheme(url)
+    return re.split(r"[?#]", scheme + url.removeprefix(scheme).rpartition("@")[2])[0]
+
+
+def _scheme(url: str) -> str:
+    """``http://``, or nothing."""
+    found = re.match(r"[\w+.-]+://", url)
+    return found.group() if found else ""
 
 
 def render(found: ServerInfo) -> str:
@@ -187,8 +214,7 @@ def render(found: ServerInfo) -> str:
 
 def as_dict(found: ServerInfo) -> dict[str, Any]:
     """The report for programs."""
-    return {
-        "ok": found.is_well,
-        "parts": [vars(part) for part in found.parts],
-        "metrics": found.numbers,
-    }
+    # JSON has no NaN and no infinity.
+    numbers = {name: n if math.isfinite(n) else None for name, n in found.numbers.items()}
+    parts = [vars(part) for part in found.parts]
+    return {"ok": found.is_well, "parts": parts, "metrics": numbers}

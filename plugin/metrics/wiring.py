@@ -42,7 +42,6 @@ class Wiring:
         self._parts, self._asked_for, self._extension = parts, asked_for, extension
 
     def install(self) -> None:
-        """Wait for vLLM's modules; again does nothing more."""
         after_import(_ENGINE, self._hook_engine)
         after_import(_LOGGERS, self._hook_loggers)
 
@@ -147,7 +146,6 @@ def _is_local(vllm_config: Any) -> bool:
 
 
 def _each_logger(loggers: Iterable[Any]) -> Iterable[Any]:
-    """vLLM's stat loggers, those of each engine included."""
     for logger in loggers:
         of_engines: Mapping[int, Any] = getattr(logger, "per_engine_stat_loggers", {})
         yield from of_engines.values() or (logger,)

@@ -1,10 +1,8 @@
 """The worker's side: about once per second a step's result also carries the parts' numbers.
 
 vLLM's model runner returns a ``ModelRunnerOutput`` per step, which goes to the scheduler whatever
-executor there is: in the same process, through shared memory, or by Ray. vLLM takes the result of
-one rank, so nothing is counted twice. Between two reports a step costs one look at the clock, and a
-report costs a copy of some dozens of numbers on the host. A worker in the engine core's own process
-is asked directly instead.
+executor there is. vLLM takes the result of one rank, so nothing is counted twice. A worker in the
+engine core's own process is asked directly instead.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ SECONDS = 1.0
 
 
 class WorkerReport:
-    """Decides when a step carries a report, and puts it there.
-
-    Args:
-        clock: seconds, as `time.monotonic` has them.
-    """
+    """Decides when a step carries a report, and puts it there."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,11 +33,7 @@ class WorkerReport:
         self.errors = 0
 
     def attach(self, runner: Any) -> None:
-        """Look at what a model runner returns; again does nothing more.
-
-        Args:
-            runner: one of vLLM's two model runners.
-        """
+        """Look at what either of vLLM's model runners returns; again does nothing more."""
         wrap(runner, "execute_model", self._after_execute)
         for name in ("sample_tokens", "pool"):
             if hasattr(runner, name):
@@ -52,8 +42,7 @@ class WorkerReport:
     def carried_by(self, output: Any) -> Any:
         """The output of a step, with a report; it never raises.
 
-        Args:
-            output: a ``ModelRunnerOutput``, or an ``AsyncModelRunnerOutput`` that becomes one.
+        It is a ``ModelRunnerOutput``, or an ``AsyncModelRunnerOutput`` that becomes one.
         """
         try:
             return self._carried_by(output)

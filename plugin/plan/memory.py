@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, is_assistant
-from vllm_graft.spec_decode.presets.ngram_room import text_bytes
+from vllm_graft.spec_decode.presets.tree_preset import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
@@ -241,7 +241,7 @@ def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
 
 def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
     """Bytes of one layer's inputs."""
-    from vllm_graft.spec_decode.targets.recurrent.recurrent_plan import kept_bytes
+    from vllm_graft.spec_decode.targets.recurrent.state_room import kept_bytes
 
     window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
     return kept_bytes(rows, model, window, state)
@@ -250,7 +250,7 @@ def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     import torch
 
-    from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
+    from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
     from vllm_graft.spec_decode.tuning.plan import plan_shapes
     from vllm_graft.spec_decode.tuning.scheduling import tree_policy
 

@@ -20,8 +20,7 @@ from vllm_graft.parts import PARTS
 from vllm_graft.plan.memory import Memory, memory_of
 from vllm_graft.plan.request import Request
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.targets.families import HOOK
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.families import FEATURES, HOOK
 
 
 class Verdict(enum.Enum):

@@ -1,26 +1,57 @@
-"""Writing a new plugin to a folder of its own."""
+"""Writing a new plugin, from texts beside this file with ``$name`` and the like to fill in."""
 
 from __future__ import annotations
 
 import importlib.util
 import keyword
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import reason_of, shown
-from vllm_graft.scaffold.templates import KINDS, files
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_TEXTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plugin. Its own texts are those whose names begin with its name.
+
+    ``use`` tells a server to use it; ``$entry`` is the entry's name.
+    """
+
+    name: str
+    hook: str
+    summary: str
+    use: str
+
+
+_TREE_POLICY = Kind(
+    "tree-policy",
+    hook="graft_tree_policies",
+    summary="the shape of draft trees",
+    use="vllm serve ... --additional-config.graft.tree.policy $entry",
+)
+_EVICTION_POLICY = Kind(
+    "eviction-policy",
+    hook="graft_eviction_policies",
+    summary="which page leaves the host KV cache first",
+    use="""vllm serve ... --kv-transfer-config '{"kv_connector": "HiCacheConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"host_bytes": "16GiB", "eviction": "$entry"}}'""",
+)
+
+KINDS = {kind.name: kind for kind in (_TREE_POLICY, _EVICTION_POLICY)}
+"""By the names that the command knows; the first one is the default."""
 
 
 def write(name: str, kind: str, parent: Path) -> Path:
-    """Write a distribution whose tests pass, and return its folder.
+    """Write a distribution whose tests pass into a folder of its name; return the folder.
 
-    Args:
-        name: of the distribution, and of its folder.
-        kind: a key of `KINDS`.
-        parent: the folder in which its folder is made.
+    ``kind`` is a key of `KINDS`.
 
     Raises:
         ConfigError: for a name that no distribution or module may have, and for a folder that
@@ -57,3 +88,21 @@ def _require_name(name: str) -> None:
             f"NAME {name!r}: a module {module} is installed already, and one of the two would hide "
             "the other. Choose another name."
         )
+
+
+def files(kind: Kind, name: str) -> dict[str, str]:
+    """The files of a new distribution, by their paths within its folder."""
+    module = name.replace("-", "_")
+    words = {"name": name, "module": module, "entry": name, "hook": kind.hook}
+    words |= {"summary": kind.summary, "use": Template(kind.use).substitute(words)}
+    texts = {
+        "pyproject.toml": "pyproject",
+        "README.md": "readme",
+        f"{module}/__init__.py": f"{kind.name}.hooks",
+        f"{module}/code.py": f"{kind.name}.code",
+        "tests/test_plugin.py": f"{kind.name}.tests",
+    }
+    return {
+        path: Template((_TEXTS / f"{text}.txt").read_text()).substitute(words)
+        for path, text in texts.items()
+    }

@@ -21,8 +21,7 @@ from typing import Any
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.ledger import TESTED_VLLM
-from vllm_graft.seams.ledger.entry import Kind, Seam
-from vllm_graft.seams.ledger.minor import minor_of
+from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of
 from vllm_graft.seams.ledger.whole import LEDGER
 
 __all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
@@ -52,10 +51,10 @@ class SeamReport:
 def check_seams(
     parts: Collection[str] | None = None, ledger: Sequence[Seam] | None = None
 ) -> list[SeamReport]:
-    """Compare the ledger with the installed vLLM; imports the modules of the symbols checked.
+    """Compare rows with the installed vLLM; imports the modules of the symbols checked.
 
     Args:
-        parts: parts whose symbols are checked; None checks all.
+        parts: whose symbols are checked; None checks all.
         ledger: a third party's rows; None for ours.
     """
     rows = LEDGER if ledger is None else ledger
@@ -75,7 +74,7 @@ def ledger_at(version: str, ledger: Sequence[Seam] | None = None) -> list[Seam]:
 
 
 def is_tested(version: str) -> bool:
-    """Whether our parts were tested with the minor version of this vLLM."""
+    """Whether our parts were tested with this vLLM's minor version."""
     return minor_of(version) in map(minor_of, TESTED_VLLM)
 
 
@@ -86,10 +85,6 @@ def tested_text() -> str:
 
 def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
     """Refuse to go on with a vLLM whose symbols are not those that ``parts`` were written for.
-
-    Args:
-        parts: parts whose symbols are checked.
-        ledger: a third party's rows; None for ours.
 
     Raises:
         SeamError: names each symbol, what was expected and found, and vLLM's version.
@@ -147,7 +142,7 @@ def _describe(seam: Seam, symbol: Any) -> str:
     if seam.kind == "call":
         return _parameters(symbol)
     if seam.kind == "source":
-        return _source_hash(symbol)
+        return normalized_hash(inspect.getsource(symbol))
     if seam.kind == "has":
         names = _attributes(symbol)
         return ", ".join(name for name in seam.expected.split(", ") if name in names)
@@ -165,21 +160,30 @@ def _parameters(function: Any) -> str:
 
 
 def _written_parameters(path: str) -> str:
-    """Do the same for a function in the file of ``vllm.<module>``, which is not imported."""
+    """Those of a function in the file of ``vllm.<module>``, which is not imported."""
     module, _, name = path.rpartition(".")
     file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
     for node in ast.parse(file.with_suffix(".py").read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            given = node.args
-            names = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-            missing = len(given.posonlyargs) + len(given.args) - len(given.defaults)
-            defaults = [*[None] * missing, *given.defaults, *given.kw_defaults]
-            return ", ".join(f"{n.arg}{'=' if d else ''}" for n, d in zip(names, defaults))
+            return parameters_of(node)
     raise AttributeError(f"{module} defines no {name}")
 
 
-def _source_hash(function: Any) -> str:
-    return normalized_hash(inspect.getsource(function))
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """A function's parameters, in the ledger's notation."""
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
+    shown = [f"{each.arg}{'=' if default else ''}" for each, default in zip(positional, defaults)]
+    if given.vararg:
+        shown.append(f"*{given.vararg.arg}")
+    shown += [
+        f"{each.arg}{'=' if default else ''}"
+        for each, default in zip(given.kwonlyargs, given.kw_defaults)
+    ]
+    if given.kwarg:
+        shown.append(f"**{given.kwarg.arg}")
+    return ", ".join(shown) or "no parameter"
 
 
 def normalized_hash(source: str) -> str:
@@ -203,9 +207,14 @@ def _attributes(cls: type) -> set[str]:
 @functools.cache
 def _assigned(cls: type) -> frozenset[str]:
     """Cached per class: its source is long, and each part asks about the same few."""
+    return assigned_in(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+
+
+def assigned_in(tree: ast.AST) -> frozenset[str]:
+    """Names that a class's methods assign to ``self``."""
     return frozenset(
         node.attr
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls))))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and isinstance(node.value, ast.Name)

@@ -17,15 +17,9 @@ TAG = "runtime"
 def kept_memory(vllm_config: VllmConfig) -> AbstractContextManager[None]:
     """Allocate in memory that comes back from sleep mode as it was.
 
-    vLLM loads a model inside a pool of memory for weights, whose contents are lost at level 2 of
-    ``--enable-sleep-mode``: weights are loaded again after it. What a part allocates beside a model
-    has nobody to fill it again.
-
-    Args:
-        vllm_config: the engine's.
-
-    Returns:
-        A context manager; without vLLM's own allocator it changes nothing.
+    vLLM loads a model in memory for weights, whose contents are lost at level 2 of
+    ``--enable-sleep-mode``, and then loads the weights again. What a part allocates beside them has
+    nobody to fill it again. Without vLLM's own allocator nothing changes.
     """
     from vllm.platforms import current_platform
 

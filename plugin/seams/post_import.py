@@ -1,7 +1,6 @@
 """Run something right after a module's first import, without importing it.
 
-``register()`` runs in processes that never touch the modules we hook (the API server, the model
-inspection subprocess). Importing them there would cost seconds and memory; so the hook waits.
+``register()`` also runs in processes that never need the modules we hook, as the API server.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _finder = _Finder()
 def after_import(module: str, callback: Callback) -> None:
     """Call ``callback(module)`` after ``module`` is executed: now, if it already was.
 
-    Several may wait for one module. The same callback again replaces itself; it is known by its
-    module and name. Survives a fork; a spawned process starts bare.
+    The same callback again, known by its module and name, replaces itself. It survives a fork; a
+    spawned process starts bare.
     """
     _finder.callbacks.setdefault(module, {})[_name_of(callback)] = callback
     if module in sys.modules:

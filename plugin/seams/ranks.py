@@ -1,8 +1,7 @@
 """What the tensor-parallel ranks of a worker decide together.
 
-Every rank runs the same code, so ranks that call these functions in the same order agree. They are
-called while an engine starts and by checks that somebody asked for. An ordinary step never calls
-them, because the exchange waits for the slowest rank on the host.
+Ranks that call these functions in the same order agree. An ordinary step never calls them, because
+the exchange waits for the slowest rank on the host.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, by rank.
-
-    Args:
-        value: this rank's value, which can be pickled.
-    """
+    """The values of all ranks, by rank; each can be pickled."""
     import torch
 
     group = _group()
@@ -36,14 +31,7 @@ def all_ranks_agree(ok: bool) -> bool:
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, by rank. It costs a collective and no wait of the host.
-
-    Args:
-        rows: ``[n, ...]``, of the same shape on every rank.
-
-    Returns:
-        ``[ranks, n, ...]``.
-    """
+    """The tensors ``[n, ...]`` of all ranks, as ``[ranks, n, ...]``; the host does not wait."""
     import torch
 
     group = _group()

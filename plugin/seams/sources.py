@@ -1,6 +1,8 @@
-"""The source files of a vLLM that is not installed: a wheel, or a folder that one was unpacked to.
+"""The ledger against a vLLM that is not installed: a wheel, or a folder that one was unpacked to.
 
-Nothing is imported, so that a vLLM for another Python, torch or platform can be read.
+Nothing is imported, so that a vLLM for another Python, torch or platform can be read: syntax trees
+tell, in the notation of `compare`. Members that another package's base class may bring are said to
+be unknown, never to be right.
 """
 
 from __future__ import annotations
@@ -8,36 +10,36 @@ from __future__ import annotations
 import ast
 import functools
 import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.seams.compare import (
+    SeamReport,
+    assigned_in,
+    in_order,
+    normalized_hash,
+    parameters_of,
+)
+from vllm_graft.seams.ledger.entry import Seam
 
 _PACKAGE = "vllm"
 _DEPTH = 12
 """Imports that are followed to where a symbol is defined."""
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
 
 @dataclass(frozen=True)
 class Found:
-    """A symbol where it is defined.
-
-    Attributes:
-        module: below ``vllm``, dotted; empty for the package itself.
-        node: its definition; an assignment for a variable, None for a module.
-    """
+    """A symbol where it is defined: a definition or an assignment; None for a module itself."""
 
     module: str
+    """Below ``vllm``, dotted; empty for the package."""
     node: ast.stmt | None
 
 
 class Sources:
-    """Python files below ``vllm``.
-
-    Args:
-        path: a wheel, or a folder that holds ``vllm``.
+    """Python files below ``vllm``, in a wheel or in a folder that holds it.
 
     Raises:
         ConfigError: if there is no vLLM in it.
@@ -58,14 +60,12 @@ class Sources:
         if self.path.suffix == ".whl":
             return self.path.name.split("-")[1]
         for node in self._tree("_version").body if self.file("_version") else ():
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(
-                node.value, ast.Constant
-            ):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if any(
-                    getattr(target, "id", "") in ("version", "__version__") for target in targets
-                ):
-                    return str(node.value.value)
+            value = getattr(node, "value", None)
+            if isinstance(value, ast.Constant):
+                targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+                names = {getattr(target, "id", "") for target in targets}
+                if names & {"version", "__version__"}:
+                    return str(value.value)
         return ""
 
     def file(self, module: str) -> str | None:
@@ -231,15 +231,14 @@ def _name_of_statement(node: ast.stmt) -> str:
 
 def _defined(tree: ast.Module, name: str) -> ast.stmt | None:
     """A module's definition of a name, also one within ``if``, ``try`` or ``with``."""
-    waiting: list[ast.stmt] = list(tree.body)
+    waiting = list(tree.body)
     while waiting:
         node = waiting.pop(0)
         if _name_of_statement(node) == name:
             return node
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             inner = [*node.body, *getattr(node, "orelse", ())]
-            for handler in getattr(node, "handlers", ()):
-                inner += handler.body
+            inner += (each for handler in getattr(node, "handlers", ()) for each in handler.body)
             waiting = inner + waiting
     return None
 
@@ -259,3 +258,113 @@ def _lazy_target(tree: ast.Module, name: str) -> list[str] | None:
                     module, _, attribute = value.value.lstrip(".").partition(":")
                     return [*module.split("."), attribute]
     return None
+
+
+UNKNOWN = "unknown: "
+"""What the found text begins with where the source files do not tell."""
+
+
+def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:
+    """Each seam, and what the source files have in its place."""
+    return [SeamReport(seam, _inspect(seam, sources)) for seam in seams]
+
+
+def is_unknown(report: SeamReport) -> bool:
+    """Whether the source files did not tell."""
+    return report.found.startswith(UNKNOWN)
+
+
+def _inspect(seam: Seam, sources: Sources) -> str:
+    try:
+        if seam.kind == "module":
+            return "present" if sources.file(seam.path) else "nothing"
+        found = sources.find(seam.path)
+    except LookupError as error:
+        return f"nothing ({error})"
+    if seam.kind == "name":
+        return "present"
+    if seam.kind in ("call", "def"):
+        return _parameters(found, sources)
+    if found.node is None:
+        return "a module"
+    if seam.kind == "class":
+        return ", ".join(_base_names(found, sources))
+    if seam.kind == "source":
+        return normalized_hash(sources.segment(found))
+    if seam.kind == "order":
+        wanted = seam.expected.split(", ")
+        return ", ".join(in_order(sources.segment(found), wanted))
+    return _members(found, seam.expected.split(", "), sources)
+
+
+def _base_names(found: Found, sources: Sources) -> Iterator[str]:
+    if not isinstance(found.node, ast.ClassDef):
+        yield "no class"
+        return
+    yield from (name_of(base) for base in found.node.bases)
+    if not found.node.bases:
+        yield "object"
+
+
+def _parameters(found: Found, sources: Sources) -> str:
+    node = found.node
+    if isinstance(node, ast.ClassDef):
+        try:
+            init = sources._member(found, ["__init__"], _DEPTH)
+        except LookupError:
+            return ", ".join(_fields(found, sources)) or "no parameter"
+        return _parameters(init, sources).removeprefix("self, ").replace("self", "no parameter")
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return f"{UNKNOWN}no function"
+    return parameters_of(node)
+
+
+def _fields(found: Found, sources: Sources) -> Iterator[str]:
+    """Fields of a dataclass or named tuple, those of its bases first."""
+    assert isinstance(found.node, ast.ClassDef)
+    for base in sources.bases(found):
+        if isinstance(base, Found) and isinstance(base.node, ast.ClassDef):
+            yield from _fields(base, sources)
+    for node in found.node.body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and name_of(node.annotation) != "ClassVar"
+        ):
+            yield f"{node.target.id}{'' if node.value is None else '='}"
+
+
+def _members(found: Found, wanted: Sequence[str], sources: Sources) -> str:
+    names: set[str] = set()
+    foreign: list[str] = []
+    _collect(found, sources, names, foreign, depth=12)
+    missing = [name for name in wanted if name not in names]
+    if missing and foreign:
+        bases = ", ".join(sorted(set(foreign)))
+        return f"{UNKNOWN}{', '.join(missing)} may be members of {bases}"
+    return ", ".join(name for name in wanted if name in names)
+
+
+_PLAIN_BASES = frozenset({"ABC", "Generic", "Protocol", "object", "Enum"})
+"""Bases that bring no member that the ledger could mean."""
+
+
+def _collect(
+    found: Found, sources: Sources, names: set[str], foreign: list[str], depth: int
+) -> None:
+    """Add the members of a class and of its bases, and what its methods assign to ``self``."""
+    if not isinstance(found.node, ast.ClassDef) or depth == 0:
+        return
+    names |= assigned_in(found.node)
+    for node in ast.walk(found.node):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            names.update(each.id for each in node.targets if isinstance(each, ast.Name))
+    for base in sources.bases(found):
+        if isinstance(base, Found):
+            _collect(base, sources, names, foreign, depth - 1)
+        elif base not in _PLAIN_BASES:
+            foreign.append(base)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_graft.base.errors import NotActiveError
+from vllm_graft.base.errors import GraftError, NotActiveError
 from vllm_graft.base.log import info_once
 from vllm_graft.seams.compare import tested_text, vllm_version
+
+if TYPE_CHECKING:
+    import torch.nn as nn
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 MARK = "_vllm_graft"
 """Attribute of a function that stands in the place of one of vLLM's: names of what is around it."""
@@ -26,10 +31,7 @@ def is_hooked(function: Any) -> bool:
 
 
 def wrap(owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put ``around(original)`` in the place of a function of a class, or of an object.
-
-    Several may be put around one function. Each is known by its module and name.
-    """
+    """Put ``around(original)``, known by module and name, in a function's place on its owner."""
     original = getattr(owner, name)
     key = f"{around.__module__}.{around.__qualname__}"
     there: tuple[str, ...] = getattr(original, MARK, ())
@@ -50,8 +52,8 @@ def build_instead(
     The class object stays the same, so ``isinstance``, imports by name and subclassing stay right.
 
     Args:
-        stock: vLLM's class, whose first argument is its configuration. Without it nobody builds
-            it: the part's ``verify_active`` speaks up where it matters.
+        stock: vLLM's class, whose first argument is its configuration; None where vLLM has none,
+            which the part's ``verify_active`` finds.
         choose: the class to build, from ``stock`` and the configuration; ``stock`` for itself. The
             first of several that chooses another class counts.
         built: told of every other class that is built.
@@ -76,7 +78,6 @@ def build_instead(
 
 
 def _chosen(stock: type[Any], vllm_config: Any, choosers: list[_Chooser]) -> type[Any]:
-    """What the first of some that chooses another class has chosen."""
     for choose, built in choosers:
         if (chosen := choose(stock, vllm_config)) is not stock:
             built(chosen)
@@ -84,11 +85,30 @@ def _chosen(stock: type[Any], vllm_config: Any, choosers: list[_Chooser]) -> typ
     return stock
 
 
+def compose(target_model: nn.Module, vllm_config: VllmConfig, mixin: type[Any]) -> type[ModelState]:
+    """Stack ``mixin`` over the ModelState class that vLLM would use for ``target_model``.
+
+    Hooks that the mixin overrides must call ``super()``. Parts stack in the order of their calls,
+    the last one outermost. Model Runner V2 asks this model, which alone is changed, for its class
+    first (``get_model_state_cls``); so this comes while the model is loaded.
+
+    Raises:
+        GraftError: if ``mixin`` is already part of the model's class.
+    """
+    from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+
+    base = resolve_model_state_cls(vllm_config, target_model)
+    if issubclass(base, mixin):
+        raise GraftError(f"{mixin.__name__} is already part of {base.__name__}; compose it once")
+    composed: type[ModelState] = type(f"{mixin.__name__}Over{base.__name__}", (mixin, base), {})
+    target_model.get_model_state_cls = lambda: composed
+    return composed
+
+
 class BuiltClasses:
     """Classes of ours that were built in the place of vLLM's in this process.
 
-    Args:
-        does: what they do, for the log: ``drafts``.
+    ``does`` says what they do, for the log: ``drafts``.
     """
 
     def __init__(self, does: str) -> None:
@@ -103,22 +123,13 @@ class BuiltClasses:
     def __contains__(self, instance_type: object) -> bool:
         return instance_type in self._classes
 
-    def clear(self) -> None:
-        """Forget them all; for tests."""
-        self._classes.clear()
-
 
 def require_speculator(
     worker: Any, built: BuiltClasses, flag: str, asks_for: str, stock: str
 ) -> None:
     """Check that a worker that has loaded its model drafts with one of our classes.
 
-    Args:
-        worker: of vLLM's.
-        built: classes that were built in the place of vLLM's.
-        flag: of the part, in full.
-        asks_for: what the part asks for.
-        stock: name of the class that would have built ours.
+    ``stock`` is the name of the class that would have built ours.
 
     Raises:
         NotActiveError: says what drafts in our place.

@@ -20,46 +20,19 @@ if TYPE_CHECKING:
     from vllm_graft.testing.cuda.simulated_streams import simulated
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
-    from vllm_graft.testing.models.block_drafts import (
-        write_block_target,
-        write_dflash,
-        write_dflash2,
-        write_dspark,
-        write_lilicorr,
-        write_xpress,
-    )
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
-    from vllm_graft.testing.models.mtp_targets import write_glm4_moe, write_mimo
 
-_HOME = {
-    "CaptureError": "cuda.cuda_graphs",
-    "EvictionPolicyContract": "contracts.cache_contracts",
-    "KernelCase": "compiling",
-    "DrafterContract": "contracts.tree_contracts",
-    "StorageBackendContract": "contracts.cache_contracts",
-    "TinyShape": "models.llama",
-    "TreePolicyContract": "contracts.tree_contracts",
-    "compile_cases": "compiling",
-    "cpu_engine": "engine",
-    "greedy": "engine",
-    "install": "interpreter.install",
-    "model_runner": "engine",
-    "recording": "cuda.cuda_graphs",
-    "running": "engine",
-    "simulated": "cuda.simulated_streams",
-    "spec_metrics": "engine",
-    "write_block_target": "models.block_drafts",
-    "write_dflash": "models.block_drafts",
-    "write_dflash2": "models.block_drafts",
-    "write_dspark": "models.block_drafts",
-    "write_lilicorr": "models.block_drafts",
-    "write_xpress": "models.block_drafts",
-    "write_eagle": "models.llama",
-    "write_eagle3": "models.llama",
-    "write_llama": "models.llama",
-    "write_glm4_moe": "models.mtp_targets",
-    "write_mimo": "models.mtp_targets",
+_NAMES = {
+    "compiling": "KernelCase compile_cases",
+    "contracts.cache_contracts": "EvictionPolicyContract StorageBackendContract",
+    "contracts.tree_contracts": "DrafterContract TreePolicyContract",
+    "cuda.cuda_graphs": "CaptureError recording",
+    "cuda.simulated_streams": "simulated",
+    "engine": "cpu_engine greedy model_runner running spec_metrics",
+    "interpreter.install": "install",
+    "models.llama": "TinyShape write_eagle write_eagle3 write_llama",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "CaptureError",
@@ -78,21 +51,13 @@ __all__ = [
     "running",
     "simulated",
     "spec_metrics",
-    "write_block_target",
-    "write_dflash",
-    "write_dflash2",
-    "write_dspark",
     "write_eagle",
     "write_eagle3",
-    "write_glm4_moe",
-    "write_lilicorr",
     "write_llama",
-    "write_mimo",
-    "write_xpress",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,15 +1,11 @@
 """Compile-only check of Triton kernels on a machine without GPU.
 
-The interpreter says whether a kernel is right, and accepts what the compiler does not (a variable
-that only one branch defines, a type that changes in a loop). The compiler needs no GPU: it is given
-a target and runs up to the cubin, with the ``ptxas`` of the Triton wheel.
-
-A process either interprets or compiles, so the compiler runs in a child process.
+The interpreter accepts what the compiler does not, as a type that changes in a loop. The compiler
+runs up to the cubin, in a child process: a process either interprets or compiles.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -33,10 +29,8 @@ class KernelCase:
     """One specialisation of a kernel.
 
     Attributes:
-        name: Shown in failures.
         function: Where the kernel is, as ``"package.module:function"``.
-        signature: Type of each argument that is no constexpr, as Triton writes it: ``"*bf16"``,
-            ``"*i64"``, ``"i32"``, ``"fp32"``.
+        signature: Type of each argument that is no constexpr, as ``"*bf16"`` or ``"i32"``.
         constexprs: Value of each constexpr; also ``None`` for a pointer that is not given.
         options: Such as ``{"num_warps": 4}``.
     """
@@ -55,14 +49,7 @@ def argument_types(types: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Outcome of one case on one architecture.
-
-    Attributes:
-        name: Name of the case.
-        capability: 90 for sm_90.
-        shared_bytes: Shared memory of a program.
-        error: What the compiler said, or None.
-    """
+    """Outcome of one case on one architecture: 90 is sm_90; the compiler's error, or None."""
 
     name: str
     capability: int
@@ -76,8 +63,7 @@ def compile_cases(
     """Compile every case of the list ``CASES`` of a module, for every architecture.
 
     Args:
-        cases: A dotted module name, or the path of a Python file, that defines ``CASES``.
-        capabilities: 80 for sm_80, and so on.
+        cases: A dotted module name, or the path of a Python file.
         timeout: Seconds for all of it.
 
     Raises:
@@ -97,19 +83,6 @@ def compile_cases(
     if child.returncode:
         raise GraftError(f"the kernels of {cases} could not be compiled:\n{child.stderr[-4000:]}")
     return [Compiled(**json.loads(line)) for line in child.stdout.splitlines()]
-
-
-def launched_kernels(package: ModuleType) -> set[str]:
-    """Jitted ``*_kernel`` functions of a package and what is below it, named as in `KernelCase`."""
-    root = Path(package.__path__[0])
-    return {
-        f"{'.'.join((package.__name__, *file.relative_to(root).with_suffix('').parts))}:{node.name}"
-        for file in root.rglob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.endswith("_kernel")
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 
 
 def set_environment() -> None:
-    """Set the variables that engines of this process need; those already set are kept."""
+    """Set the variables that engines of this process need, where they are not set."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -48,8 +48,7 @@ def cpu_engine(
 ) -> Iterator[LLM]:
     """A ``vllm.LLM`` on Model Runner V2 in this process, shut down on exit with its patches.
 
-    One engine at a time: build the next one after the ``with`` block of the first, and keep no
-    reference to the first or to parts of it.
+    One engine at a time, and no reference to it or to parts of it beyond the ``with`` block.
 
     Args:
         model: Checkpoint folder, see :mod:`vllm_graft.testing.models.llama`.
@@ -133,11 +132,7 @@ def default_options() -> dict[str, Any]:
 def running(model: str | os.PathLike[str], **llm_options: Any) -> Iterator[LLM]:
     """A ``vllm.LLM`` in this process, on any device; on exit it gives back what it holds.
 
-    The next engine can be built then: keep no reference to this one or to parts of it.
-
-    Args:
-        model: Checkpoint folder.
-        **llm_options: Passed to ``vllm.LLM``.
+    Keep no reference to it or to parts of it.
     """
     import torch
     from vllm import LLM
@@ -163,11 +158,7 @@ _frozen = False
 
 
 def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
-    """Collect an engine's garbage once, without a walk over all that the process has imported.
-
-    vLLM makes a dozen full collections from an engine's start to its end, of 40 ms each even so.
-    The one at the end is that of :func:`running`.
-    """
+    """Collect an engine's garbage once, at its end, and not a dozen times as vLLM would."""
     global _frozen
     if not _frozen:
         from vllm import LLM  # noqa: F401
@@ -222,9 +213,9 @@ def _patch_config(
 
 
 def _patch_sampling(patches: contextlib.ExitStack) -> None:
-    """Filter by top-k and top-p in PyTorch, as vLLM does on a CPU without the interpreter."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    # Top-k and top-p in PyTorch, as on a CPU without the interpreter.
     patches.enter_context(mock.patch.object(topk_topp_sampler, "HAS_TRITON", False))
 
 

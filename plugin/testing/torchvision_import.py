@@ -1,8 +1,7 @@
 """Import a CUDA build of torchvision under a CPU build of torch.
 
-PyPI's torchvision is built against CUDA. Its ``extension.py`` tolerates that its C++ library does
-not load, but ``_meta_registrations.py`` registers shapes for two operators of that library, and
-raises. transformers imports torchvision, so vLLM does not import either.
+PyPI's torchvision is built against CUDA. Without its C++ library ``_meta_registrations.py`` raises
+for want of two operators; transformers imports torchvision, so vLLM does not import either.
 """
 
 from __future__ import annotations

@@ -31,12 +31,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class SpecDecodeCounters:
-    """Sums of vLLM's `vllm:spec_decode_*` counters since the server started.
-
-    Attributes:
-        drafts: verification steps that had a draft, summed over requests.
-        accepted: draft tokens accepted.
-    """
+    """Sums of vLLM's `vllm:spec_decode_*` counters: steps with a draft, draft tokens accepted."""
 
     drafts: int = 0
     accepted: int = 0
@@ -81,9 +76,8 @@ class VllmServer:
 
     Args:
         arguments: what follows `vllm serve`, without host and port.
-        log: file that takes the server's output.
         environment: variables added to this process's.
-        command: what to run in place of `vllm` (the tests run a stand-in).
+        command: what to run in place of `vllm`.
         report: takes one line of progress at a time.
     """
 
@@ -105,7 +99,6 @@ class VllmServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VllmServer:
-        """Start the process, unless it has been started already."""
         if self._process is not None:
             return self
         self.report("$ vllm " + shlex.join(self._arguments))
@@ -152,11 +145,9 @@ class VllmServer:
         self.report(f"  ready after {time.monotonic() - begin:.0f} s")
 
     def metrics(self) -> str:
-        """Read /metrics, as Prometheus text."""
         return self._get("/metrics")
 
     def counters(self) -> SpecDecodeCounters:
-        """Read how many drafts were accepted."""
         return SpecDecodeCounters.parse(self.metrics())
 
     def stop(self, timeout: float = 20) -> None:

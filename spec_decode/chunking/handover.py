@@ -1,12 +1,15 @@
-"""Hands what an engine's workers have said to the scheduler, which is built later.
+"""Hands what an engine's workers have said to the scheduler.
 
-vLLM builds the scheduler after the workers, in the same process and from the same configuration
+VLLM builds the scheduler after the workers, in the same process and from the same configuration
 object: that object says whose it is.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
 
 T = TypeVar("T")
 
@@ -18,7 +21,6 @@ class Handover(Generic[T]):
         self._kept: list[tuple[Any, T]] = []
 
     def keep(self, vllm_config: Any, value: T) -> None:
-        """Keep a value for a configuration; its earlier one is forgotten."""
         self.take(vllm_config)
         self._kept.append((vllm_config, value))
 
@@ -29,3 +31,23 @@ class Handover(Generic[T]):
                 del self._kept[place]
                 return value
         return None
+
+
+ROWS: Handover[int] = Handover()
+"""Rows of the largest whole CUDA graph of a mixed batch, which the workers have captured."""
+
+
+def captured_rows(worker: Any) -> int:
+    """Rows of the largest graph that this worker of vLLM's has captured for a mixed batch; 0 if
+    none."""
+    graphs = getattr(worker.model_runner, "cudagraph_manager", None)
+    captured = () if graphs is None else graphs.graphs
+    return max(
+        (desc.num_tokens for desc in captured if desc.uniform_token_count is None), default=0
+    )
+
+
+def ask_workers(engine: EngineCore) -> None:
+    """Ask an engine's workers, which have captured their graphs; keep what all of them have."""
+    ranks: list[int] = engine.collective_rpc(captured_rows)
+    ROWS.keep(engine.vllm_config, min(ranks))

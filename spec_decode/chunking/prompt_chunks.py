@@ -19,41 +19,28 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 MOST_CHUNKS = 3
-"""Replays of the largest graph that are preferred to one launch.
-
-On an H100 with an 8B-shaped target, a replay of 512 rows takes 14 ms, and a launch of 513 to 1,500
-rows takes 45 to 60."""
+"""Replays of the largest graph that are preferred to one launch. On an H100 with an 8B-shaped
+target, a replay of 512 rows takes 14 ms, and a launch of 513 to 1,500 rows takes 45 to 60."""
 
 LEAST_ROWS = 128
-"""Rows of the largest graph from which prompts are chunked.
-
-Half of them are a chunk's least rows. That is also room for a prompt of one token, beside which
-vLLM reserves rows for as many drafts as a tree can have."""
+"""Rows of the largest graph from which prompts are chunked. A chunk's least rows, half of them, are
+also room for a prompt of one token, beside which vLLM reserves rows of a full tree."""
 
 LEAST_NODES = 7
-"""Nodes that each tree keeps while prompts wait, where trees can be cut.
-
-A tree's first nodes yield most of its tokens, and each further one delays a row of a prompt. With a
-large tree for each of a few requests, prompts would get only half of a graph."""
+"""Nodes that each tree keeps while prompts wait, where trees can be cut. They yield most of a
+tree's tokens, and each further one delays a row of a prompt."""
 
 QUIET_STEPS = 4
-"""Steps without drafts that prompts may take one after the other, once as many steps had drafts.
-
-A burst of up to five chunks, such as 16 questions beside their trees, takes no more. While prompts
-go on to come, every other step has drafts, so that prompts of some never stop the drafts of all."""
+"""Steps without drafts that prompts may take one after the other, once as many steps had drafts. A
+burst of up to five chunks takes no more; and prompts of some never stop the drafts of all."""
 
 _CHUNKED = "vllm_graft_chunked"
-"""Where a ``SchedulerOutput`` says that its prompts were chunked."""
+"""The attribute of a ``SchedulerOutput`` whose prompts were chunked."""
 
 
 class Rows(NamedTuple):
-    """Rows that a step would have without any limit.
-
-    Attributes:
-        decodes: of the requests that decode, roots and nodes.
-        roots: of these, one per request.
-        prompts: that prompts still need.
-    """
+    """Rows that a step would have without any limit: of decodes (roots and nodes), of these roots,
+    one per request, and of the rest of prompts."""
 
     decodes: int
     roots: int
@@ -61,17 +48,13 @@ class Rows(NamedTuple):
 
 
 def chunk_rows(rows: Rows, max_rows: int, *, cuts: bool) -> int | None:
-    """Most rows that the prompts of a step may have if the step is to fit a graph.
-
-    Args:
-        rows: of the step without a limit.
-        max_rows: rows of the largest graph.
-        cuts: whether trees are cut so that a step fits a graph (see `graph_fit`).
+    """Most rows that the prompts of a step may have if the step is to fit a graph of `max_rows`.
 
     Returns:
-        The rows of the chunk: what the decodes leave, with no more than `LEAST_NODES` per tree if
-        trees are cut, and at least half of the graph. None if the prompts are to run as vLLM would
-        run them: the step fits, or fits once its trees are cut, or the prompts have too many rows.
+        What the decodes leave, with no more than `LEAST_NODES` per tree if trees are cut (see
+            `graph_fit`), and at least half of the graph. None if the prompts are to run as vLLM
+            would run them: the step fits, or fits once its trees are cut, or the prompts have too
+            many rows.
     """
     decodes = min(rows.decodes, rows.roots * (1 + LEAST_NODES)) if cuts else rows.decodes
     if rows.decodes + rows.prompts <= max_rows or decodes + rows.prompts > MOST_CHUNKS * max_rows:
@@ -81,15 +64,8 @@ def chunk_rows(rows: Rows, max_rows: int, *, cuts: bool) -> int | None:
 
 
 def rows_to_come(scheduler: Scheduler, most: int) -> Rows:
-    """Rows that the next step would have without any limit.
-
-    Args:
-        scheduler: vLLM's, before it makes a step.
-        most: rows of prompts from which the exact number does not matter.
-
-    Returns:
-        The rows. What the caches hold of a waiting prompt is not known yet and counts, too.
-    """
+    """Rows that the next step would have without any limit; of prompts, exact up to `most`. What
+    the caches hold of a waiting prompt is not known yet and counts, too."""
     decodes = roots = prompts = 0
     for request in scheduler.running:
         rows = request.num_tokens_with_spec + request.num_output_placeholders
@@ -121,7 +97,7 @@ def step_limit(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> int | None
 
 
 def leaves_prompts(scheduler: Scheduler, output: SchedulerOutput) -> bool:
-    """Whether a step computes only a part of a prompt. The scheduler has not counted it yet."""
+    """Whether a step, not counted by the scheduler yet, computes only a part of a prompt."""
     requests = (
         (scheduler.requests[name], rows) for name, rows in output.num_scheduled_tokens.items()
     )
@@ -132,17 +108,12 @@ def leaves_prompts(scheduler: Scheduler, output: SchedulerOutput) -> bool:
 
 
 def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
-    """Let `scheduler` compute prompts in chunks where its step fits a graph by that.
+    """Let `scheduler` compute prompts in chunks where its step fits a graph of `max_rows` by that.
 
     While a chunk leaves some of its prompt, no drafts are asked for if vLLM's table (``auto`` or
     ``num_speculative_tokens_per_batch_size``) says how many are: to draft them, and to verify them
     beside the next chunk, would delay the prompt. Each such step uses up one of `QUIET_STEPS`, and
     each other one brings one back.
-
-    Args:
-        scheduler: vLLM's.
-        max_rows: rows of the largest graph of a mixed batch.
-        cuts: whether trees are cut so that a step fits a graph.
     """
     limited, quiet_left = False, QUIET_STEPS
 
@@ -183,11 +154,9 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
 
 
 def can_chunk(scheduler: Scheduler, max_rows: int) -> bool:
-    """Whether a scheduler's prompts can be computed in chunks beside graphs of so many rows.
-
-    Not where vLLM computes no less than an image at once, or a block of recurrent states: one with
-    more rows than a chunk would never be computed.
-    """
+    """Whether a scheduler's prompts can be computed in chunks beside graphs of so many rows. Not
+    where vLLM computes an image or a block of recurrent states at once: one of more rows than a
+    chunk would never be computed."""
     config = scheduler.vllm_config.scheduler_config
     whole = config.disable_chunked_mm_input or scheduler.need_mamba_block_aligned_split
     return max_rows >= LEAST_ROWS and bool(config.enable_chunked_prefill) and not whole

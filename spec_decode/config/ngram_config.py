@@ -44,23 +44,16 @@ class NgramConfig(Section):
 
 
 def lengths_of(tree: Any, speculative: Any) -> NgramConfig:
-    """The section of n-grams alone: vLLM's own keys have the lengths.
-
-    Args:
-        tree: the section ``graft.tree``.
-        speculative: vLLM's ``SpeculativeConfig``.
-    """
+    """The section of n-grams alone: vLLM's own keys in its ``SpeculativeConfig`` have the
+    lengths."""
     lengths = {"min": speculative.prompt_lookup_min, "max": speculative.prompt_lookup_max}
     given = {} if tree.ngram is None else {"reference": tree.ngram.reference}
     return NgramConfig(**lengths, **given)
 
 
 def ngram_section(value: object) -> object:
-    """``true`` and ``auto`` for all defaults, ``false`` for none; also as the words of a command.
-
-    Raises:
-        ValueError: if it is another word, or a number.
-    """
+    """``true`` and ``auto`` for all defaults, ``false`` for none; also as the words of a
+    command."""
     if value is None or isinstance(value, (dict, NgramConfig)):
         return value
     word = value.lower() if isinstance(value, str) else value

@@ -8,12 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from vllm_graft.base.options import Count, EntryName, GraftSection
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, ngram_section
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.shape import MAX_NODES, num_candidates
 
 NAME = "tree"
-
-MAX_NODES = 63
-"""Bits of an int64 ancestor mask that are left beside the root's."""
 
 MAX_STEPS = 32
 
@@ -128,6 +125,6 @@ class TreeConfig(GraftSection):
     both); ``eager`` captures nothing."""
 
     @property
-    def max_nodes(self) -> int:
-        """Non-root nodes a full tree holds: ``topk``, then ``topk`` children of ``topk`` nodes."""
+    def num_candidates(self) -> int:
+        """Nodes that a tree of these bounds holds."""
         return num_candidates(self.topk, self.steps)

@@ -12,8 +12,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, logger
 class TreeLogging(SpecDecodingLogging):
     """Says what trees yield per depth, where vLLM's line divides by all nodes.
 
-    Only one path of a tree can be accepted. vLLM's "Avg Draft acceptance rate" of 63 nodes, 6 of
-    them accepted, would read 9.5 %.
+    Only one path of a tree can be accepted: 6 of 63 nodes would read as a rate of 9.5 %.
     """
 
     def log(self, log_fn: Any = logger.info) -> None:

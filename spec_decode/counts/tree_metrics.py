@@ -71,7 +71,6 @@ class TreeWatch:
         self._nodes: dict[str, int] = {}
 
     def step(self, stats: Any) -> None:
-        """Take in a step's ``SchedulerStats``."""
         drafts = stats.spec_decoding_stats
         if drafts is None or not drafts.num_drafts:
             return
@@ -89,7 +88,6 @@ class TreeWatch:
         self._nodes[nodes] = self._nodes.get(nodes, 0) + 1
 
     def numbers(self) -> Numbers:
-        """Return everything counted since the start."""
         return {
             "steps": self._steps,
             "trees": self._trees,
@@ -101,12 +99,7 @@ class TreeWatch:
 
 
 def tell(section: Any, loggers: Sequence[Any]) -> None:
-    """Let vLLM's log line speak of trees where it speaks of a chain's drafts.
-
-    Args:
-        section: the part's.
-        loggers: vLLM's stat loggers; those that log drafts have ``spec_decoding_logging``.
-    """
+    """Let vLLM's log line speak of trees where it speaks of a chain's drafts."""
     if section.topk == 1:
         return
     from vllm_graft.spec_decode.counts.tree_log import TreeLogging

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class AcceptedRows:
     """Memory for a batch's rows behind a move of each accepted path to the front of its request.
 
-    Args:
-        buffers: the draft's buffers, whose sizes and dtypes of ids and positions these rows take.
-        states: ``[max_num_tokens, hidden]``, where the draft reads the target's states.
+    It takes sizes and dtypes of the draft's buffers. `states` is ``[max_num_tokens, hidden]``,
+    where the draft reads the target's states.
     """
 
     def __init__(self, buffers: InputBuffers, states: torch.Tensor) -> None:
@@ -32,15 +31,9 @@ class AcceptedRows:
     ) -> tuple[InputBatch, torch.Tensor]:
         """Move the rows of accepted paths to the front, where a chain would have them.
 
-        Args:
-            context: has the paths of the step under way.
-            batch: the batch that the target has verified.
-            hidden: ``[num_tokens, hidden]``, the target's states of its rows.
-            max_reqs: upper bound of the batch's requests, the same in each call.
-
-        Returns:
-            The batch with ids and positions in that order, and the states. Both are what was given
-            if no request had drafts.
+        `hidden`, ``[num_tokens, hidden]``, are the target's states of the rows of `batch`, which it
+        has verified; `max_reqs` is the same in each call. Returns the batch with ids and positions
+        in that order, and the states; what was given if no request had drafts.
         """
         step = context.step
         if step is None or step.num_sampled is None or not batch.num_draft_tokens:

@@ -1,9 +1,8 @@
 """The interfaces between a drafter and the growing of its trees.
 
-A drafter is a speculator of vLLM's with `TreeDrafting` mixed in: its first pass leaves the root's
-best children or what they are drafted from, a `Growth` fills the table of candidates from there, an
-`Extra` may add candidates of another source, and the best of all become the tree. Verification
-needs nothing else of a drafter.
+A drafter's first pass leaves the root's best children or what they are drafted from, a `Growth`
+fills the table of candidates from there, an `Extra` may add candidates of another source, and the
+best of all become the tree. Verification needs nothing else of a drafter.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_graft.spec_decode.heads.head import DraftHead
-    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.kernels.noise import Noise
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
     from vllm_graft.spec_decode.trees.shape import TreeShape
     from vllm_graft.spec_decode.verification.context import TreeContext
@@ -26,8 +25,6 @@ class Drafter(Protocol):
     R is the number of requests of the batch, padding included.
 
     Attributes:
-        context: what the tree parts of the worker share.
-        head: finds the best tokens of states.
         idx_mapping: int64 ``[>= R]``, request-state index of each row of the batch; -1 is padding.
         draft_tokens: int64 ``[>= R, nodes]``, receives the drafts.
         max_model_len: positions end below it.
@@ -60,14 +57,9 @@ class Drafter(Protocol):
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft the root's best children, and leave them in `first_level`. Capturable.
+        """Draft the root's best children, and leave them in `first_level`, which is returned.
 
-        Args:
-            num_reqs: requests, padding included.
-            narrow: whether to choose from the head's learned vocabulary.
-
-        Returns:
-            What `first_level` returns.
+        Capturable. With `narrow` they come from the head's learned vocabulary.
         """
         ...
 
@@ -89,7 +81,7 @@ class Drafter(Protocol):
             num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
 
         Returns:
-            States for the head and states that the next level continues from, ``[rows, hidden]``
+            States for the head and those that the next level continues from, ``[rows, hidden]``
             each.
         """
         ...
@@ -99,14 +91,7 @@ class Drafter(Protocol):
     ) -> Noise | None:
         """The noise that the target will draw with, ``offset`` tokens after ``positions``.
 
-        Args:
-            num_reqs: requests, padding included.
-            positions: int64 ``[num_reqs * rows]``.
-            rows: rows per request.
-            offset: tokens between a row's position and the draw.
-
-        Returns:
-            None if drafts are to be ranked by probability alone.
+        `positions` are int64 ``[num_reqs * rows]``. None if drafts are ranked by probability alone.
         """
         ...
 
@@ -116,10 +101,6 @@ class Growth(Protocol):
 
     Its tensors have fixed addresses, so that a CUDA graph may hold :meth:`grow`. It does not keep
     the drafter, which is passed to it: the two would keep each other alive.
-
-    Attributes:
-        shape: bounds of the trees.
-        candidates: receives scores, tokens and ancestry.
     """
 
     shape: TreeShape
@@ -151,18 +132,11 @@ class Growth(Protocol):
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Fill the table. Capturable.
+        """Fill the table, and return the number of levels that it holds. Capturable.
 
-        Args:
-            drafter: the drafter, after its first pass.
-            num_reqs: requests, padding included; padding has request-state index -1.
-            metadata: what :meth:`metadata` made; None runs without attention.
-            num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
-            num_nodes: nodes that the engine keeps, from 1 to ``shape.num_nodes``.
-            narrow: whether to choose from the head's learned vocabulary.
-
-        Returns:
-            Number of levels that the table holds now.
+        `metadata` is what the method of this name returned, and `num_tokens_across_dp` that of
+        `Drafter.run_frontier`. The engine keeps `num_nodes`; the best n nodes lie in the first n
+        levels. With `narrow` they are chosen from the head's learned vocabulary.
         """
         ...
 
@@ -186,16 +160,14 @@ class Extra(Protocol):
     ) -> None:
         """Put candidates into the table before the best are chosen. Capturable.
 
-        A candidate's score must not exceed its parent's, and its parent must have a lower index:
-        parents have to come before children. Siblings must differ in their token.
+        A candidate's score must not exceed its parent's, of which it may raise those in the table,
+        and its parent must have a lower index. Siblings must differ in their token.
 
         Args:
-            candidates: the table, of which it may raise scores.
-            drafter: the drafter; its ``idx_mapping`` has the requests.
+            candidates: holds `levels` levels.
+            drafter: its ``idx_mapping`` has the requests.
             num_reqs: requests, padding included; padding has request-state index -1.
-            levels: levels that the table holds.
             first: first of its `columns`. All of them are to be written, those without a candidate
                 with a score of -inf.
-            num_nodes: nodes of the trees.
         """
         ...

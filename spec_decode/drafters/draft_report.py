@@ -30,7 +30,7 @@ def describe(draft: TreeDrafting) -> dict[str, Any]:
         "draft_window": draft.config.draft_window,
         "attention": [choice.report() for choice in trees.attention_choices],
         "ngrams": None if ngrams is None else ngrams.report(),
-        "start": start_of(draft),
+        "start": _start(draft),
         **_checks(draft),
         **dataclasses.asdict(draft.context.counters),
     }
@@ -53,21 +53,19 @@ def count(draft: TreeDrafting) -> Numbers:
         "draft_window": draft.context.draft_window,
         "recurrent_input_bytes": draft.context.kept_bytes,
         "start_seconds": dict(draft.trees.clock.seconds),
-        "start_kernels": kernels_of(draft),
+        "start_kernels": _kernels(draft),
         **({} if draft.head.learned is None else draft.head.learned.numbers()),
         **({} if sources.ngrams is None else sources.ngrams.numbers()),
         **({} if sources.unread is None else sources.unread.numbers()),
     }
 
 
-def start_of(draft: TreeDrafting) -> dict[str, Any]:
-    """What the start took, in seconds by part, and which kernels it compiled where."""
+def _start(draft: TreeDrafting) -> dict[str, Any]:
     seconds = {name: round(took, 2) for name, took in draft.trees.clock.seconds.items()}
-    return {"seconds": seconds, "kernels": kernels_of(draft), "ahead": draft.trees.ahead.report()}
+    return {"seconds": seconds, "kernels": _kernels(draft), "ahead": draft.trees.ahead.report()}
 
 
-def kernels_of(draft: TreeDrafting) -> dict[str, int]:
-    """Our kernels by what came of them, one of `KERNELS`."""
+def _kernels(draft: TreeDrafting) -> dict[str, int]:
     counts = (
         draft.trees.ahead.compiled,
         len(draft.trees.ahead.failed),
@@ -78,7 +76,6 @@ def kernels_of(draft: TreeDrafting) -> dict[str, int]:
 
 
 def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
-    """Sizes, in requests, of the graphs that were checked, by outcome and by nodes."""
     found: dict[str, dict[int, list[int]]] = {}
     for plan in draft.trees.all_plans:
         runner, nodes = draft.runner(plan), plan.shape.num_nodes

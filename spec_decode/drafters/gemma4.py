@@ -10,13 +10,10 @@ from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
-    from vllm.config import VllmConfig
 
 
 class Gemma4Trees(TargetDependentTrees, Gemma4Speculator):
@@ -27,11 +24,8 @@ class Gemma4Trees(TargetDependentTrees, Gemma4Speculator):
     its token and by the state of its parent, and a level leaves no K/V for the levels below it.
     """
 
+    seams = ("gemma4",)
     has_window = False
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        require_seams("gemma4")
-        super().__init__(vllm_config, device)
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_graft.spec_decode.drafters.base import Drafter, Growth
+    from vllm_graft.spec_decode.heads.head import DraftHead
+    from vllm_graft.spec_decode.kernels.noise import Noise
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -35,19 +37,55 @@ def growths_by_levels(
     return {shape: levels[shape.topk, shape.steps] for shape in shapes}
 
 
+class Roots:
+    """The root of each request's tree: the state that its children are drafted from, and these.
+
+    Attributes:
+        best: log-probabilities f32 and target's ids int64 of the children, best first,
+            ``[max_reqs, topk]`` each.
+        states: ``[max_reqs, hidden]``, the draft's output at the last token of each request; None
+            before a first pass has kept any.
+    """
+
+    states: torch.Tensor | None = None
+
+    def __init__(self, max_reqs: int, topk: int, device: torch.device) -> None:
+        logp = torch.zeros(max_reqs, topk, dtype=torch.float32, device=device)
+        self.best = logp, torch.zeros_like(logp, dtype=torch.int64)
+
+    def children(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the children of the first requests are, ``[num_reqs, topk]`` each."""
+        logp, tokens = self.best
+        return logp[:num_reqs], tokens[:num_reqs]
+
+    def keep(self, states: torch.Tensor) -> torch.Tensor:
+        """Keep a first pass's states; return the best children so far, int64 ``[num_reqs]``."""
+        num_reqs, hidden = states.shape
+        if self.states is None:
+            # vLLM's profiling run comes here first, before anything is captured.
+            self.states = states.new_zeros(len(self.best[0]), hidden)
+        self.states[:num_reqs].copy_(states)
+        return self.children(num_reqs)[1][:, 0]
+
+    def draft(
+        self, head: DraftHead, num_reqs: int, noise: Noise | None, *, narrow: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft the children from the states; see `Drafter.draft_first_level`."""
+        assert self.states is not None, "the first pass has not run"
+        out = self.children(num_reqs)
+        return head.top(self.states[:num_reqs], out=out, noise=noise, narrow=narrow)
+
+
 class LevelGrowth:
     """A `Growth` by levels: one pass of the draft per level, over ``topk`` rows per request.
 
     The tree's K/V lies in a dense scratch instead of paged look-ahead slots.
 
     Attributes:
-        shape: bounds of the trees.
-        candidates: scores and ancestry of what was drafted.
         tokens: int32 or int64 ``[max_reqs * topk]``, the frontier's tokens.
         parents: int64 ``[max_reqs * topk]``, row of each frontier node's parent one level up.
         depths: int64 ``[steps - 1]``, depth below the root of each frontier that a pass runs over.
         prefix_lens: int32 ``[max_reqs]``, the draft's keys in the paged cache.
-        scratch: K/V or latents of the tree by draft layer; see `LevelMemory.scratch`.
         block_tables: int32 ``[max_reqs, max_blocks]`` by draft layer, in blocks of its kernel.
         one_position: whether the draft runs all levels at the position of the last accepted token.
     """
@@ -83,7 +121,6 @@ class LevelGrowth:
         seed_frontier(self.candidates, logp, tokens, logp.shape[0], next_tokens=self.tokens)
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Note how many keys precede the tree, ``[num_reqs]`` each; padding has none."""
         num_reqs = num_rejected.shape[0]
         if num_reqs < self._live:
             self.prefix_lens[num_reqs : self._live].zero_()
@@ -91,18 +128,15 @@ class LevelGrowth:
         torch.sub(seq_lens[:num_reqs], num_rejected, out=self.prefix_lens[:num_reqs])
 
     def clear_prefix(self) -> None:
-        """Make every row padding: a run then reads no cache."""
         self.prefix_lens.zero_()
 
     def map_block_tables(self, drafter: Any) -> None:
-        """Refresh the block tables of the draft's layers, in the block size of their kernels."""
         tables = drafter.block_tables.input_block_tables
         for group in (group for groups in drafter.attn_groups for group in groups):
             table = group.map_to_kernel_block_table(tables[group.kv_cache_group_id])
             self.block_tables.update(dict.fromkeys(group.layer_names, table))
 
     def metadata(self, num_reqs: int, max_seq_len: int) -> list[Metadata]:
-        """Attention metadata of every level that runs, by layer name."""
         return [
             {
                 name: DraftTreeMetadata(
@@ -130,10 +164,10 @@ class LevelGrowth:
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Draft the first level, and each level below it by a pass of the draft. Capturable.
+        """Draft the first level, and each level below it by a pass of the draft; see `Growth.grow`.
 
         Parents rank before their children, so the best n nodes lie in the first n levels, and
-        deeper levels are not run. Arguments and result are those of `Growth.grow`.
+        deeper levels are not run.
         """
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
         self.seed(*drafter.draft_first_level(num_reqs, narrow=narrow))
@@ -168,7 +202,7 @@ class LevelGrowth:
         return steps
 
     def _states(self, feedback: torch.Tensor, num_reqs: int, level: int) -> torch.Tensor:
-        """The states that a level's frontier continues from; a pass may overwrite this copy."""
+        """The states that a frontier continues from: a copy, as a pass may overwrite them."""
         rows = self.parents if level else self._roots
         return feedback[rows[: num_reqs * self.shape.topk]]
 

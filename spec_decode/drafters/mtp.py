@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 
 class MtpTrees(TargetDependentTrees, MTPSpeculator):
@@ -21,6 +14,4 @@ class MtpTrees(TargetDependentTrees, MTPSpeculator):
     again, over the states that its last run has left, as each step of vLLM's chain does.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        require_seams("mtp")
-        super().__init__(vllm_config, device)
+    seams = ("mtp",)

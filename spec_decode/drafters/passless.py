@@ -20,14 +20,7 @@ Children = tuple[torch.Tensor, torch.Tensor]
 class PasslessGrowth:
     """Base of a `Growth` that reads no cache: a subclass has `grow`, which calls `fill`.
 
-    Args:
-        shape: bounds of the trees.
-        max_reqs: most requests of a batch.
-        device: where the table lies.
-        extra: columns of the table that are for other sources than the draft.
-
     Attributes:
-        candidates: the table.
         tokens: int64 ``[max_reqs * topk]``, tokens of the frontier.
     """
 
@@ -43,37 +36,27 @@ class PasslessGrowth:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of the table and of the frontier."""
         tensors = [*vars(self.candidates).values(), self.tokens, self._parents]
         return sum(tensor.nbytes for tensor in tensors)
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
         """Do nothing: no keys are read."""
 
-    def clear_prefix(self) -> None:
-        """Do nothing, likewise."""
+    def clear_prefix(self) -> None: ...
 
-    def map_block_tables(self, drafter: Any) -> None:
-        """Do nothing, likewise."""
+    def map_block_tables(self, drafter: Any) -> None: ...
 
     def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
-        """No pass needs metadata."""
         return []
 
     def fill(
         self, first: Children, below: Callable[[int], Children], num_reqs: int, num_nodes: int
     ) -> int:
-        """Fill the table. Capturable if `below` is.
+        """Fill the table, and return the number of levels that it holds. Capturable if `below` is.
 
-        Args:
-            first: the root's best children, ``[num_reqs, topk]`` each, best first.
-            below: returns the best children of a level's frontier by the number of the level, as
-                `expand_frontier` takes them; `tokens` has the frontier's.
-            num_reqs: requests, padding included.
-            num_nodes: nodes that the engine keeps.
-
-        Returns:
-            Number of levels that the table holds now.
+        `first` are the root's best children, ``[num_reqs, topk]`` each, best first. `below` returns
+        the best children of a level's frontier by the number of the level, as `expand_frontier`
+        takes them; `tokens` has the frontier's.
         """
         steps = min(self.shape.steps, num_nodes)
         seed_frontier(self.candidates, *first, num_reqs, next_tokens=self.tokens)

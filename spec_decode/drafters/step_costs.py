@@ -1,11 +1,9 @@
 """Measures what a step of ``shape: auto`` costs at each captured size, when the engine starts.
 
-The worker replays the graphs that it has just captured, with the inputs they were captured with,
-padding which writes no K/V, except that each row has a token of its own, and each request a tree of
-its own, that attention and experts compute these rows, and that recurrent layers have states of
-theirs: rows of one token would all ask for the same experts, and padding asks for none, has no
-states and no attention, which would hide what a node costs. The engine asks for the result before
-it serves any request, and hands it to the tuner.
+The worker replays the graphs that it has just captured, over padding, which writes no K/V. But each
+row has a token of its own, each request a tree, attention and experts compute these rows, and
+recurrent layers have states: rows of one token would all ask for the same experts, and plain
+padding would hide what a node costs. The engine hands the result to the tuner before it serves.
 """
 
 from __future__ import annotations
@@ -14,21 +12,21 @@ import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    BatchExecutionDescriptor,
-    prepare_inputs_to_capture,
-)
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare_inputs_to_capture
 
 from vllm_graft.base.log import logger
-from vllm_graft.spec_decode.drafters.lent_states import LentStates
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.heads.hot_gains import HotGains
+from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.spec_decode.kernels.rows import prepare_rows
 from vllm_graft.spec_decode.tuning.step_times import Costs
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
 
 Launch = Callable[[], object]
 
@@ -41,15 +39,10 @@ StepCosts = dict[int, dict[int, float]]
 def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]:
     """Time a step's graphs that draft from the whole vocabulary, and those of hot tokens.
 
-    The latter are empty where no vocabulary is learned. The sizes are the captured powers of two
-    and each width's largest number of requests. The result is empty if nothing was captured. The
-    output head is timed besides the graphs; what else is outside of graphs is left out: the host,
-    the sampler, K/V of long contexts. All ranks of tensor parallelism measure the same sizes in the
-    same order.
-
-    Args:
-        worker: vLLM's worker, after it has captured its graphs.
-        replays: of each size; the fastest counts.
+    The latter are empty where no vocabulary is learned, both if nothing was captured. The sizes are
+    the captured powers of two and each width's largest number of requests; all ranks measure the
+    same ones in the same order, and of the replays of a size the fastest counts. The output head is
+    timed besides the graphs; the host, the sampler and K/V of long contexts are left out.
     """
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
@@ -133,12 +126,6 @@ def draft_launches(
     """The draft's graphs of one step, such as the extend pass and a tree's levels.
 
     Returns None if one of them is not captured for this number of requests.
-
-    Args:
-        speculator: drafts the trees.
-        nodes: of each tree.
-        num_reqs: requests of the step.
-        narrow: whether the step drafts from the learned vocabulary.
     """
     wanted = speculator.step_graphs(nodes, narrow=narrow)
     if wanted is None:
@@ -157,7 +144,6 @@ def draft_launches(
 
 
 def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
-    """Restore the inputs with which a size was captured, but for the block tables."""
     prepare_inputs_to_capture(
         desc.num_reqs or 0,
         desc.num_tokens,
@@ -214,3 +200,38 @@ def time_launches(launches: list[Launch], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+class LentStates:
+    """Stands before vLLM's block tables while the inputs of a pass of padding are prepared.
+
+    Padding has the null block, where recurrent layers neither read nor write states, so that such a
+    pass would cost less than one that serves. Here each row of padding has a block of its own. None
+    of these is in use before the engine serves, and whoever gets one later begins anew. K/V are not
+    concerned: padding has no slots.
+    """
+
+    def __init__(self, tables: BlockTables, kv_cache_config: KVCacheConfig) -> None:
+        self._tables = tables
+        self._blocks = kv_cache_config.num_blocks
+        self._groups = [
+            index
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            # Only groups of recurrent layers have it.
+            if hasattr(group.kv_cache_spec, "mamba_cache_mode")
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tables, name)
+
+    def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
+        """Block tables of `num_reqs` requests per group, int32 ``[num_reqs, max_blocks]``.
+
+        Groups of attention have the null block, 0. With too few blocks, rows take turns.
+        """
+        found: tuple[torch.Tensor, ...] = self._tables.get_dummy_block_tables(num_reqs)
+        for group in self._groups:
+            table = found[group]
+            numbers = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
+            table.copy_((numbers % (self._blocks - 1) + 1).view_as(table))
+        return found

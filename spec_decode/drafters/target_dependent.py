@@ -13,11 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.levels import (
-    LevelGrowth,
-    frontier_context,
-    growths_by_levels,
-)
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 
@@ -40,7 +36,6 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, LevelGrowth]:
-        """One growth for each width and depth; all growths share their memory."""
         # The states go to where vLLM's extend pass reads them.
         self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)
         self.memory = LevelMemory(
@@ -63,7 +58,6 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
     # --- graphs -----------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the extend pass's graphs, which are vLLM's own, and those of the levels."""
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
@@ -109,15 +103,11 @@ class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
         metadata: Any,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft over a frontier; see `Drafter.run_frontier`."""
         rows = positions.shape[0]
         embeds = self.model.embed_input_ids(tokens) if self.supports_mm_inputs else None
         self._prepare_eplb_forward(rows)
         with frontier_context(self.vllm_config, rows, metadata, num_tokens_across_dp):
             output = self.model(
-                input_ids=tokens,
-                positions=positions,
-                hidden_states=states,
-                inputs_embeds=embeds,
+                input_ids=tokens, positions=positions, hidden_states=states, inputs_embeds=embeds
             )
         return output if isinstance(output, tuple) else (output, output)

@@ -16,19 +16,20 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
-from vllm_graft.seams import compose
+from vllm_graft.seams.compare import require_seams
 from vllm_graft.seams.kept_memory import kept_memory
+from vllm_graft.seams.wrap import compose
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.drafters import growth_graphs
+from vllm_graft.spec_decode.drafters import draft_trees
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
 from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
-from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
-from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
+from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
+from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.startup.begin import begin
+from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.dp_utils import DPSyncState
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
@@ -63,31 +63,27 @@ class TreeDrafting(DraftModelSpeculator):
     Attributes:
         trees: everything of ours that the drafter holds, but for the memory of its own kind.
         accepted: memory for the rows that the target has accepted, made with the growths.
-        memory: what the levels of all shapes share, made with the growths.
-        root_states: ``[max_reqs, hidden]``, the draft's output at the last token of each request,
-            from which the root's children are drafted; None before a first pass has kept any.
+        memory: what the levels of all shapes share, likewise.
+        seams: parts of the ledger that the drafter needs besides those of all trees.
+        grafts_draft: whether the draft's own attention layers run over trees, too.
+        grows_by_levels: whether a pass of the draft grows each level: that can be rehearsed
+            before it is loaded.
+        grows_from_block: whether the drafter is a `BlockTrees` that can be rehearsed likewise.
+        has_window: whether the draft's passes may read a window (``graft.tree.draft_window``).
     """
 
     accepted: AcceptedRows
     memory: LevelMemory
-    root_states: torch.Tensor | None = None
+    num_speculative_steps: int  # VLLM's name for the number of drafts per request.
 
-    num_speculative_steps: int
-    """VLLM's name for the number of drafts per request."""
-
+    seams: tuple[str, ...] = ()
     grafts_draft: bool = True
-    """Whether the draft's own attention layers run over trees, too."""
-
     grows_by_levels: bool = True
-    """Whether a pass of the draft grows each level: that can be rehearsed before it is loaded."""
-
-    has_window: bool = False
-    """Whether the draft's passes may read a window of the text (``graft.tree.draft_window``)."""
-
     grows_from_block: bool = False
-    """Whether the drafter is a `BlockTrees` that can be rehearsed likewise."""
+    has_window: bool = False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        require_seams(*self.seams)
         config = TreeConfig.from_vllm(vllm_config)
         assert config is not None
         if config.draft_window is not None and not self.has_window:
@@ -102,49 +98,37 @@ class TreeDrafting(DraftModelSpeculator):
 
     @property
     def config(self) -> TreeConfig:
-        """The section ``graft.tree``."""
         return self.trees.config
 
     @property
     def context(self) -> TreeContext:
-        """What the tree parts of this worker share."""
         return self.trees.context
 
     @property
     def head(self) -> DraftHead:
-        """Finds the best tokens of states."""
         return self.trees.head
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part."""
         return describe(self)
 
     def numbers(self) -> Numbers:
-        """The numbers of this part's metrics."""
         return count(self)
 
     # --- what a drafter says of its draft model ---------------------------------------------------
 
     def stock_config(self) -> VllmConfig:
-        """The configuration that vLLM's own speculator is built with: the engine's."""
         return self.trees.engine_config
 
     def plan_batches(self) -> Mapping[TreeShape, list[int]]:
         """The shapes of the trees, each with the numbers of requests that it is drafted for."""
         engine = self.trees.engine_config
-        policy = tree_policy(self.config, engine.speculative_config)
-        return plan_shapes(policy, self.config, engine)
+        return plan_shapes(tree_policy(self.config, engine.speculative_config), self.config, engine)
 
     @abstractmethod
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, Growth]:
-        """What grows the trees of each shape.
-
-        Args:
-            shapes: shapes of the trees.
-            layers: the draft's attention layers by name.
-        """
+        """What grows the trees of each shape; `layers` are the draft's attention layers by name."""
 
     @property
     def growth_bytes(self) -> int:
@@ -152,21 +136,17 @@ class TreeDrafting(DraftModelSpeculator):
         return self.memory.num_bytes
 
     def make_head(self) -> DraftHead:
-        """The draft's output head."""
-        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        trees, vocab_size = self.trees, self.vllm_config.model_config.get_vocab_size()
         check_draft_tokens(self.model, vocab_size, self.draft_model_config.model)
-        trees = self.trees
         return DraftHead.asked(
             self.model, trees.shape.topk, vocab_size, trees.config, trees.engine_config
         )
 
     @property
     def ngram_config(self) -> NgramConfig | None:
-        """Which n-grams join the drafts; None for none."""
         return self.config.ngram
 
     def make_ngrams(self, config: NgramConfig) -> Ngrams:
-        """What reads the requests' texts for n-grams."""
         return Ngrams(
             config,
             self.max_num_reqs,
@@ -211,15 +191,13 @@ class TreeDrafting(DraftModelSpeculator):
             self.allocate_context(served.attending)
             self.allocate_growths(served.attending)
             served.attach(self.context)
-        compose.compose(target_model, engine, TreeModelState.bind(self.context, served))
+        compose(target_model, engine, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
 
     def allocate_context(self, layers: Mapping[str, Any]) -> None:
-        """Allocate what the tree parts of this worker share; see `DraftTrees.allocate_context`."""
         self.trees.allocate_context(layers, self.max_num_reqs, self.max_num_tokens, self.device)
 
     def allocate_growths(self, layers: Mapping[str, Any]) -> None:
-        """Allocate what drafts the trees; `head` and `context` are there."""
         ngram = self.ngram_config
         ngrams = None if ngram is None else self.make_ngrams(ngram)
         self.trees.sources.attach(self.context, ngrams)
@@ -248,8 +226,7 @@ class TreeDrafting(DraftModelSpeculator):
         self.plan_growth_graphs(cudagraph_mode)
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Make the runners of the graphs of growing, a runner per plan."""
-        growth_graphs.plan(self, cudagraph_mode)
+        draft_trees.plan_graphs(self, cudagraph_mode)
 
     def graph_rows(self, plan: TreePlan) -> int:
         """Rows per request in the graphs of a growth: those of a level."""
@@ -266,13 +243,9 @@ class TreeDrafting(DraftModelSpeculator):
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The graphs that a step with so many nodes replays, each with its rows per request.
+        """The graphs that a step of so many nodes replays over padding, and their rows per request.
 
-        All of their requests are to be padding. None if such a step can't be timed.
-
-        Args:
-            nodes: of each tree.
-            narrow: whether the step drafts from the learned vocabulary.
+        With `narrow` it drafts from the learned vocabulary. None if such a step can't be timed.
         """
         graphs = [self.first_pass_graph(nodes + 1)]
         if nodes:
@@ -289,16 +262,15 @@ class TreeDrafting(DraftModelSpeculator):
 
         vLLM captures with all of them ending at row 0, so that they would all draft the same tree.
         """
-        if self.root_states is None:
-            return  # No first pass ends at rows.
         self.treat_requests_alike()
-        _, rows = self.first_pass_graph(nodes + 1)
-        ends = self.last_token_indices[:num_reqs]
-        ends.copy_(torch.arange(1, num_reqs + 1, device=ends.device) * rows - 1)
+        if self.trees.roots.states is not None:  # Else no first pass ends at rows.
+            _, rows = self.first_pass_graph(nodes + 1)
+            ends = self.last_token_indices[:num_reqs]
+            ends.copy_(torch.arange(1, num_reqs + 1, device=ends.device) * rows - 1)
 
     def treat_requests_alike(self) -> None:
         """Undo `tell_requests_apart`: a shorter pass has no such rows."""
-        if self.root_states is not None:
+        if self.trees.roots.states is not None:
             self.last_token_indices.zero_()
 
     def runner(self, plan: TreePlan) -> DraftGraphRunner | None:
@@ -306,7 +278,6 @@ class TreeDrafting(DraftModelSpeculator):
         return getattr(self, plan.runner_name, None)
 
     def draft_graphs(self) -> list[Any]:
-        """Every captured graph of growing."""
         runners = [self.runner(plan) for plan in self.trees.all_plans]
         return [graph for runner in runners if runner for graph in runner.graphs.values()]
 
@@ -326,8 +297,7 @@ class TreeDrafting(DraftModelSpeculator):
         """Capture the graphs of `first_pass`."""
 
     def capture_growths(self) -> None:
-        """Capture the graphs that `plan_growth_graphs` planned."""
-        growth_graphs.capture(self)
+        draft_trees.capture_graphs(self)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -404,9 +374,8 @@ class TreeDrafting(DraftModelSpeculator):
     ) -> InputBatch:
         """Run the draft over the accepted rows, and leave what `draft_first_level` needs.
 
-        By default it is vLLM's own propose, as for a chain of one token. Arguments are those of
-        vLLM's ``propose``, and ``samples``: whether anybody will read the first level. Returns the
-        batch whose rows the pass ran over.
+        By default it is vLLM's own propose, as for a chain of one token. `samples` says whether
+        anybody will read the first level. Returns the batch whose rows the pass ran over.
         """
         hidden = last_hidden_states
         if aux_hidden_states:
@@ -425,9 +394,7 @@ class TreeDrafting(DraftModelSpeculator):
         return input_batch
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root's best children: log-probabilities and tokens, ``[num_reqs, topk]`` each."""
-        logp, tokens = self.trees.first
-        return logp[:num_reqs], tokens[:num_reqs]
+        return self.trees.roots.children(num_reqs)
 
     @property
     def last_positions(self) -> torch.Tensor:
@@ -438,42 +405,21 @@ class TreeDrafting(DraftModelSpeculator):
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep what the root's children are drafted from, where a chain samples its first token.
 
-        The tree's own graph drafts them (`draft_first_level`), so that they may come from the
-        learned vocabulary as the levels below them do, and so that a step without drafts does
-        without the head.
-
-        Args:
-            hidden_states: ``[num_reqs, hidden]``, the first pass's output at the last token.
-            args: sampling state of the chain, not used: drafts are chosen, not sampled.
-            kwargs: more of that state, not used either.
-
-        Returns:
-            The root's best children of the step before, int64 ``[num_reqs]``. vLLM puts them to
-            where the tree's tokens will be.
+        The tree's own graph drafts them, so that they may come from the learned vocabulary, and so
+        that a step without drafts does without the head. The sampling state of the chain in `args`
+        is not used. vLLM puts what is returned to where the tree's tokens will be.
         """
-        num_reqs = hidden_states.shape[0]
-        if self.root_states is None:
-            # vLLM's profiling run comes here first, before anything is captured.
-            self.root_states = hidden_states.new_zeros(self.max_num_reqs, hidden_states.shape[1])
-        self.root_states[:num_reqs].copy_(hidden_states)
-        return self.first_level(num_reqs)[1][:, 0]
+        return self.trees.roots.keep(hidden_states)
 
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft the root's children from what the first pass left; see `Drafter`."""
-        assert self.root_states is not None, "the first pass has not run"
-        return self.head.top(
-            self.root_states[:num_reqs],
-            out=self.first_level(num_reqs),
-            noise=self.noise(num_reqs, self.last_positions[:num_reqs], rows=1, offset=1),
-            narrow=narrow,
-        )
+        noise = self.noise(num_reqs, self.last_positions[:num_reqs], rows=1, offset=1)
+        return self.trees.roots.draft(self.head, num_reqs, noise, narrow=narrow)
 
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
-        """The noise that the target will draw with; see `Drafter.noise`."""
         if not self.config.coupled:
             return None
         return Noise(
@@ -487,21 +433,9 @@ class TreeDrafting(DraftModelSpeculator):
         )
 
     def draft_tree(
-        self,
-        plan: TreePlan,
-        batch: InputBatch,
-        num_rejected: torch.Tensor,
-        *,
-        live: bool,
-        skip_attn: bool,
-        need_eager: bool,
-        dp_sync_state: DPSyncState | None,
+        self, plan: TreePlan, batch: InputBatch, num_rejected: torch.Tensor, **step: Any
     ) -> None:
-        """Grow the trees of a batch, by a graph if one fits."""
-        growth_graphs.launch(
-            self, plan, batch, num_rejected, live=live, skip_attn=skip_attn, need_eager=need_eager,
-            dp_sync_state=dp_sync_state,
-        )  # fmt: skip
+        draft_trees.launch_growth(self, plan, batch, num_rejected, **step)
 
     def grow_and_choose(
         self,
@@ -513,12 +447,7 @@ class TreeDrafting(DraftModelSpeculator):
         """Grow the candidates of a plan and keep the best as the trees. Capturable."""
         growth, num_nodes = plan.growth, plan.shape.num_nodes
         levels = growth.grow(
-            self,
-            num_reqs,
-            metadata,
-            num_tokens_across_dp,
-            num_nodes=num_nodes,
-            narrow=plan.narrow,
+            self, num_reqs, metadata, num_tokens_across_dp, num_nodes=num_nodes, narrow=plan.narrow
         )
         num_extra = self.trees.sources.add(growth.candidates, self, num_reqs, levels, num_nodes)
         finish_tree(

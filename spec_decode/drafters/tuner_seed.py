@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import info_once, warning_once
-from vllm_graft.spec_decode.heads.hot_gains import HotGains
+from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.spec_decode.tuning.step_times import MEASURED, Costs
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ REPLAYS = 3
 """Replays per graph of the first pass. The fastest counts: the first one also uploads the graph."""
 
 DISTURBED = 0.1
-"""Part of a cost by which a pass must be below the ones before it for these to count as disturbed.
-
-Times of a GPU that does nothing else differ by 1 to 3 % between passes."""
+"""Part of a cost by which a pass must be below those before it for these to count as disturbed."""
 
 PATIENCE = 10.0
 """Seconds after which no further pass begins."""
@@ -37,7 +35,7 @@ def step_costs(worker: Any, replays: int) -> tuple[Costs, Costs]:
 
 
 def hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
-    """Runs in each worker; see `use_hot_gains`."""
+    """Runs in each worker."""
     from vllm_graft.spec_decode.drafters.step_costs import use_hot_gains
 
     use_hot_gains(worker, whole, hot)
@@ -46,13 +44,10 @@ def hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
 def measure(engine: EngineCore) -> Costs:
     """Ask an engine's workers, which have captured their graphs, what each size costs.
 
-    Another process on the GPU, such as an engine that starts at the same time, makes a measured
-    step longer, and never shorter. So all sizes are measured again until a pass finds none that is
-    clearly shorter than before, and each one's shortest time counts.
-
-    Where a vocabulary is learned, the workers are told what drafting from it saves.
-
-    The answer is kept for the scheduler of the same configuration, which is not built yet.
+    Another process on the GPU makes a measured step longer, and never shorter. So all sizes are
+    measured again until a pass finds none that is clearly shorter than before, and each one's
+    shortest time counts. Where a vocabulary is learned, the workers are told what drafting from it
+    saves. The answer is kept for the scheduler of the same configuration, which is not built yet.
     """
     began = time.monotonic()
     whole, hot = _slowest_ranks(engine, REPLAYS)
@@ -75,13 +70,11 @@ def measure(engine: EngineCore) -> Costs:
 
 
 def _slowest_ranks(engine: EngineCore, replays: int) -> list[StepCosts]:
-    """One pass, of both vocabularies. A step takes as long as its slowest rank."""
     ranks: list[tuple[Costs, Costs]] = engine.collective_rpc(step_costs, args=(replays,))
     return [_slowest(each) for each in zip(*ranks, strict=True)]
 
 
 def _slowest(ranks: Sequence[Costs]) -> StepCosts:
-    """Take the longest time of each size, of which all ranks have the same ones."""
     return {
         nodes: {count: max(each[nodes][count] for each in ranks) for count in counts}
         for nodes, counts in ranks[0].items()

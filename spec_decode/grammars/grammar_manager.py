@@ -1,9 +1,8 @@
-"""vLLM's manager of structured output, taught to follow trees.
+"""VLLM's manager of structured output, taught to follow trees.
 
-vLLM's ``StructuredOutputManager`` takes a request's drafts for a chain: it cuts them at the first
-one that the grammar refuses behind those before it, and advances the grammar through all of them.
-Drafts that carry their parents (`packed_drafts`) are kept whole instead, and each node's mask is
-that of its own path. Drafts without parents go to vLLM's functions as ever.
+It takes a request's drafts for a chain: it cuts them at the first one that the grammar refuses
+behind those before it, and advances the grammar through all of them. Drafts that carry their
+parents (`packed_drafts`) are kept whole instead, and each node's mask is that of its own path.
 """
 
 from __future__ import annotations
@@ -15,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.grammars.node_masks import Gate, NodeMasks
-from vllm_graft.spec_decode.grammars.packed_drafts import (
-    DraftTree,
-    is_packed,
-    tokens_of,
-    unpack,
-)
+from vllm_graft.spec_decode.grammars.packed_drafts import DraftTree, is_packed, tokens_of, unpack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,44 +44,26 @@ def _then_mask_nodes(original: Callable[..., Any]) -> Callable[..., Any]:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> np.ndarray | None:
-        drafts = [
-            scheduled_spec_decode_tokens.get(name, []) for name in structured_output_request_ids
-        ]
-        padded = {
-            name: [-1] * len(each)
-            for name, each in zip(structured_output_request_ids, drafts, strict=True)
-            if is_packed(each)
-        }
+        names, scheduled = structured_output_request_ids, scheduled_spec_decode_tokens
+        drafts = [scheduled.get(name, []) for name in names]
+        trees = {name: each for name, each in zip(names, drafts, strict=True) if is_packed(each)}
         # Of a request whose drafts are padding, vLLM masks the root's row and sets all other bits.
-        masks: np.ndarray | None = original(
-            self,
-            requests,
-            structured_output_request_ids,
-            {**scheduled_spec_decode_tokens, **padded},
-        )
-        if masks is None or not padded:
+        padded = {name: [-1] * len(each) for name, each in trees.items()}
+        masks: np.ndarray | None = original(self, requests, names, {**scheduled, **padded})
+        if masks is None or not trees:
             return masks
         first_rows = _first_rows(len(masks), drafts, self.vllm_config.num_speculative_tokens)
-        for name, packed, first in zip(
-            structured_output_request_ids, drafts, first_rows, strict=True
-        ):
-            if name in padded:
-                _mask_nodes(self, requests[name], unpack(packed), masks[first:])
+        for name, first in zip(names, first_rows, strict=True):
+            if name in trees:
+                _mask_nodes(self, requests[name], unpack(trees[name]), masks[first:])
         return masks
 
     return grammar_bitmask
 
 
 def _first_rows(num_rows: int, drafts: Sequence[Sequence[int]], most: int) -> list[int]:
-    """Each request's first row among the masks.
-
-    vLLM 0.33 gives each request as many rows as a request may have at most. vLLM 0.32 gives it as
-    many as it needs.
-
-    Args:
-        num_rows: rows of all requests.
-        drafts: drafts of each request.
-        most: drafts of a request at most.
+    """Each request's first row among so many masks: vLLM 0.33 gives each request as many rows as a
+    request may have at most, vLLM 0.32 as many as it needs.
 
     Raises:
         SeamError: if there are as many rows in neither version.
@@ -115,13 +91,9 @@ def _mask_nodes(manager: Any, request: Request, tree: DraftTree, masks: np.ndarr
 
 
 def gates_of(tree: DraftTree, bounds: Callable[[Sequence[int]], tuple[int, int]]) -> list[Gate]:
-    """What the grammar has to do with each node.
-
-    Args:
-        tree: the drafts.
-        bounds: vLLM's answer to a chain of tokens behind the request's: the index of the first that
-            advances the grammar, and the number of tokens behind which the grammar masks.
-    """
+    """The grammar's work at each node. Of a chain of tokens behind the request's, vLLM's `bounds`
+    tell the index of the first that advances the grammar, and the number of tokens behind which the
+    grammar masks."""
     if bounds([])[1] == 0:
         return [Gate(feeds=True, masks=True)] * len(tree.tokens)
     gates = [Gate(feeds=False, masks=False)] * len(tree.tokens)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """The state of one request's grammar: what vLLM's ``StructuredOutputGrammar`` promises."""
+    """The state of one request's grammar: the promises of vLLM's ``StructuredOutputGrammar``."""
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool: ...
 
@@ -27,12 +27,8 @@ class Grammar(Protocol):
 
 
 class Gate(NamedTuple):
-    """What a grammar has to do with one node. While a model reasons, it has nothing to do.
-
-    Attributes:
-        feeds: whether the node's token advances the grammar.
-        masks: whether the grammar masks what is drawn at the node.
-    """
+    """Whether a node's token advances the grammar, and whether the grammar masks what is drawn at
+    the node. While a model reasons, neither."""
 
     feeds: bool
     masks: bool
@@ -47,7 +43,6 @@ class NodeMasks:
     Args:
         grammar: the request's grammar in the root's state.
         request_id: the request's name, which backends use in what they log.
-        tree: the drafts.
         gates: one for each node, the root included.
         rows: int32 ``[num_nodes + 1, ceil(vocab / 32)]`` on the host. Bit ``t`` of a row is set if
             token ``t`` is permitted. The root's row is filled already, and all other bits are set.
@@ -70,7 +65,6 @@ class NodeMasks:
         self._children = tree.children
 
     def fill(self) -> None:
-        """Fill the rows of all nodes that can be reached."""
         self._below(0)
 
     def _below(self, parent: int) -> None:

@@ -1,4 +1,4 @@
-"""An output head in FP8, of which a draft's levels read half as many bytes as in bf16."""
+"""FP8 in a draft: its output head, of which levels read half as many bytes, and its `fc`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,12 @@ class Fp8Head:
     """The rows of a draft's output head as e4m3 numbers, with one scale per row.
 
     Incoming states are quantised, too, with one scale per row, so that the product is an FP8 one
-    (vLLM's CUTLASS kernel). Only drafts come from this head: the target's head is another one or,
-    if draft and target share it, stays as it was loaded.
-
-    It is passed for ``lm_head`` to vLLM's logits processor, which gathers the shards of tensor
-    parallelism and cuts the vocabulary's padding.
-
-    Args:
-        weight: ``[rows, hidden]``, bf16 or f16 (f32 without CUDA); it is not kept.
-        tp_size: number of tensor-parallel ranks, each of which holds a part of the rows.
+    (vLLM's CUTLASS kernel). It is passed for ``lm_head`` to vLLM's logits processor. A device
+    without such a product is refused.
 
     Attributes:
-        weight: e4m3 ``[rows, hidden]``.
+        weight: e4m3 ``[rows, hidden]``, of bf16 or f16 (f32 without CUDA).
         scale: f32 ``[rows, 1]``.
-        tp_size: as given.
-
-    Raises:
-        ConfigError: if the device has no product of FP8 numbers.
     """
 
     def __init__(self, weight: torch.Tensor, tp_size: int = 1) -> None:
@@ -62,10 +51,7 @@ class Fp8Head:
             scale.copy_(scales)
 
     def empty(self, size: int) -> Fp8Head:
-        """A head of `size` rows of the same length, whose numbers and scales are not set.
-
-        Each rank of tensor parallelism holds all of its rows.
-        """
+        """A head of `size` rows of the same length, all on each rank, whose numbers are not set."""
         made = copy.copy(self)
         made.tp_size = 1
         made.weight = self.weight.new_empty(size, self.weight.shape[1])
@@ -79,22 +65,12 @@ class Fp8Head:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of the rows and their scales."""
         return int(self.weight.nbytes + self.scale.nbytes)
 
     def apply(
         self, layer: object, hidden: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute logits; the signature is that of vLLM's quantisation methods.
-
-        Args:
-            layer: this head, not used.
-            hidden: ``[num_rows, hidden]``.
-            bias: ``[rows]``, added to the logits.
-
-        Returns:
-            Logits ``[num_rows, rows]`` of the dtype of `hidden`.
-        """
+        """Compute logits ``[num_rows, rows]``, with the signature of vLLM's ``QuantizeMethod``."""
         logits = self._multiply(hidden, self.weight, self.scale)
         return logits if bias is None else logits + bias
 
@@ -107,7 +83,6 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _product(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]:
-    """The function that multiplies states by quantised rows on a device."""
     if device.type != "cuda":
         return _emulated
     from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_fp8_supported
@@ -124,9 +99,27 @@ def _by_cutlass(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor)
     from vllm import _custom_ops as ops
 
     numbers, scales = ops.scaled_fp8_quant(hidden, use_per_token_if_dynamic=True)
-    return ops.cutlass_scaled_mm(numbers, weight.t(), scales, scale, hidden.dtype)
+    # The product writes 16 bits only; a draft's scores of states in float32 need no more.
+    dtype = torch.bfloat16 if hidden.dtype == torch.float32 else hidden.dtype
+    return ops.cutlass_scaled_mm(numbers, weight.t(), scales, scale, dtype).to(hidden.dtype)
 
 
 def _emulated(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     numbers, scales = quantize(hidden)
     return ((numbers.float() @ weight.float().t()) * scales * scale.t()).to(hidden.dtype)
+
+
+def quantize_by_kernel(draft: Any) -> bool:
+    """Let a quantised `fc` quantise its input by vLLM's kernel; return whether there was one.
+
+    Outside of a compiled model vLLM compiles the torch form of its quantisation (`QuantFP8`)
+    separately, whose guards cost the host time in every step. The kernel computes the same, with
+    one scale per row.
+    """
+    fc = getattr(getattr(draft, "model", None), "fc", None)
+    kernel = getattr(getattr(fc, "quant_method", None), "fp8_linear", None)
+    quantization = getattr(kernel, "quant_fp8", None)
+    if quantization is None:
+        return False
+    quantization._forward_method = quantization.forward_cuda
+    return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
@@ -14,8 +16,8 @@ from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.heads.hot_rows import Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
-from vllm_graft.spec_decode.heads.output_head import OutputHead, Project
-from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,14 +25,72 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
+
+Project = Callable[[torch.Tensor], torch.Tensor]
+"""Computes logits ``[num_rows, any]`` of states ``[num_rows, hidden]`` that need no more norm."""
+
+
+class OutputHead:
+    """The output head of a draft, whose rows drafts may be chosen from in another way.
+
+    EAGLE heads have an ``lm_head`` and a logits processor of their own. Modules for one token more
+    (MTP) keep the processor one level deeper, and some have rows and a norm of their own, such as
+    GLM-4.5's ``shared_head``. There a stand-in replaces the processor, and the draft computes
+    logits once, so that the stand-in sees which rows it is passed.
+
+    Raises:
+        AttributeError: if the draft has no logits processor in either place.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        self._draft = draft
+        self._stand_in: _StandIn | None = None
+        if hasattr(draft, "logits_processor"):
+            self.rows, self.processor = draft.lm_head, draft.logits_processor
+            return
+        found = draft.model.logits_processor
+        if not isinstance(found, _StandIn):
+            found = draft.model.logits_processor = _StandIn(found)
+            token = torch.zeros(1, dtype=torch.int32, device=next(draft.parameters()).device)
+            with torch.inference_mode():
+                # Any states do: which rows they are multiplied by is all that is asked.
+                draft.compute_logits(draft.model.embed_tokens(token))
+        self._stand_in, self.rows, self.processor = found, found.rows, found.processor
+
+    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
+        """Compute logits by ``project`` of states behind the draft's own norm. Capturable."""
+        if self._stand_in is None:
+            return project(hidden)
+        self._stand_in.project = project
+        try:
+            logits: torch.Tensor = self._draft.compute_logits(hidden)
+        finally:
+            self._stand_in.project = None
+        return logits
+
+
+class _StandIn(nn.Module):
+    def __init__(self, processor: Any) -> None:
+        super().__init__()
+        self.processor: Any = processor
+        self.project: Project | None = None
+        self.rows: Any = None
+
+    def forward(self, rows: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.project is not None:
+            return self.project(states)
+        if self.rows is None:
+            # Not as a part of this module, because the rows are the draft's.
+            object.__setattr__(self, "rows", rows)
+        return self.processor(rows, states, *args, **kwargs)
+
+
 SHARPNESS = 1.12
 """Factor by which a draft's logits are multiplied before its tokens are ranked and scored.
 
-A draft averages over contexts that it can't tell apart, so its softmax is about the mean of the
-target's distributions there. The target emits its largest logit (with noise, at a temperature
-above 0). That is the draft's best token more often, and an unlikely token less often, than this
-mean says; a factor above 1 corrects both. Acceptance lengths hardly depend on the
-factor near this value."""
+A draft averages over contexts that it can't tell apart. The target emits its largest logit, which
+is the draft's best token more often, and an unlikely one less often, than the draft's softmax says.
+"""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,13 +98,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class DraftHead:
     """Top-k of a draft's next-token distribution.
 
-    The k best are taken in the draft vocabulary and mapped to target ids afterwards, so no tensor
-    has the size of the target's vocabulary. The draft vocabulary is EAGLE-3's own (``d2t``) or
-    the whole vocabulary, cut to the tokens of a hot-token file if there is one (FR-Spec, Zhao
-    et al. 2025; SGLang's token map).
+    The k best are taken in the draft vocabulary and mapped to target ids afterwards. The draft
+    vocabulary is EAGLE-3's own (``d2t``) or the whole vocabulary, cut to the tokens of a hot-token
+    file if there is one (FR-Spec, Zhao et al. 2025; SGLang's token map).
 
     Args:
-        draft: the loaded draft model.
         topk: how many tokens `top` returns by default.
         hot_tokens: a file of the tokens to draft from, or how many tokens to learn while serving.
         vocab_size: size of the target's vocabulary; None takes that of the draft's output head.
@@ -55,12 +113,9 @@ class DraftHead:
             vocabularies are the same.
         hot_weight: ``[draft_vocab, hidden]``, the head's rows of a hot-token file; None without a
             file, and where `fp8` holds them.
-        fp8: the head's rows in FP8; None if they stay as they were loaded.
-        learned: the vocabulary that is learned; None if none is.
 
     Raises:
-        ConfigError: if the file or the number does not fit the draft, or the head can't be cut or
-            quantised.
+        ConfigError: if the draft or its head can't have what is asked for.
     """
 
     def __init__(
@@ -101,9 +156,7 @@ class DraftHead:
         config: TreeConfig,
         engine_config: VllmConfig,
     ) -> DraftHead:
-        """The head that a configuration asks for.
-
-        It is without FP8 or hot tokens if a preset alone wants them and the head can't have them.
+        """The head that a configuration asks for; what a preset alone wants may be left out.
 
         Raises:
             ConfigError: somebody asked for what the draft's head can't have.
@@ -197,10 +250,7 @@ class DraftHead:
         self.learned = HotVocabulary(size, ids, vocab_size, rows)
 
     def renew(self) -> None:
-        """Copy the rows of the draft's head again, whose weights have changed, in place.
-
-        All ranks of tensor parallelism call it at once.
-        """
+        """Copy rows of the draft's head again, whose weights have changed; on all ranks at once."""
         rows = self._hot_rows
         if self.hot_weight is not None and rows is not None:
             take_rows(self.output.rows, rows, out=self.hot_weight)
@@ -211,12 +261,7 @@ class DraftHead:
             self.learned.renew()
 
     def logits(self, hidden: torch.Tensor, *, narrow: bool = False) -> torch.Tensor:
-        """Return logits ``[num_rows, draft_vocab]`` of hidden states ``[num_rows, hidden]``.
-
-        Args:
-            hidden: the draft's output states.
-            narrow: whether to return only logits of the learned vocabulary's tokens.
-        """
+        """Return logits ``[num_rows, draft_vocab]``; `narrow` leaves the learned vocabulary's."""
         if (multiply := self._product_of_some(narrow)) is not None:
             return self.output.logits(hidden, functools.partial(self._cut_logits, multiply))
         if self.fp8 is not None:
@@ -228,7 +273,6 @@ class DraftHead:
         return draft.compute_logits(hidden)
 
     def _product_of_some(self, narrow: bool) -> Project | None:
-        """The product of states with some of the head's rows; None if all are to be multiplied."""
         if narrow:
             assert self.learned is not None
             return self.learned.rows.multiply
@@ -251,18 +295,16 @@ class DraftHead:
         *,
         narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the best tokens of each row, best first.
+        """Return the best tokens of each row of `hidden` ``[num_rows, hidden]``, best first.
 
         Args:
-            hidden: ``[num_rows, hidden]``, the draft's output states.
-            topk: how many tokens; None takes the head's own number.
             out: receives what is returned.
             noise: the noise that the target will draw with at these rows; None ranks without.
             narrow: whether to choose among the learned vocabulary's tokens only.
 
         Returns:
-            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened
-            by `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
+            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened by
+            `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
         """
         logits = self.logits(hidden, narrow=narrow)
         ids = self.learned.target_ids if narrow and self.learned else self.target_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,35 +14,10 @@ _CHUNK = 4096
 """Rows that tensor-parallel ranks exchange at a time: 67 MB of 4,096 numbers in 32 bits."""
 
 
-class HotRows(Protocol):
-    """Some rows of an output head. Their addresses never change, as CUDA graphs hold them."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Device bytes that they take."""
-        ...
-
-    def take(self, ids: torch.Tensor) -> None:
-        """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary.
-
-        All ranks of tensor parallelism call this at once, and each gets all rows.
-        """
-        ...
-
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """Multiply states ``[num_rows, hidden]``: logits ``[num_rows, size]``. Capturable."""
-        ...
-
-
 class PlainRows:
-    """Rows as they were loaded.
+    """`size` rows as they were loaded, of a `head` that is sharded or not.
 
-    Args:
-        head: vLLM's layer with the draft's rows, sharded or not.
-        size: number of rows.
-
-    Attributes:
-        weight: ``[size, hidden]``, of the head's dtype.
+    Addresses of rows never change, as CUDA graphs hold them.
     """
 
     def __init__(self, head: Any, size: int) -> None:
@@ -54,23 +29,19 @@ class PlainRows:
         return int(self.weight.nbytes)
 
     def take(self, ids: torch.Tensor) -> None:
+        """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary.
+
+        All ranks of tensor parallelism call this at once, and each gets all rows.
+        """
         take_rows(self._head, ids, out=self.weight)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
+        """Multiply states ``[num_rows, hidden]``: logits ``[num_rows, size]``. Capturable."""
         return states @ self.weight.t()
 
 
 class Fp8Rows:
-    """Rows of a head that is kept in FP8.
-
-    Args:
-        fp8: the head in FP8, whose numbers and scales are copied.
-        head: vLLM's layer with the draft's rows, which says how they are sharded.
-        size: number of rows.
-
-    Attributes:
-        rows: the copies.
-    """
+    """`size` rows of a head that is kept in FP8; `head` says how they are sharded."""
 
     def __init__(self, fp8: Fp8Head, head: Any, size: int) -> None:
         self._fp8, self._head = fp8, head
@@ -89,12 +60,17 @@ class Fp8Rows:
         return self.rows.apply(self.rows, states)
 
 
+HotRows = PlainRows | Fp8Rows
+
+
 def take_rows(head: Any, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the head's weight rows of `ids` on every rank, wherever its shards lie."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
     weight = head.weight.detach()
     if out is None:
         out = weight.new_empty(len(ids), weight.shape[1])
-    return _take(weight, head, ids, out, _sum_numbers)
+    return _take(weight, head, ids, out, tensor_model_parallel_all_reduce)
 
 
 def _take(
@@ -104,14 +80,9 @@ def _take(
     out: torch.Tensor,
     add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Fill `out` with the rows of `ids`, and return it.
+    """Fill `out` with the rows of `ids`, and return it; `source` has those that this rank holds.
 
-    Args:
-        source: the rows that this rank holds.
-        head: says which these are.
-        ids: int64 ``[n]``, of the draft's vocabulary.
-        out: ``[n, width]``.
-        add_up: adds up tensors of all ranks. Each row is on one rank, and zero on the others.
+    `add_up` adds up tensors of all ranks: each row is on one rank, and zero on the others.
     """
     if head.tp_size == 1:
         return torch.index_select(source, 0, ids, out=out)
@@ -125,18 +96,10 @@ def _take(
     return out
 
 
-def _sum_numbers(rows: torch.Tensor) -> torch.Tensor:
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    summed: torch.Tensor = tensor_model_parallel_all_reduce(rows)
-    return summed
-
-
 def _sum_bytes(rows: torch.Tensor) -> torch.Tensor:
     """The sum of bytes ``[n, width]`` over all ranks, one of which has others than zeros."""
     return gather_rows(rows.view(torch.int32)).sum(0, dtype=torch.int32).view(torch.uint8)
 
 
 def _bytes(head: Fp8Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head's numbers and scales as bytes: ``[rows, hidden]`` and ``[rows, 4]``."""
     return head.weight.view(torch.uint8), head.scale.view(torch.uint8)

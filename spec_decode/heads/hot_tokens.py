@@ -1,16 +1,19 @@
-"""Files of hot tokens: those of the target that drafts are chosen from."""
+"""Tokens that drafts are chosen from: files of hot tokens, and a draft's own vocabulary."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.values import reason_of
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.values import reason_of, shown
 
 FLAG = "--additional-config.graft.tree.hot_tokens"
+_MODEL = "--speculative-config.model"
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
@@ -53,3 +56,30 @@ def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
             f"{vocab_size - 1}: make the list with this model's tokenizer"
         )
     return ids
+
+
+def check_draft_tokens(draft: Any, vocab_size: int, path: str) -> None:
+    """Refuse a draft whose ``d2t`` leads out of the target's vocabulary, and warn without one.
+
+    A draft of fewer tokens than the target adds an offset of ``d2t`` to each of its ids. vLLM fills
+    it with zeros where the draft's files (from `path`) have none.
+    """
+    offsets: torch.Tensor | None = getattr(draft, "draft_id_to_target_id", None)
+    if offsets is None or offsets.is_meta:
+        return
+    ids = torch.arange(len(offsets), device=offsets.device) + offsets
+    outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
+    if len(outside):
+        first = int(outside[0])
+        raise ConfigError(
+            f"{_MODEL}: d2t of {shown(path)} leads from {len(outside)} of the draft's "
+            f"{len(offsets)} tokens out of the target's vocabulary, token {first} to "
+            f"{int(ids[first])}, but its ids are 0 to {vocab_size - 1}: use a draft that was made "
+            "for this target, whose d2t holds target id minus draft id"
+        )
+    if len(offsets) < vocab_size and not offsets.any():
+        warning_once(
+            f"{_MODEL}: {shown(path)} drafts {len(offsets)} of the target's {vocab_size} tokens "
+            "and has no d2t, so they are taken for the target's first ones; if they are others, "
+            "hardly a draft is accepted"
+        )

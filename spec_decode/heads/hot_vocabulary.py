@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.base.metric import Numbers
     from vllm_graft.spec_decode.heads.hot_rows import HotRows
+    from vllm_graft.spec_decode.tuning.step_times import Costs
 
 PERIOD = 32
 """Steps after which the vocabulary is chosen anew."""
@@ -29,6 +30,10 @@ COVERAGE = 0.98
 """Fraction of the emitted tokens that the vocabulary must hold to be used, where nobody measured
 what it saves. An accepted path of four tokens gets shorter by about twice the fraction that is
 missing, while a level of a small head gets cheaper by a few percent of a step."""
+
+LOST = 2.5
+"""Part of a step's tokens that is lost per part of the text's tokens that the hot ones lack: a path
+ends where a node's right child is none of them."""
 
 KEPT = 0.992
 """Fraction of the counts that stays at each choice, so that the last few thousand steps count."""
@@ -47,30 +52,17 @@ _ROOM = 8 * READ
 class HotVocabulary:
     """The most frequent of a draft's tokens, and their rows of the draft's output head.
 
-    The head is a third of what an EAGLE-3 level reads, and most of what a level of an EAGLE-1 head
-    or of an MTP module reads. FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts it to a fixed list
-    of tokens, made beforehand from a corpus. Here the list follows the text that is served: the
-    device counts emitted tokens, the tokens of new prompts are added, and every `PERIOD` steps the
-    most frequent ones are chosen. The list is used as long as it holds so much of what is emitted
-    that it gains more than it loses; otherwise drafts come from the whole vocabulary.
-
-    It is a `TextWatch`, which reads prompts.
-
-    Args:
-        size: number of tokens to choose.
-        target_ids: int64 ``[draft_vocab]``, the target's id of each draft token.
-        vocab_size: size of the target's vocabulary.
-        rows: takes the head's rows of what is chosen.
+    FR-Spec (Zhao et al. 2025, arXiv 2502.14856) cuts the head, most of what a level of a small
+    draft reads, to a fixed list of tokens. Here the list follows the text that is served: the
+    device counts emitted tokens, the tokens of new prompts (it is a `TextWatch`) are added, and
+    every `PERIOD` steps the most frequent ones are chosen. It is used as long as it gains more than
+    it loses.
 
     Attributes:
         emitted: int32 ``[vocab_size]``, tokens emitted since the last choice, counted by
             verification.
         target_ids: int64 ``[size]``, ascending. The address never changes, as CUDA graphs hold it.
-        rows: as given, the rows of these tokens.
-        active: whether the last step drafted from it.
         coverage: fraction of the recently emitted tokens that it held; None until known.
-        choices: how often a vocabulary was chosen.
-        steps_narrowed: how many steps drafted from it.
         teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose texts do not
             count; None if all do.
         least: tells the coverage above which it is used, of a number of nodes and of requests.
@@ -91,7 +83,7 @@ class HotVocabulary:
         self.active = False
         self.choices = self.steps_narrowed = 0
         self.coverage: float | None = None
-        self.least: Callable[[int, int], float] = _least_of_any
+        self.least: Callable[[int, int], float] = lambda nodes, num_reqs: COVERAGE
         self._steps = 0
         # Tokens of prompts. One is filled while the device may still copy the other.
         self._read, self._copying = (
@@ -105,8 +97,6 @@ class HotVocabulary:
     def renew(self) -> None:
         """Copy the rows of the chosen tokens again, as the head's have changed."""
         self.rows.take(self._chosen)
-
-    # --- prompts ----------------------------------------------------------------------------------
 
     def attach(self, req_states: RequestState) -> None:
         """Do nothing: prompts come with their requests."""
@@ -136,8 +126,6 @@ class HotVocabulary:
         self._read.numpy()[self._num_read : end] = last
         self._num_read = end
 
-    # --- steps ------------------------------------------------------------------------------------
-
     def step(self) -> None:
         """Count a step that drafts. The host calls it in the order of the device's steps."""
         self._steps += 1
@@ -155,7 +143,6 @@ class HotVocabulary:
         return self.active
 
     def _choose(self) -> None:
-        """Count what the vocabulary held, and choose the next one."""
         emitted = self.emitted[self._all].float()
         # The first vocabulary was a guess; what it held says nothing about the second.
         if self.choices:
@@ -192,7 +179,6 @@ class HotVocabulary:
             self.coverage = held / emitted
 
     def report(self) -> dict[str, Any]:
-        """What ``graft_info()`` says about it."""
         return {
             "size": len(self.target_ids),
             "bytes": self.rows.num_bytes,
@@ -203,9 +189,34 @@ class HotVocabulary:
         }
 
     def numbers(self) -> Numbers:
-        """The numbers of the metrics."""
         return {"hot_steps": self.steps_narrowed, "hot_coverage": self.coverage or 0.0}
 
 
-def _least_of_any(nodes: int, num_reqs: int) -> float:
-    return COVERAGE
+class HotGains:
+    """Compares steps that draft from the whole vocabulary with steps that draft from hot tokens."""
+
+    def __init__(self, whole: Costs, hot: Costs) -> None:
+        self._whole, self._hot = whole, hot
+
+    def gain(self, nodes: int, num_reqs: int) -> float:
+        """Part of a step that hot tokens save: that of the next larger measured batch."""
+        measured = self._hot.get(nodes)
+        if not measured:
+            return 0.0
+        count = min((each for each in measured if each >= num_reqs), default=max(measured))
+        return 1.0 - measured[count] / self._whole[nodes][count]
+
+    def least(self, nodes: int, num_reqs: int) -> float:
+        """The part of a text's tokens that hot tokens must hold to gain more than they lose."""
+        return 1.0 - self.gain(nodes, num_reqs) / LOST
+
+    def expected(self) -> Costs:
+        """What steps are expected to cost where learned tokens hold `COVERAGE` of a text."""
+        costs = {nodes: dict(counts) for nodes, counts in self._whole.items()}
+        for nodes, counts in self._hot.items():
+            costs[nodes] |= {
+                count: seconds
+                for count, seconds in counts.items()
+                if self.least(nodes, count) < COVERAGE
+            }
+        return costs

@@ -12,10 +12,8 @@ def follow_weights(worker: Any) -> None:
     """Let a worker that has loaded its model renew the copies whenever weights were replaced.
 
     A draft that shares the target's head gets the new one from vLLM. Drafts by copies of the old
-    one's rows would be accepted less often. Tokens are right either way.
-
-    Args:
-        worker: vLLM's. Its speculator may be another's, without a head like ours.
+    one's rows would be accepted less often. The worker's speculator may be another's, without such
+    a head.
     """
     head = getattr(worker.model_runner.speculator, "head", None)
     renew: Callable[[], None] | None = getattr(head, "renew", None)

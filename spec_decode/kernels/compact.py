@@ -27,9 +27,6 @@ class KVCacheTable:
         bases: i64 ``[num_layers]``, addresses.
         layout: i64 ``[num_layers, 7]``: strides of block, head and slot in units, slots per block,
             KV heads, units of one head's K and V, KV-cache group.
-        unit: Bytes of a unit.
-        max_heads: Most KV heads of a layer.
-        max_width: Most units of a head's K and V.
     """
 
     bases: torch.Tensor
@@ -40,12 +37,10 @@ class KVCacheTable:
 
     @classmethod
     def build(cls, kv_caches: list[torch.Tensor], groups: list[int]) -> KVCacheTable:
-        """Describe ``kv_caches``.
+        """Describe caches ``[num_blocks, kv_heads, block_size, 2 * head_size]``, one per layer.
 
-        Args:
-            kv_caches: A tensor ``[num_blocks, kv_heads, block_size, 2 * head_size]`` per layer. The
-                last stride must be 1; shapes, other strides and dtypes may differ by layer.
-            groups: KV-cache group of each layer, which is a row of ``slot_mappings``.
+        The last stride must be 1; shapes, other strides and dtypes may differ by layer. ``groups``
+        has the KV-cache group of each layer, which is a row of ``slot_mappings``.
 
         Raises:
             ValueError: if there are no caches, or shapes, strides or counts are not these.
@@ -142,13 +137,11 @@ def compact_kv(
     All layers take one launch. Slots of -1 are skipped.
 
     Args:
-        table: The target's layers.
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.
         num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
         num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
         slot_mappings: i64 ``[num_groups, max_tokens]``, slot of each row in each KV-cache group.
-        num_reqs: Batch rows.
     """
     if num_reqs == 0:
         return
@@ -170,12 +163,9 @@ def compact_kv(
 
 
 class TokenRows(NamedTuple):
-    """The rows of a batch, as the draft's extend pass reads them.
+    """The rows of a batch, as the draft's extend pass reads them: i32 or i64 ids, i64 positions.
 
-    Attributes:
-        ids: i32 or i64 ``[num_tokens]``.
-        positions: i64 ``[num_tokens]``.
-        states: ``[num_tokens, hidden]``, the last dimension contiguous.
+    `states` are ``[num_tokens, hidden]``, the last dimension contiguous.
     """
 
     ids: torch.Tensor
@@ -248,19 +238,10 @@ def follow_path(
 ) -> None:
     """Copy rows so that accepted nodes stand in order after their root, in one launch.
 
-    Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is
-    row ``first + path[d]`` for ``d < num_sampled``.
-
-    Args:
-        path: i32 ``[>= num_reqs, width]`` by batch row, from ``walk_tree``.
-        num_sampled: i32 ``[num_reqs]``.
-        query_start_loc: i32 ``[>= num_reqs + 1]``.
-        num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
-        rows: The batch's rows.
-        moved: Receives the copies; shares no memory with `rows`, and may be longer.
-        num_reqs: Batch rows.
-        num_tokens: Rows, including those after the last query (padding).
-        max_reqs: Upper bound of ``num_reqs``, the same in each call of an engine.
+    Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is row
+    ``first + path[d]`` for ``d < num_sampled``. `moved` shares no memory with `rows`, and may be
+    longer; `num_tokens` counts padding after the last query; `max_reqs` is an upper bound, the same
+    in each call of an engine. Other arguments are those of `compact_kv`.
 
     Raises:
         ValueError: if shapes or strides are not these.

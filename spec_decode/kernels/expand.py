@@ -124,12 +124,8 @@ def seed_frontier(
 ) -> None:
     """Write level 0: the children of the root are the first candidates and the first frontier.
 
-    Args:
-        table: Written at batch rows ``0 .. num_reqs - 1``.
-        logp: f32 ``[num_reqs, topk]``, log-probabilities of the root's best children.
-        tokens: i64 ``[num_reqs, topk]``, their ids.
-        num_reqs: Batch rows.
-        next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives ``tokens`` row by row if given.
+    `logp` f32 and `tokens` i64 are ``[num_reqs, topk]``; `next_tokens`, i32 or i64
+    ``[>= num_reqs * topk]``, receives the tokens.
     """
     if num_reqs == 0:
         return
@@ -170,13 +166,11 @@ def expand_frontier(
     Scores may be -inf (padding) but not NaN.
 
     Args:
-        table: Receives the level. Its frontier must be that of ``level - 1``.
-        level: 1 to ``table.steps - 1``.
+        table: its frontier must be that of ``level - 1``.
         child_logp: f32 ``[num_reqs * topk, topk]``; row ``r * topk + f`` belongs to frontier node
             ``f`` of batch row ``r``. Or ``[num_reqs, topk, topk]``, where a stride may be 0: all
             nodes of a frontier then have the same children.
-        child_tokens: i64, ids in the order of ``child_logp``, of either form.
-        num_reqs: Batch rows.
+        child_tokens: i64, of either form.
         next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
         parent_rows: i64 ``[>= num_reqs * topk]``, receives the row (as in ``child_logp``) of each
             new frontier node's parent, by which hidden states are gathered.

@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.order import NONE, ordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.shape import MAX_NODES, num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 
@@ -29,7 +29,7 @@ def _rank_kernel(
 ):
     """Write each candidate of one block to the node of its rank; the best candidate is node 1.
 
-    One program per block computes ranks; a single program would do all comparisons serially.
+    A single program would do all comparisons serially.
     """
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -121,18 +121,14 @@ def finish_tree(
     Nodes are ordered by score, highest first, ties by lower candidate index.
 
     Args:
-        table: Candidates of ``steps_done`` levels.
-        num_reqs: Batch rows.
-        steps_done: Levels in the table.
-        num_nodes: Draft nodes, at most 63 and at most the number of candidates.
+        table: has ``steps_done`` levels, and behind them ``num_extra`` columns of other sources,
+            whose score is -inf where there is no candidate.
         idx_mapping: i64 ``[num_reqs]``, request-state index; a negative one (padding of a graph)
             leaves ``tree`` untouched.
-        tree: Receives the topology at the request-state indices.
+        tree: receives the topology at the request-state indices.
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
-        num_extra: Candidates of other sources in the columns behind those of the levels; where
-            there is none, the score is -inf.
-        extra_nodes: i64 ``[max_reqs]``, receives at the request-state indices which nodes are such
-            candidates: bit ``j`` is set if node ``j`` is one. Required together with `num_extra`.
+        extra_nodes: i64 ``[max_reqs]``, needed with `num_extra`; receives at the request-state
+            indices a mask of the nodes that are other sources'.
 
     Raises:
         ValueError: if ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.
@@ -141,10 +137,11 @@ def finish_tree(
     candidates = num_candidates(topk, steps_done)
     if not 1 <= steps_done <= table.steps:
         raise ValueError(f"steps_done must be 1 to {table.steps}, got {steps_done}")
-    if not 1 <= num_nodes <= min(63, candidates, tree.width - 1):
+    most = min(MAX_NODES, candidates, tree.width - 1)
+    if not 1 <= num_nodes <= most:
         raise ValueError(
-            f"num_nodes must be 1 to {min(63, candidates, tree.width - 1)} (63, {candidates} "
-            f"candidates, tree of {tree.width - 1} nodes), got {num_nodes}"
+            f"num_nodes must be 1 to {most} ({MAX_NODES}, {candidates} candidates, tree of "
+            f"{tree.width - 1} nodes), got {num_nodes}"
         )
     if not 0 <= num_extra <= table.scores.shape[1] - candidates:
         raise ValueError(

@@ -2,8 +2,7 @@
 
 Triton compiles a kernel once per *specialisation*: the dtypes of its pointers, whether each is a
 multiple of 16, which integers are 1 or multiples of 16, the constants and the options. While
-launches are listed (`listing`), the functions that launch kernels run as ever, over tensors of any
-device, also of ``meta``, which has no memory. What they would launch is noted in their place.
+launches are listed, the functions that launch kernels run as ever, also over ``meta`` tensors.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -39,9 +38,9 @@ class Launch:
     """One specialisation of a kernel. Equal launches share what is compiled.
 
     Attributes:
-        kernel: where the kernel is, as ``"package.module:function"``.
-        arguments: name and value of each argument: a `Pointer`, a constant as it is, or a number
-            that stands for all numbers of its kind.
+        kernel: ``"package.module:function"``.
+        arguments: name and value of each: a `Pointer`, a constant as it is, or a number that stands
+            for all numbers of its kind.
         options: name and value of those such as ``num_warps``, in the call's order.
     """
 
@@ -51,18 +50,11 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Name of the kernel alone."""
         return self.kernel.partition(":")[2]
 
 
 class Kernel:
-    """A Triton kernel whose launches can be listed; otherwise it launches as it is.
-
-    Put it over ``triton.jit``.
-
-    Attributes:
-        fn: Triton's kernel.
-    """
+    """Put over ``triton.jit``: a kernel whose launches can be listed; it launches as ever."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -83,9 +75,7 @@ class Kernel:
 def listing(note: Note, *, launch: bool = False) -> Iterator[None]:
     """A context in which `note` gets each launch of a `Kernel`, in this whole process.
 
-    Args:
-        note: called with each launch.
-        launch: whether the kernels are launched as well.
+    The kernels themselves run only with `launch`.
     """
     global _note, _launches
     before = _note, _launches

@@ -1,4 +1,4 @@
-"""Puts the continuation of a match among a request's candidates, and sees how the last one did."""
+"""Puts the continuation of a match among a request's candidates, and learns how matches do."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -173,22 +173,16 @@ def insert_ngrams(
     """Add each match's continuation to the candidates: one path down from the root.
 
     A match of n tokens predicts ``depth`` tokens, or fewer if the vocabulary or the end of a
-    reference's piece ends it, and each with the rate of n: the token of depth ``d`` has the score
-    ``d * log(rates[n])``. A candidate that the draft has found as well gets at least this score;
-    the rest of the path is appended. So no two siblings have the same token, and no score exceeds
-    its parent's.
+    reference's piece ends it: the token of depth ``d`` has the score ``d * log(rates[n])``. A
+    candidate that the draft has found as well gets at least this score; the rest of the path is
+    appended. So no two siblings have the same token, and no score exceeds its parent's.
 
     Args:
-        table: Candidates of ``levels`` levels; ``depth`` columns from ``first`` on are written,
-            those without a candidate with a score of -inf.
+        table: has ``levels`` levels; ``depth`` columns from ``first`` on, which lies behind them,
+            are written, those without a candidate with a score of -inf.
         state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written.
         total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        num_reqs: Batch rows.
-        levels: Levels in the table.
-        first: First column behind the table's candidates that is not used.
-        depth: Most nodes of the path, and columns that it may take.
-        vocab_size: Tokens of the target.
 
     Raises:
         ValueError: if the table is too narrow.
@@ -223,7 +217,7 @@ def insert_ngrams(
 def read_and_written(
     table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor
 ) -> tuple[torch.Tensor | int, ...]:
-    """What a kernel that inserts matches reads and writes, as its first arguments."""
+    """The first arguments of a kernel that inserts matches."""
     return (
         total_len,
         idx_mapping,
@@ -236,4 +230,43 @@ def read_and_written(
         table.tokens,
         table.parents,
         state.history.shape[1],
+    )
+
+
+MEMORY = 256.0
+"""Predicted tokens after which what was seen of a match length counts for 1/e."""
+
+LOWEST, HIGHEST = 0.01, 0.99
+"""Bounds of a learned rate: its logarithm has to be negative and finite."""
+
+
+@Kernel
+@triton.jit
+def _learn_kernel(
+    pending, rates, PAD: tl.constexpr, MEMORY: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+):
+    n = tl.arange(0, PAD)
+    trials = tl.load(pending + 2 * n).to(tl.float32)
+    hits = tl.load(pending + 2 * n + 1).to(tl.float32)
+    rate = tl.load(rates + n)
+    rate += (hits / tl.maximum(trials, 1.0) - rate) * (1.0 - tl.exp(-trials / MEMORY))
+    tl.store(rates + n, tl.minimum(tl.maximum(rate, LOW), HIGH), mask=trials > 0)
+    tl.store(pending + 2 * n, tl.zeros([PAD], tl.int32))
+    tl.store(pending + 2 * n + 1, tl.zeros([PAD], tl.int32))
+
+
+def learn_rates(state: NgramState) -> None:
+    """Move each rate towards what was seen since the last call: an exponential average.
+
+    It is no part of a growth. So a growth that runs again in the same step, as when a graph is
+    compared with launches, finds the same rates and chooses the same tree.
+    """
+    _learn_kernel[(1,)](
+        state.pending,
+        state.rates,
+        PAD=len(state.rates),
+        MEMORY=MEMORY,
+        LOW=LOWEST,
+        HIGH=HIGHEST,
+        num_warps=1,
     )

@@ -15,14 +15,13 @@ PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
 """Bits of a match's place in its key; the bits above them are its length."""
 
 PLACE_MASK = tl.constexpr(MAX_PLACE - 1)
-"""These bits."""
 
 ALIKE = tl.constexpr(4)
 """Matches count as one if so many tokens that follow them are equal: the best of them is kept."""
 
 MIN_IN_REFERENCE = tl.constexpr(1)
-"""Shortest match in a reference, in tokens. What a reference holds is there because it is likely to
-come, and behind a value that it doesn't know a text meets it again with a single token."""
+"""Shortest match in a reference, in tokens. What a reference holds is likely to come, and behind a
+value that it doesn't know a text meets it again with a single token."""
 
 END = tl.constexpr(BORDER)
 """What ends a piece of a reference."""
@@ -66,9 +65,8 @@ def _tokens(source, history, place, copied, columns, mask, REFERENCE: tl.constex
 def best_key(key, following):
     """The largest key, and the keys without those of all matches that are like it.
 
-    Args:
-        key: i32 ``[K]``, keys of matches, all different; 0 for none.
-        following: i32 ``[K, ALIKE]``, the tokens that follow each match.
+    `key` is i32 ``[K]``, all different, 0 for none; `following` is i32 ``[K, ALIKE]``, the tokens
+    that follow each match.
     """
     best = tl.max(key, 0)
     wanted = tl.sum(tl.where((key == best)[:, None], following, 0), 0)
@@ -169,22 +167,17 @@ def match_ngrams(
 ) -> None:
     """Find the longest suffix of each text that has occurred before; of equals, the last one.
 
-    A suffix that the request's reference has counts as well, from `MIN_IN_REFERENCE` tokens on, and
-    before an occurrence in the text that is as long.
-
-    With ``state.matches`` more than one, the best matches of each block are found whose next
-    `ALIKE` tokens differ.
-
-    The idea is prompt lookup decoding (Saxena 2023; vLLM's ``ngram`` method). The text is scanned
-    in blocks, one program each. As vLLM keeps it in host memory, tokens that are new are copied to
-    the device in passing.
+    The idea is prompt lookup decoding (Saxena 2023; vLLM's ``ngram`` method). A suffix that the
+    request's reference has counts as well, from `MIN_IN_REFERENCE` tokens on, and before an
+    occurrence in the text that is as long. With ``state.matches`` more than one, the best matches
+    of each block are found whose next `ALIKE` tokens differ. The text is scanned in blocks, one
+    program each; new tokens of `source`, vLLM's host memory, are copied to the device in passing.
 
     Args:
         state: ``keys`` and the texts in ``history`` are written.
         source: i32 ``[max_reqs, >= width]`` by request-state index, the texts.
         total_len: i32 ``[max_reqs]``, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        num_reqs: batch rows.
     """
     if num_reqs == 0:
         return

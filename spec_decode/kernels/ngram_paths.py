@@ -130,29 +130,17 @@ def insert_paths(
     depth: int,
     vocab_size: int,
 ) -> None:
-    """Add the continuations of the best ``state.matches`` matches: paths down from the root.
+    """Add the continuations of the best ``state.matches`` matches, as `insert_ngrams` does of one.
 
     Paths are one as far as their tokens are equal, as in the tries of SuffixDecoding (Oliaro et
     al., arXiv 2411.04975). A match of n tokens goes on with the rate of n, and its path is taken
     where the paths of better matches are not: a node's log-probability is that of the rate of its
     best match, and of ``1 - rate`` for each better sibling.
 
-    Args:
-        table: ``depth * state.matches`` columns from ``first`` on are written: column
-            ``first + (d - 1) * matches + m`` is the node of match ``m`` at depth ``d``. It has a
-            score of -inf if a better match has the same node, or if there is no match ``m``.
-        state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written, for
-            the best match alone.
-        total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
-        idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-        num_reqs: Batch rows.
-        first: First column that is written; it lies behind the drafts' candidates.
-        depth: Tokens of each path.
-        vocab_size: Tokens of the target. What is none of them is replaced by token 0, which ranks
-            behind all others, and so does the path below it.
-
-    Raises:
-        ValueError: if the table is too narrow.
+    Column ``first + (d - 1) * matches + m`` is the node of match ``m`` at depth ``d``. It has a
+    score of -inf if a better match has the same node, or if there is no match ``m``. ``notes`` and
+    ``pending`` are written for the best match alone. What is no token of the target is replaced by
+    token 0, which ranks behind all others, and so does the path below it.
     """
     width, paths = table.scores.shape[1], state.matches
     if not num_candidates(table.topk, 1) <= first <= width - depth * paths or depth < 1:

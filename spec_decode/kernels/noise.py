@@ -3,8 +3,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+
+class Noise(NamedTuple):
+    """The Gumbel noise with which vLLM's sampler will draw from the target.
+
+    The draw at a position is the argmax of ``logits / temperature + noise``, and the noise is a
+    function of the request's seed, the position and the token: it is known before the target
+    runs. A draft that ranks tokens with this noise finds what the target will draw far more often
+    than one that ranks by probability (coupling without communication: Daliri, Musco and Suresh
+    2024, arXiv:2408.07978).
+
+    Attributes:
+        temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
+        seeds: i64 ``[max_reqs]``, likewise.
+        idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
+        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
+            before the drawn one.
+        rows: rows of logits per request.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    rows: int
+    offset: int = 0
+    fp64: bool = False
 
 
 @triton.jit
@@ -54,3 +84,50 @@ def gumbel_noise(seed, position, token, FP64: tl.constexpr):
         direct = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))
         noise = -tl.log(tl.where(uniform < 0.001, series, direct))
     return noise
+
+
+@triton.jit
+def with_noise(
+    logit,
+    token,
+    row,
+    target_ids,
+    temperature,
+    seeds,
+    idx_mapping,
+    positions,
+    inside,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MAPPED: tl.constexpr,
+    FP64: tl.constexpr,
+):
+    """Logits divided by temperature, plus the target's noise; unchanged at temperature 0."""
+    slot = tl.load(idx_mapping + row // ROWS).to(tl.int64)
+    used = slot >= 0
+    heat = tl.load(temperature + slot, mask=used, other=0.0)
+    if heat > 0:
+        seed = tl.load(seeds + slot)
+        key = token
+        if MAPPED:
+            key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
+        position = tl.load(positions + row) + OFFSET
+        noise = gumbel_noise(seed, position, key, FP64)
+        logit = logit / heat + noise
+    return logit
+
+
+def check_noise(noise: Noise | None, num_rows: int) -> None:
+    """Refuse noise whose tensors a kernel would read at wrong places: it knows no strides."""
+    if noise is None:
+        return
+    positions = noise.positions
+    if positions.dim() != 1 or len(positions) < num_rows or not positions.is_contiguous():
+        raise ValueError(
+            f"noise must have contiguous positions of {num_rows} rows or more, got "
+            f"{tuple(positions.shape)}, strides {positions.stride()}"
+        )
+    if not noise.idx_mapping.is_contiguous():
+        raise ValueError(
+            f"noise must have a contiguous idx_mapping, strides {noise.idx_mapping.stride()}"
+        )

@@ -30,11 +30,10 @@ def unordered(order):
 
 @triton.jit
 def best_of(left, index, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
-    """The `COUNT` largest values of `left` by repeated maximum; ties go to the lower `index`.
+    """The `COUNT` largest values of `left`, largest first; ties go to the lower `index`.
 
-    `left` holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns the
-    values and their indices, int32 ``[COUNT_PAD]`` each, largest first; entries beyond `COUNT` are
-    undefined.
+    `left` holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns values
+    and indices, int32 ``[COUNT_PAD]`` each; entries beyond `COUNT` are undefined.
     """
     place = tl.arange(0, COUNT_PAD)
     best = tl.full([COUNT_PAD], NONE, tl.int32)

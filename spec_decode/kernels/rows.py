@@ -21,22 +21,20 @@ MASK_BITS = 64
 class TreeRows:
     """Which rows of a batch belong to trees, and what each of them sees. Addresses are stable.
 
+    The ``row_`` tensors are ``[max_tokens]``, the others ``[max_reqs]`` by batch row.
+
     Attributes:
-        num_drafts: i32 ``[max_reqs]`` by batch row, drafts that a request verifies; 0 for a plain
-            request.
-        row_masks: i64 ``[max_tokens]``; bit ``j`` is set if the row sees the request's ``j``-th
-            tree row.
-        row_depths: i32 ``[max_tokens]``, position of the row behind the first of its request's
-            rows that the tree kernel computes.
-        row_parents: i32 ``[max_tokens]``, the row that comes before a row on its path, counted from
-            its request's first row; -1 for the first one. In a request without drafts that is the
-            row before. Rows of longer plain queries than the tree kernel computes keep old numbers.
-        num_rows: i32 ``[max_reqs]`` by batch row, how many of the query's last rows the tree
-            kernel computes.
-        prefix_lens: i32 ``[max_reqs]`` by batch row, keys before these rows; 0 for a request
-            without such rows.
-        plain_lens: i32 ``[max_reqs]`` by batch row, keys that the platform's attention reads. It is
-            0 where all rows belong to a tree, so that the platform's attention skips them.
+        num_drafts: i32, as all others but the masks; 0 for a plain request.
+        row_masks: i64; bit ``j`` is set if the row sees the request's ``j``-th tree row.
+        row_depths: position of each row behind the first of its request's rows that the tree kernel
+            computes.
+        row_parents: the row that comes before each row on its path, counted from its request's
+            first row; -1 for that one. Rows of longer plain queries than the kernel computes keep
+            old ones.
+        num_rows: how many of the query's last rows the tree kernel computes.
+        prefix_lens: keys before these rows; 0 without such rows.
+        plain_lens: keys that the platform's attention reads: 0 where all rows belong to a tree, so
+            that it skips them.
     """
 
     num_drafts: torch.Tensor
@@ -49,8 +47,6 @@ class TreeRows:
 
     @classmethod
     def allocate(cls, max_reqs: int, max_tokens: int, device: torch.device | str) -> TreeRows:
-        """Zeroed tensors for at most ``max_reqs`` requests and ``max_tokens`` rows in a batch."""
-
         def per_request() -> torch.Tensor:
             return torch.zeros(max_reqs, dtype=torch.int32, device=device)
 
@@ -135,16 +131,10 @@ def _rows_kernel(
 
 
 class VerifiedBatch(Protocol):
-    """The members of the engine's batch that are read here.
+    """The members of the engine's batch that are read here, as vLLM has them.
 
-    Attributes:
-        idx_mapping: i64 ``[num_reqs]``, request-state index.
-        query_start_loc: i32 ``[>= num_reqs + 1]``, first row of each query.
-        cu_num_logits: i32 ``[num_reqs + 1]``, first logits row of each request. A request has one
-            more logits row than drafts.
-        positions: i64 ``[num_tokens]``; tree rows are overwritten by base + depth.
-        num_reqs: batch rows in use.
-        num_reqs_after_padding: batch rows of the graph; the rest get 0 rows.
+    A request has one more logits row than drafts. Of a graph's ``num_reqs_after_padding`` batch
+    rows, those behind ``num_reqs`` get 0 rows.
     """
 
     idx_mapping: torch.Tensor
@@ -167,20 +157,17 @@ def prepare_rows(
     """Write the positions and masks of the rows that the tree attention kernel computes.
 
     A request with ``n > 0`` drafts has the root and its first ``n`` nodes in the last ``n + 1``
-    rows of its query. A plain request of at most ``max_rows`` rows gets causal masks; a longer
-    one is left to the platform's attention.
+    rows of its query, whose positions become base + depth. A plain request of at most ``max_rows``
+    rows gets causal masks; a longer one is left to the platform's attention.
 
     Args:
-        tree: Topology by request-state index.
-        batch: The engine's batch; its positions of tree rows are overwritten.
+        tree: topology by request-state index.
+        batch: its positions of tree rows are overwritten.
         num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
-        rows: Receives what attention reads about each row and request.
-        plain_rows: Whether the tree kernel also computes plain requests that fit, as it must where
+        rows: receives what attention reads.
+        plain_rows: whether the tree kernel also computes plain requests that fit, as it must where
             a FULL graph holds no other attention.
-        max_rows: Longest plain query that fits, at most 64.
-
-    Raises:
-        ValueError: if ``max_rows`` is out of range.
+        max_rows: 1 to 64, else a ValueError is raised.
     """
     if not 1 <= max_rows <= MASK_BITS:
         raise ValueError(f"max_rows must be 1 to {MASK_BITS}, got {max_rows}")

@@ -1,7 +1,7 @@
-"""Sizes of launches on the host, as plain integers.
+"""Sizes of launches, as plain integers.
 
-Triton's own `cdiv` and `next_power_of_2` work inside kernels, too, and take microseconds per call
-on the host. Attention prepares one launch per layer, so such calls add up in every step.
+Triton's own `cdiv` and `next_power_of_2` take microseconds per call on the host, which add up over
+the layers of a step.
 """
 
 from __future__ import annotations
@@ -38,13 +38,8 @@ _MANY_PROGRAMS = 512
 def rows_per_program(num_rows: int, nodes: int, blocks: int) -> int:
     """Rows that a program takes of the `nodes` in succession that share their logits.
 
-    Args:
-        num_rows: rows of all, a multiple of `nodes`.
-        nodes: rows that share logits.
-        blocks: programs per row, each with a part of the vocabulary.
-
-    Returns:
-        A divisor of `nodes`, the largest one with which there are still many programs.
+    That is the largest divisor of `nodes` with which there are still many programs of the
+    ``num_rows * blocks``.
     """
     fitting = (
         each

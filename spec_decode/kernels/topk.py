@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.noise import gumbel_noise
+from vllm_graft.spec_decode.kernels.noise import Noise, check_noise, with_noise
 from vllm_graft.spec_decode.kernels.order import LAST, NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
@@ -19,66 +19,6 @@ from vllm_graft.spec_decode.kernels.sizes import (
     topk_block,
     topk_merge_warps,
 )
-
-
-class Noise(NamedTuple):
-    """The Gumbel noise with which vLLM's sampler will draw from the target.
-
-    The draw at a position is the argmax of ``logits / temperature + noise``, and the noise is a
-    function of the request's seed, the position and the token: it is known before the target
-    runs. A draft that ranks tokens by its own logits with this noise finds what the target will
-    draw far more often than one that ranks by probability (coupling without communication: Daliri,
-    Musco and Suresh 2024, arXiv:2408.07978). Emitted tokens are the target's draws either way.
-
-    Attributes:
-        temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
-        seeds: i64 ``[max_reqs]`` by request-state index.
-        idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
-        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
-            before the drawn one.
-        rows: rows of logits per request.
-        offset: is added to `positions`.
-        fp64: whether the sampler draws 64-bit noise.
-    """
-
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    idx_mapping: torch.Tensor
-    positions: torch.Tensor
-    rows: int
-    offset: int = 0
-    fp64: bool = False
-
-
-@triton.jit
-def _with_noise(
-    logit,
-    token,
-    row,
-    target_ids,
-    temperature,
-    seeds,
-    idx_mapping,
-    positions,
-    inside,
-    ROWS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FP64: tl.constexpr,
-):
-    """Logits divided by temperature, plus the target's noise; unchanged at temperature 0."""
-    slot = tl.load(idx_mapping + row // ROWS).to(tl.int64)
-    used = slot >= 0
-    heat = tl.load(temperature + slot, mask=used, other=0.0)
-    if heat > 0:
-        seed = tl.load(seeds + slot)
-        key = token
-        if MAPPED:
-            key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
-        position = tl.load(positions + row) + OFFSET
-        noise = gumbel_noise(seed, position, key, FP64)
-        logit = logit / heat + noise
-    return logit
 
 
 @Kernel
@@ -107,7 +47,6 @@ def _block_kernel(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """One block of the vocabulary: its softmax sums, and its best tokens by repeated maximum."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +56,7 @@ def _block_kernel(
     # Padding rows of a graph may hold NaN, which would be chosen by no comparison below.
     logit = tl.where(logit == logit, logit, float("-inf")) * sharpness
     if NOISY:
-        logit = _with_noise(
+        logit = with_noise(
             logit,
             token,
             row,
@@ -179,7 +118,7 @@ def _biased_block_kernel(
     heat = 1.0
     noise = tl.zeros([BLOCK], tl.float32)
     if NOISY:
-        noise = _with_noise(
+        noise = with_noise(
             noise,
             token,
             first,
@@ -222,7 +161,6 @@ def _store_part(
     TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
 ):
-    """Store a block's softmax sums and best tokens, at the place ``part``."""
     order = tl.where(inside, ordered(logit), NONE)
     # A block that is -inf throughout sums to nothing, not to NaN.
     floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
@@ -293,16 +231,14 @@ def topk_logprobs(
 
     Args:
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
-        topk: 1 to the vocabulary's size.
         target_ids: int64 ``[vocab]``, the id to return for each index; None returns the index.
         out: contiguous tensors that receive what is returned.
-        noise: where a row's temperature is above 0, tokens are ranked by ``logits / temperature +
-            noise`` instead of by logits, and the log-softmax of that is returned.
+        noise: where a row's temperature is above 0, tokens are ranked by the sum of this and
+            ``logits / temperature``, and the log-softmax of that is returned.
         sharpness: factor of the logits, above 0.
 
     Returns:
-        Log-probabilities within the row float32 ``[num_rows, topk]`` and ids int64
-        ``[num_rows, topk]``.
+        Log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each.
 
     Raises:
         ValueError: if `topk` is out of range, or shapes or strides are not these.
@@ -311,7 +247,7 @@ def topk_logprobs(
     logp, tokens = _outputs(logits, topk, out)
     if num_rows == 0:
         return logp, tokens
-    _check_noise(noise, num_rows)
+    check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     parts = _Parts.allocate(num_rows, blocks, topk, logits.device)
@@ -323,15 +259,9 @@ def topk_logprobs(
         logits.stride(0),
         vocab_size,
         sharpness,
-        BLOCKS=blocks,
-        TOPK=topk,
-        TOPK_PAD=next_power_of_2(topk),
-        BLOCK=block,
-        NOISY=noise is not None,
         ROWS=1 if noise is None else noise.rows,
         OFFSET=0 if noise is None else noise.offset,
-        MAPPED=target_ids is not None,
-        FP64=noise is not None and noise.fp64,
+        **_constants(parts, block, noise, target_ids),
         num_warps=block_warps,
     )
     _merge(parts, target_ids, logp, tokens)
@@ -348,24 +278,15 @@ def biased_topk_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`topk_logprobs` of the sums of `biases` and of logits that several rows share.
 
-    The sums are formed in float32 where they are read, so that they are stored nowhere. With many
-    rows a program takes several of those that share their logits.
+    The sums are formed in float32 where they are read, and stored nowhere. With many rows a program
+    takes several of those that share their logits.
 
     Args:
         biases: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
-        shared: likewise ``[num_shared, vocab]``, logits that ``num_rows / num_shared`` rows in
-            succession share.
-        topk: as in `topk_logprobs`.
-        target_ids: likewise.
-        noise: likewise, where ``rows`` is ``num_rows / num_shared``, ``offset`` is 0, and rows that
-            share their logits have the same position.
-        sharpness: likewise.
-
-    Returns:
-        As `topk_logprobs` does.
-
-    Raises:
-        ValueError: if `topk` is out of range, or shapes or strides are not these.
+        shared: likewise ``[num_shared, vocab]``, each for ``num_rows / num_shared`` rows in
+            succession.
+        noise: has ``num_rows / num_shared`` ``rows``, an ``offset`` of 0, and one position for rows
+            that share their logits.
     """
     (num_rows, vocab_size), num_shared = biases.shape, len(shared)
     logp, tokens = _outputs(biases, topk, None)
@@ -382,7 +303,7 @@ def biased_topk_logprobs(
         raise ValueError(
             f"noise must have rows {nodes} and offset 0, got {noise.rows} and {noise.offset}"
         )
-    _check_noise(noise, num_rows)
+    check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     group = rows_per_program(num_rows, nodes, blocks)
@@ -397,15 +318,9 @@ def biased_topk_logprobs(
         shared.stride(0),
         vocab_size,
         sharpness,
-        BLOCKS=blocks,
-        TOPK=topk,
-        TOPK_PAD=next_power_of_2(topk),
-        BLOCK=block,
-        NOISY=noise is not None,
         NODES=nodes,
         GROUP=group,
-        MAPPED=target_ids is not None,
-        FP64=noise is not None and noise.fp64,
+        **_constants(parts, block, noise, target_ids),
         num_warps=block_warps,
     )
     _merge(parts, target_ids, logp, tokens)
@@ -413,13 +328,13 @@ def biased_topk_logprobs(
 
 
 class _Parts(NamedTuple):
-    """What is known of each block of each row.
+    """What is known of each block of each row: ``[num_rows, blocks]``, the best ``[..., topk]``.
 
     Attributes:
-        peaks: f32 ``[num_rows, blocks]``, the largest number.
-        sums: f32 ``[num_rows, blocks]``, of the exponentials, the largest of which is 1.
-        orders: i32 ``[num_rows, blocks, topk]``, the best numbers by `ordered`.
-        tokens: i32 ``[num_rows, blocks, topk]``, their places in the row.
+        peaks: f32, the largest number.
+        sums: f32, of the exponentials, the largest of which is 1.
+        orders: i32, the best numbers by `ordered`.
+        tokens: i32, their places in the row.
     """
 
     peaks: torch.Tensor
@@ -434,10 +349,24 @@ class _Parts(NamedTuple):
         return cls(sums[0], sums[1], bests[0], bests[1])
 
 
+def _constants(
+    parts: _Parts, block: int, noise: Noise | None, target_ids: torch.Tensor | None
+) -> dict[str, int | bool]:
+    _, blocks, topk = parts.tokens.shape
+    return {
+        "BLOCKS": blocks,
+        "TOPK": topk,
+        "TOPK_PAD": next_power_of_2(topk),
+        "BLOCK": block,
+        "NOISY": noise is not None,
+        "MAPPED": target_ids is not None,
+        "FP64": noise is not None and noise.fp64,
+    }
+
+
 def _merge(
     parts: _Parts, target_ids: torch.Tensor | None, logp: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Choose the best tokens of each row from those of its blocks."""
     num_rows, blocks, topk = parts.tokens.shape
     _merge_kernel[(num_rows,)](
         *parts,
@@ -457,7 +386,6 @@ def _merge(
 def _outputs(
     logits: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the arguments, and return the tensors that receive the results."""
     num_rows, vocab_size = logits.shape
     if not 1 <= topk <= vocab_size:
         raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")
@@ -471,19 +399,3 @@ def _outputs(
         if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
             raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
     return logp, tokens
-
-
-def _check_noise(noise: Noise | None, num_rows: int) -> None:
-    """Refuse noise whose tensors a kernel would read at wrong places: it knows no strides."""
-    if noise is None:
-        return
-    positions = noise.positions
-    if positions.dim() != 1 or len(positions) < num_rows or not positions.is_contiguous():
-        raise ValueError(
-            f"noise must have contiguous positions of {num_rows} rows or more, got "
-            f"{tuple(positions.shape)}, strides {positions.stride()}"
-        )
-    if not noise.idx_mapping.is_contiguous():
-        raise ValueError(
-            f"noise must have a contiguous idx_mapping, strides {noise.idx_mapping.stride()}"
-        )

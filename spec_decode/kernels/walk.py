@@ -99,32 +99,28 @@ def walk_tree(
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
 
-    The result is exact even where drafts were ranked by the noise of the draws, because an emitted
-    token is always the target's own draw at a node, given the tokens before it, whatever the draft
-    looked at. Drafts decide only how far the walk goes. The last emitted token is the bonus token.
+    An emitted token is always the target's own draw at a node, given the tokens before it. Drafts,
+    also those ranked by the noise of the draws, decide only how far the walk goes. The last emitted
+    token is the bonus token.
 
     Args:
-        target_tokens: i64 ``[num_logits]``, the target's draw at each logits row.
-        draft_tokens_at_rows: i64 ``[num_logits]``, the draft at each logits row; the root's is not
-            read, -1 is never accepted.
+        target_tokens: i64 ``[num_logits]``, the target's draws.
+        draft_tokens_at_rows: i64 ``[num_logits]``; the root's is not read, -1 is never accepted.
         cu_num_logits: i32 ``[num_reqs + 1]``; row ``j`` of a request is node ``j`` of its tree.
-        idx_mapping: i64 ``[num_reqs]``, request-state index.
-        tree: Topology; only the nodes that have a logits row take part.
+        idx_mapping: i64 ``[num_reqs]``, request-state index; all of ``[max_reqs]`` are by it.
+        tree: only the nodes that have a logits row take part.
         sampled: i64 ``[num_reqs, width]``; receives the emitted tokens, then zeros.
-        path: i32 ``[>= num_reqs, width]`` by batch row; receives the node that emitted each token.
-        num_sampled: i32 ``[num_reqs]``; receives the number of emitted tokens, at least 1 for a
-            request with logits.
-        positions: i64 ``[num_logits]``, position of each row in its request. None means that
-            drafts are never placeholders.
-        prefill_len: i32 ``[max_reqs]`` by request-state index, tokens of the prompt. The walk ends
-            at a root that lies within its prompt. Required together with `positions`.
+        path: i32 ``[>= num_reqs, width]``; receives the node that emitted each token.
+        num_sampled: i32 ``[num_reqs]``; receives the number of emitted tokens.
+        positions: i64 ``[num_logits]``, positions in the request; None if no draft is a
+            placeholder.
+        prefill_len: i32 ``[max_reqs]``, tokens of the prompt, needed with `positions`. The walk
+            ends at a root within its prompt.
         emitted: i32 ``[vocab]``; is increased by 1 at each emitted token.
-        extra_nodes: i64 ``[max_reqs]`` by request-state index, from ``finish_tree``: nodes of other
-            sources than the draft.
-        extra_counts: i64 ``[2]``; is increased by how many of them took part, and by how many were
-            accepted. Required together with `extra_nodes`.
-        teaches: i32 ``[max_reqs]`` by request-state index, 0 for requests whose tokens `emitted`
-            does not count; None if it counts those of all.
+        extra_nodes: i64 ``[max_reqs]``, from ``finish_tree``.
+        extra_counts: i64 ``[2]``, needed with `extra_nodes`; is increased by how many of them took
+            part and how many were accepted.
+        teaches: i32 ``[max_reqs]``, 0 for requests whose tokens `emitted` does not count.
     """
     num_reqs = cu_num_logits.shape[0] - 1
     if num_reqs <= 0:

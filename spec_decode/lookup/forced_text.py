@@ -14,11 +14,7 @@ _WORK = 4
 
 
 class Choice(NamedTuple):
-    """Alternatives, of which one comes; the first is taken to be the likeliest.
-
-    Attributes:
-        alternatives: what each of them is, a list of items.
-    """
+    """Alternatives, of which one comes; the first is taken to be the likeliest."""
 
     alternatives: Sequence[Sequence[Item]]
 
@@ -28,12 +24,7 @@ Item = str | Choice | None
 
 
 class Piece(NamedTuple):
-    """A stretch of known text.
-
-    Attributes:
-        text: what is known.
-        opens: whether it stands at the beginning of the whole.
-    """
+    """A stretch of known text, and whether it opens the whole."""
 
     text: str
     opens: bool
@@ -44,18 +35,12 @@ class _Full(Exception):
 
 
 class _Open:
-    """A piece that may go on.
-
-    Args:
-        parts: known texts, of which each is one item.
-        opens: whether the first of them stands at the beginning of the whole.
-    """
+    """A piece that may go on: known texts, and whether the first of them opens the whole."""
 
     def __init__(self, parts: list[str], *, opens: bool) -> None:
         self.parts, self.opens = parts, opens
 
     def tail(self) -> _Open:
-        """The last parts, as the beginning of another piece."""
         kept = self.parts[-CONTEXT:]
         return _Open(kept, opens=self.opens and len(kept) == len(self.parts))
 
@@ -85,13 +70,8 @@ class _Pieces:
         self.found[made] = None
 
     def walk(self, items: Sequence[Item], piece: _Open, behind: str) -> _Open:
-        """Go through items from an open piece on; return the one that is open at their end.
-
-        Args:
-            items: what comes.
-            piece: what came. It grows.
-            behind: the known text after these items.
-        """
+        """Go through items from an open piece on, which grows; return the one that is open at their
+        end. The known text after them is `behind`."""
         for number, item in enumerate(items):
             if item is None:
                 self.close(piece)
@@ -120,14 +100,10 @@ def known(items: Sequence[Item], start: int, behind: str) -> str:
 
 
 def pieces_of(items: Sequence[Item], room: int) -> list[Piece]:
-    """The known stretches of a text, in its order.
+    """The known stretches of a text, in its order, of at most `room` characters together.
 
     A stretch ends at a gap. Each further alternative of a `Choice` is a piece of its own, with the
     known text before it and behind it, and stands before the piece of the first.
-
-    Args:
-        items: the text.
-        room: most characters of all pieces together; those that are too many are left out.
     """
     pieces = _Pieces(room)
     with contextlib.suppress(_Full):

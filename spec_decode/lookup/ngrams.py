@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
-from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
+from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.lookup.reference_counts import ReferenceCounts
+from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import reference_in
 
@@ -20,16 +21,29 @@ if TYPE_CHECKING:
     from vllm_graft.base.metric import Numbers
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
+    from vllm_graft.spec_decode.trees.reference import Reference
 
 
 class Requests(Protocol):
-    """What n-grams read of a drafter.
-
-    Attributes:
-        idx_mapping: int64 ``[>= R]``, request-state index of each row of the batch; -1 is padding.
-    """
+    """The part of a drafter that n-grams read: int64 ``[>= R]`` request-state indices; -1 is
+    padding."""
 
     idx_mapping: torch.Tensor
+
+
+class ReferenceCounts:
+    """Counts the references of an engine's requests, for the metrics."""
+
+    def __init__(self) -> None:
+        self.tokens = Counter(dict.fromkeys(REFERENCE_SOURCES, 0))
+        self.declines = Counter(dict.fromkeys(REFERENCE_DECLINES, 0))
+
+    def add(self, reference: Reference) -> None:
+        self.tokens.update(reference.tokens)
+        self.declines.update(reference.declines)
+
+    def numbers(self) -> Numbers:
+        return {"reference_tokens": dict(self.tokens), "reference_declines": dict(self.declines)}
 
 
 class Ngrams:
@@ -39,21 +53,18 @@ class Ngrams:
     reference has, predicts the tokens that follow, a path down from the root. It needs no pass of
     the draft, so it may be deeper than the draft's levels. All of it happens on the device: two
     launches, which a CUDA graph may hold, and one more per step. Integers alone are added up, so
-    that all ranks of tensor parallelism agree.
+    that all ranks agree.
 
     Args:
         config: lengths of matches.
         max_reqs: most requests of a batch.
         width: most tokens of a text.
-        vocab_size: tokens of the target.
-        device: where all of this lies.
         matches: matches that are kept of each text.
         reference: tokens that the reference of a request may have; 0 for no references.
 
     Attributes:
-        state: texts, matches and learned rates.
-        nodes: int64 ``[max_reqs]`` by request-state index, bits of the tree's nodes that n-grams
-            alone put there.
+        nodes: int64 ``[max_reqs]`` by request-state index, bits of nodes that n-grams alone
+            brought.
         counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
     """
 
@@ -69,28 +80,21 @@ class Ngrams:
     ) -> None:
         self.references = ReferenceCounts()
         self.state = NgramState.allocate(
-            config.min,
-            config.max,
-            max_reqs,
-            width,
-            device,
-            matches,
-            reference,
+            config.min, config.max, max_reqs, width, device, matches, reference
         )
         self._refers = [False] * max_reqs
         self.vocab_size = vocab_size
         self.nodes = torch.zeros(max_reqs, dtype=torch.int64, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._published = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._texts: torch.Tensor | None = None
-        self._lengths: torch.Tensor | None = None
 
     def attach(self, req_states: RequestState) -> None:
         """Read the texts where the engine keeps them; both tensors have fixed addresses."""
-        self._texts, self._lengths = req_states.all_token_ids.gpu, req_states.total_len.gpu
+        self._texts: torch.Tensor = req_states.all_token_ids.gpu
+        self._lengths: torch.Tensor = req_states.total_len.gpu
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
-        """A new request has this index: its text is to be copied anew, and its reference."""
+        """Note a new request of this index: its text is to be copied anew, and its reference."""
         self.state.notes[req_index].zero_()
         if not self.state.reference:
             return
@@ -116,18 +120,9 @@ class Ngrams:
         num_nodes: int,
     ) -> None:
         """Put what followed the matches of each request into the table; see `Extra.add`."""
-        assert self._texts is not None
-        assert self._lengths is not None
         slots = drafter.idx_mapping[:num_reqs]
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
-        self._insert(
-            candidates,
-            slots,
-            num_reqs,
-            levels=levels,
-            first=first,
-            num_nodes=num_nodes,
-        )
+        self._insert(candidates, slots, num_reqs, levels=levels, first=first, num_nodes=num_nodes)
 
     def _insert(
         self,
@@ -139,7 +134,6 @@ class Ngrams:
         first: int,
         num_nodes: int,
     ) -> None:
-        assert self._lengths is not None
         insert_ngrams(
             candidates,
             self.state,
@@ -158,7 +152,6 @@ class Ngrams:
         self._published.copy_(self.counts, non_blocking=True)
 
     def numbers(self) -> Numbers:
-        """The numbers of the metrics, as of a step or two ago."""
         verified, accepted = self._published.tolist()
         return {
             "ngram_nodes_verified": verified,
@@ -167,7 +160,7 @@ class Ngrams:
         }
 
     def report(self) -> dict[str, Any]:
-        """What ``graft_info()`` says about it. This waits for the device."""
+        """The part of ``graft_info()`` about it. This waits for the device."""
         verified, accepted = self.counts.tolist()
         rates = [round(rate, 4) for rate in self.state.rates.tolist()]
         lengths = range(self.state.min_n, self.state.max_n + 1)
@@ -181,3 +174,42 @@ class Ngrams:
             lengths = range(1, self.state.max_n + 1)
             found["reference_rates"] = {n: rates[self.state.lengths + n] for n in lengths}
         return found
+
+
+class SeveralNgrams(Ngrams):
+    """An `Extra` of several matches, where `Ngrams` has one beside what a draft model drafts.
+
+    From each match at most `depth` tokens follow; all else is as in `Ngrams`.
+    """
+
+    def __init__(self, *args: Any, depth: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.depth = depth
+
+    def columns(self, num_nodes: int) -> int:
+        """A column for each token of each path."""
+        return self.state.matches * self._depth(num_nodes)
+
+    def _insert(
+        self,
+        candidates: CandidateTable,
+        slots: torch.Tensor,
+        num_reqs: int,
+        *,
+        levels: int,
+        first: int,
+        num_nodes: int,
+    ) -> None:
+        insert_paths(
+            candidates,
+            self.state,
+            self._lengths,
+            slots,
+            num_reqs,
+            first=first,
+            depth=self._depth(num_nodes),
+            vocab_size=self.vocab_size,
+        )
+
+    def _depth(self, num_nodes: int) -> int:
+        return min(self.depth, num_nodes)

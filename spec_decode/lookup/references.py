@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.values import reason_of
-from vllm_graft.spec_decode.lookup.choice_text import choices_in
 from vllm_graft.spec_decode.lookup.forced_text import Piece, pieces_of
 from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
 from vllm_graft.spec_decode.lookup.schema_text import (
@@ -20,8 +20,8 @@ from vllm_graft.spec_decode.lookup.schema_text import (
     Style,
     Work,
     schema_items,
+    tag_items,
 )
-from vllm_graft.spec_decode.lookup.tag_text import tag_items
 from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
 from vllm_graft.spec_decode.trees.reference import KEY, NONE, Reference
@@ -33,8 +33,7 @@ MAX_SCHEMA = 1 << 16
 """Characters of a schema that is read."""
 
 MAX_READ = 8192
-"""Tokens that are made of a text, however much room there is. Longer predictions are sent as
-tokens."""
+"""Tokens that are made of a text, however much room there is. Longer predictions come as tokens."""
 
 CHARACTERS = 16
 """Characters that are taken for a token at most, before there are tokens."""
@@ -48,20 +47,18 @@ _ROUNDS = 4
 CACHE_BYTES = 16 << 20
 """Host bytes in which tokens of schemas and choices are kept."""
 
+_LITERAL = r'"(?:[^"\\\n]|\\.)*"'
+_CHOICE = re.compile(rf"\s*root\s*::=\s*{_LITERAL}(?:\s*\|\s*{_LITERAL})*\s*")
+
 
 class Tokenizer(Protocol):
-    """What vLLM's tokenizers have in common."""
+    """The common part of vLLM's tokenizers."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 class Found(NamedTuple):
-    """What one source says about an answer.
-
-    Attributes:
-        source: one of `REFERENCE_SOURCES`.
-        split: what is known of the answer.
-    """
+    """Known text of an answer, by one of the `REFERENCE_SOURCES`."""
 
     source: str
     split: Split
@@ -71,15 +68,9 @@ class References:
     """Makes the reference of each new request: a function of its parameters and its prompt.
 
     It reads no more of a request than a reference has room for, and does no more work than
-    `MAX_SCHEMA`, `MAX_VALUES` and `MAX_READ` permit, whatever the request holds.
-
-    Args:
-        tokenizer: the served model's; None if vLLM has none.
-        room: most tokens of a reference.
-        opening: tokens of the prompt's end that stand before what opens an answer, so that a match
-            is found where the answer begins.
-        vocab_size: tokens of the target.
-        styles: layouts of JSON, the likeliest one first.
+    `MAX_SCHEMA`, `MAX_VALUES` and `MAX_READ` permit, whatever the request holds. It counts so many
+    tokens of the prompt's end (`opening`) before what opens an answer, so that a match is found
+    where the answer begins. Of the layouts of JSON the likeliest stands first.
     """
 
     def __init__(
@@ -97,13 +88,9 @@ class References:
         self.cache = TokenCache(CACHE_BYTES)
 
     def of(self, params: SamplingParams | None, prompt: Sequence[int] | None) -> Reference:
-        """The reference of a request; empty if it has none.
+        """The reference of a request; empty if it has none, or no prompt that is tokens.
 
         What is likelier stands behind: there the last of equal matches is found.
-
-        Args:
-            params: the request's parameters.
-            prompt: its tokens; None if they are embeddings.
         """
         if params is None:
             return NONE
@@ -178,7 +165,7 @@ class References:
         return Split([Tokens(array("i", tokens[: self._read]), opens=True)], is_cut)
 
     def _forced(self, params: StructuredOutputsParams | None, declines: list[str]) -> Found | None:
-        """What structured output forces of an answer, if it is of a kind that we can read."""
+        """Text that structured output forces of an answer, if it is of a kind that we can read."""
         if params is None:
             return None
         given: Any
@@ -199,7 +186,6 @@ class References:
         return Found("choice" if kind == "choice" else "schema", split)
 
     def _has_tokenizer(self, declines: list[str]) -> bool:
-        """Whether texts can be read; it is counted where they can't."""
         if self.tokenizer is None:
             declines.append("no_tokenizer")
         return self.tokenizer is not None
@@ -244,7 +230,6 @@ class References:
         return Split(made, is_cut or next(pieces, None) is not None)
 
     def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The tokens of texts."""
         tokenizer: Any = self.tokenizer
         if texts and getattr(tokenizer, "is_fast", False):
             # One call for all, in which other threads may run.
@@ -265,7 +250,7 @@ def _batch(pieces: Iterator[Piece], seen: set[Piece], characters: int) -> list[P
 
 
 def _short(given: Any) -> str | None:
-    """What is given as JSON, if it is short enough to be read; a text is JSON already."""
+    """A given value as JSON, if it is short enough to be read; a text is JSON already."""
     if isinstance(given, str):
         return given if len(given) <= MAX_SCHEMA else None
     text, size = [], 0
@@ -278,12 +263,22 @@ def _short(given: Any) -> str | None:
 
 
 def _choices(params: StructuredOutputsParams) -> list[str] | None:
-    """The texts among which an answer is chosen, if it is."""
     grammar = params.grammar
     if params.choice is None and grammar is not None and len(grammar) <= MAX_SCHEMA:
         return choices_in(grammar)
     choices: list[str] | None = params.choice
     return choices
+
+
+def choices_in(grammar: str) -> list[str] | None:
+    """The texts that a grammar of one rule permits; None if it is another kind of grammar. With
+    xgrammar a request's ``choice`` arrives as such a grammar, with literals as in JSON."""
+    if not _CHOICE.fullmatch(grammar):
+        return None
+    try:
+        return [json.loads(literal) for literal in re.findall(_LITERAL, grammar)]
+    except ValueError:
+        return None
 
 
 def styles_of(*, any_whitespace: bool) -> tuple[Style, ...]:

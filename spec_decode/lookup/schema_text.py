@@ -1,4 +1,4 @@
-"""What a JSON schema forces of the texts that fit it, as far as it does."""
+"""Text that a JSON schema, or a structural tag around JSON, forces of the answers that fit it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ MAX_DEPTH = 16
 """Values within values that are followed."""
 
 MAX_VALUES = 2000
-"""Values that are read of a schema in all layouts together, those of alternatives and references
-again each time."""
+"""Values that are read of a schema in all layouts together, alternatives and references again."""
 
 _SMALL = 8
 """Keys that are copied, or steps of a path that are followed, for the work of a value."""
@@ -31,14 +30,14 @@ _SINGLE_TYPES = ("object", "array", "string", "boolean", "null", "number", "inte
 
 
 class Style(NamedTuple):
-    """How JSON is laid out, as by ``json.dumps`` with these separators and this indentation."""
+    """A layout of JSON, as by ``json.dumps`` with these separators and this indentation."""
 
     item: str
     key: str
     indent: int | None = None
 
     def line(self, level: int) -> str:
-        """What comes before a value of a container at a level, and before its end."""
+        """The text before a value of a container at a level, and before its end."""
         return "" if self.indent is None else "\n" + " " * (self.indent * level)
 
 
@@ -52,11 +51,7 @@ INDENTED = Style(",", ": ", 2)
 
 
 class Work:
-    """Work that may still be done, in values of a schema.
-
-    Args:
-        left: how much.
-    """
+    """Work that may still be done, in values of a schema."""
 
     def __init__(self, left: int = MAX_VALUES) -> None:
         self.left = left
@@ -68,16 +63,11 @@ class Work:
 
 
 def schema_items(schema: Any, style: Style, work: Work | None = None) -> list[Item]:
-    """What texts that fit a JSON schema have in common, in their order.
+    """The common items, in their order, of texts that fit a JSON schema, given as Python values.
 
     Properties come in the schema's order, which is that of the grammars of xgrammar and guidance,
     and all of them come. An array has one element. Strings and numbers that are free are gaps, and
-    so is all that can't be read.
-
-    Args:
-        schema: the schema, as Python values.
-        style: the layout.
-        work: what reading it may cost. What costs more is a gap.
+    so is all that can't be read, or would cost more than `work`.
     """
     return _merged(_Reader(schema, style, work or Work()).value(schema, 0))
 
@@ -92,13 +82,7 @@ def _merged(items: Iterator[Item]) -> list[Item]:
 
 
 class _Reader:
-    """Reads one schema.
-
-    Args:
-        root: the whole schema, into which references point.
-        style: the layout.
-        work: what reading it may cost.
-    """
+    """Reads one schema; `root` is the whole, into which references point."""
 
     def __init__(self, root: Any, style: Style, work: Work) -> None:
         self.root, self.style, self.work = root, style, work
@@ -233,7 +217,7 @@ class _Reader:
 
 
 def _pointed(root: Any, path: Sequence[str]) -> Any:
-    """What a reference within the document points to; None if it points elsewhere."""
+    """The target of a reference within the document; None if it points elsewhere."""
     head, *steps = path
     if head != "#":
         return None
@@ -246,3 +230,73 @@ def _pointed(root: Any, path: Sequence[str]) -> Any:
         else:
             return None
     return root
+
+
+def tag_items(tag: Any, style: Style, work: Work | None = None) -> list[Item]:
+    """The common items, in their order, of texts that fit a structural tag of xgrammar.
+
+    The tag is ``{"type": "structural_tag", "format": ...}``, or of the older form with
+    ``structures``, each with a ``begin``, a ``schema`` and an ``end``. What costs more than `work`
+    is a gap.
+    """
+    work = work or Work()
+    if not isinstance(tag, Mapping):
+        return [None]
+    if isinstance(old := tag.get("structures"), list):
+        made = [
+            {**each, "content": {"type": "json_schema", "json_schema": each.get("schema")}}
+            for each in old
+            if isinstance(each, Mapping)
+        ]
+        return _choice([list(_tag(each, style, work, 0)) for each in made[:MAX_ALTERNATIVES]])
+    return list(_format(tag.get("format"), style, work, 0))
+
+
+def _choice(read: list[list[Item]]) -> list[Item]:
+    """The alternatives, behind a gap: what comes before a tag is free, or another tag."""
+    return [None, Choice(read) if read else None]
+
+
+def _format(given: Any, style: Style, work: Work, depth: int) -> Iterator[Item]:
+    if not isinstance(given, Mapping) or depth == MAX_DEPTH or not work.spend():
+        yield None
+        return
+    kind = given.get("type")
+    if kind == "const_string":
+        yield from _text(given.get("value"))
+    elif kind == "json_schema" and given.get("style", "json") == "json":
+        yield from schema_items(given.get("json_schema"), style, work)
+    elif kind == "tag":
+        yield from _tag(given, style, work, depth)
+    elif kind in ("optional", "plus", "star"):
+        yield from _format(given.get("content"), style, work, depth + 1)
+    elif kind == "sequence" and isinstance(given.get("elements"), list):
+        for each in given["elements"][:MAX_ALTERNATIVES]:
+            yield from _format(each, style, work, depth + 1)
+    elif kind == "or" and isinstance(given.get("elements"), list):
+        yield from _several(given["elements"], style, work, depth)
+    elif kind in ("tags_with_separator", "triggered_tags") and isinstance(given.get("tags"), list):
+        if kind == "triggered_tags":
+            # Free text comes before.
+            yield None
+        yield from _several(given["tags"], style, work, depth)
+        yield None
+    else:
+        yield None
+
+
+def _several(given: list[Any], style: Style, work: Work, depth: int) -> Iterator[Item]:
+    read = [list(_format(each, style, work, depth + 1)) for each in given[:MAX_ALTERNATIVES]]
+    yield Choice(read) if read else None
+
+
+def _tag(given: Mapping[str, Any], style: Style, work: Work, depth: int) -> Iterator[Item]:
+    yield from _text(given.get("begin"))
+    yield from _format(given.get("content"), style, work, depth + 1)
+    yield from _text(given.get("end"))
+
+
+def _text(given: Any) -> Iterator[Item]:
+    """A known text; of several that may stand in a place, the first."""
+    one = given[0] if isinstance(given, list) and given else given
+    yield one if isinstance(one, str) else None

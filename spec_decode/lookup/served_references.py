@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 
 def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References | None:
-    """What makes references, with the tokenizer that the engine serves; None without room for any.
-
-    The tokenizer is read here, so that no request waits for it.
-    """
+    """The maker of references for a served tokenizer, read here so that no request waits for it;
+    None without room for any."""
     speculative = vllm_config.speculative_config
     ngram = tree.ngram if has_model(tree, speculative) else lengths_of(tree, speculative)
     model = vllm_config.model_config
@@ -54,10 +52,9 @@ def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References |
 
 
 def carry(request: Request, references: References | None, *, learn_salted: bool = True) -> None:
-    """Put a request's reference into its parameters, in the place of what it predicts.
-
-    So what it predicts goes no further, however long it is. The parameters are copied: they may be
-    those of other requests too.
+    """Put a request's reference into its parameters, in the place of what it predicts, which goes
+    no further, however long it is. The parameters are copied: they may be those of other requests
+    too.
 
     Args:
         request: vLLM's, which is not scheduled yet.

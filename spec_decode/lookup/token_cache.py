@@ -9,31 +9,21 @@ from typing import NamedTuple
 
 
 class Tokens(NamedTuple):
-    """The tokens of a piece of text.
-
-    Attributes:
-        tokens: int32, so that they can be kept in little room.
-        opens: whether the piece stands at the beginning of an answer.
-    """
+    """The int32 tokens of a piece of text, and whether it stands at the beginning of an answer."""
 
     tokens: Sequence[int]
     opens: bool
 
 
 class Split(NamedTuple):
-    """The pieces of a text that have room, as tokens.
-
-    Attributes:
-        pieces: the likeliest first.
-        is_cut: whether something was left out.
-    """
+    """The pieces of a text that have room, the likeliest first, and whether something was left
+    out."""
 
     pieces: Sequence[Tokens] = ()
     is_cut: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Host bytes that it takes, its objects included."""
         return sum(_OBJECT + 4 * len(each.tokens) for each in self.pieces) + _OBJECT
 
 
@@ -42,12 +32,9 @@ _OBJECT = 256
 
 
 class TokenCache:
-    """Keeps what was made of texts, the last used ones, within so many bytes.
+    """Keeps what was made of texts, the last used ones, within so many host bytes.
 
     A key is a hash: no text of a request is kept.
-
-    Args:
-        max_bytes: most host bytes of all entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -59,11 +46,9 @@ class TokenCache:
 
     @staticmethod
     def key(kind: str, text: str) -> bytes:
-        """The key of a text of a kind."""
         return hashlib.blake2b(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
 
     def get(self, key: bytes) -> Split | None:
-        """What is kept under a key; None if nothing is."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)

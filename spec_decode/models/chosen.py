@@ -1,4 +1,4 @@
-"""Which drafter of the hook ``graft_drafters`` an engine takes."""
+"""The drafter of the hook ``graft_drafters`` that an engine takes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 HOOK = "graft_drafters"
 
 
-def methods() -> list[str]:
-    """Methods of the speculative config that some drafter grows trees for."""
-    found = [method for offer in manager.manager().offers(HOOK) for method in _methods(offer)]
-    return sorted(set(found))
+def methods(*, measured: bool = False) -> list[str]:
+    """Methods of the speculative config that some drafter grows trees for, or only those whose
+    trees were measured on a GPU, so that presets may ask for them."""
+    offered = [offer.entry for offer in manager.manager().offers(HOOK)]
+    drafters = [each for each in offered if isinstance(each, entries.Drafter)]
+    kept = [each for each in drafters if not (measured and each.unmeasured)]
+    return sorted({method for each in kept for method in each.methods})
 
 
 def chosen(config: TreeConfig, speculative: Any) -> Offer:
@@ -27,10 +30,6 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     An entry with the name of ours replaces it. Where none of ours drafts with the method, a third
     party's is taken if there is just one. A drafter that names the draft's architecture goes before
     one that names none.
-
-    Args:
-        config: the section ``graft.tree``.
-        speculative: vLLM's speculative config.
 
     Raises:
         ConfigError: if there is none or more than one, or the named one drafts with other methods
@@ -54,17 +53,6 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     return offer
 
 
-def measured_methods() -> list[str]:
-    """Methods whose trees were measured on a GPU, so that presets may ask for them."""
-    found = [
-        method
-        for offer in manager.manager().offers(HOOK)
-        if isinstance(offer.entry, entries.Drafter) and not offer.entry.unmeasured
-        for method in offer.entry.methods
-    ]
-    return sorted(set(found))
-
-
 def drafter_of(config: TreeConfig, speculative: Any) -> entries.Drafter | None:
     """The chosen drafter; None if none can be chosen, which is said where it is described."""
     try:
@@ -81,10 +69,8 @@ def is_block(config: TreeConfig, speculative: Any) -> bool:
 
 
 def has_model(config: TreeConfig, speculative: Any) -> bool:
-    """Whether the chosen drafter has a draft model; true if none can be chosen.
-
-    Without one, vLLM has the target's configuration in the place of the draft's.
-    """
+    """Whether the chosen drafter has a draft model; true if none can be chosen. Without one, vLLM
+    has the target's configuration in the place of the draft's."""
     entry = drafter_of(config, speculative)
     return entry is None or entry.has_model
 

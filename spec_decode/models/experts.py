@@ -20,8 +20,8 @@ DENSE_DRAFTS = frozenset(
         "Step3p5MTP",
     }
 )
-"""Architectures of drafts that have no experts, although their configurations, often the target's,
-count some."""
+"""Architectures of drafts without experts, although their configurations, often the target's, count
+some."""
 
 
 def draft_has_experts(config: TreeConfig, speculative: Any) -> bool:
@@ -29,10 +29,6 @@ def draft_has_experts(config: TreeConfig, speculative: Any) -> bool:
 
     An MTP module says so in the target's own configuration. EAGLE-3 heads are dense whatever they
     were made for. Block drafters have no levels, and n-grams no draft model.
-
-    Args:
-        config: the section ``graft.tree``.
-        speculative: vLLM's speculative config.
     """
     if speculative.method == "eagle3" or not has_model(config, speculative):
         return False

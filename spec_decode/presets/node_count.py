@@ -1,11 +1,11 @@
-"""``graft.tree.nodes``: the user gives a depth, and vLLM gets the number of nodes.
+"""The number of nodes and the depth of trees, where a key, the draft or the target says another
+one.
 
-All that plans for drafts in vLLM (the scheduler, its lookahead of blocks, sizes of CUDA graphs, the
-worker) reads ``num_speculative_tokens`` of one object, ``speculative_config``. It does so after the
-platform's ``apply_config_platform_defaults``, which is where we set the number. Before that, vLLM
-uses it for methods that trees don't have, for a check of LoRA, and to see whether it is a multiple
-of the number of a draft's MTP modules. `tree_refusals` repeats the first check, and refuses more
-modules than one.
+With ``graft.tree.nodes`` the user gives a depth, and vLLM gets the number of nodes. All that plans
+for drafts in vLLM reads ``speculative_config.num_speculative_tokens``, after the platform's
+``apply_config_platform_defaults``, which is where we set it. Before that, vLLM uses it for methods
+that trees don't have, for a check of LoRA, and to see whether it is a multiple of the number of MTP
+modules: our refusals repeat the one, and refuse more modules than one.
 """
 
 from __future__ import annotations
@@ -13,23 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import flag, with_section
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.options import flag, target_of, with_section
+from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
-from vllm_graft.spec_decode.models.block_depth import trained_depth
+from vllm_graft.spec_decode.models.draft_facts import trained_depth
+from vllm_graft.spec_decode.targets.families import FEATURES, served_features, unserved_in_model
 
 
 def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
-    """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``.
-
-    vLLM derives configurations from ours, for which it calls the platform again: the second time
-    this changes nothing.
-
-    Args:
-        tree: a section with ``nodes``.
-        vllm_config: has a ``speculative_config``; both are changed.
-
-    Returns:
-        The section with its ``steps``.
+    """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``; return
+    the section. For configurations that vLLM derives from ours this changes nothing again.
 
     Raises:
         ConfigError: if the depth is out of bounds, or ``steps`` says another one.
@@ -51,17 +45,8 @@ def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
 
 
 def fill_in_depth(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
-    """Make trees as deep as the draft's blocks, unless the user said how deep.
-
-    A deeper tree costs a block drafter no further pass. With ``nodes`` the user has said it.
-
-    Args:
-        tree: the section.
-        vllm_config: has the draft; its section is changed.
-
-    Returns:
-        The section with its ``steps``.
-    """
+    """Make trees as deep as the draft's blocks, unless the user, maybe by ``nodes``, said how deep;
+    return the section. A deeper tree costs a block drafter no further pass."""
     depth = trained_depth(vllm_config.speculative_config)
     if depth is None or tree.nodes is not None or "steps" in tree.model_fields_set:
         return tree
@@ -78,3 +63,43 @@ def wrong_depth(depth: int) -> str:
         f"{flag(NAME, 'nodes')} makes speculative_config.num_speculative_tokens the depth of a "
         f"tree, got {depth}: set it to 1..{MAX_STEPS}."
     )
+
+
+def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
+    """Make the tree a chain if the target needs one, and say so in the log; return the section in
+    force.
+
+    The chain is as long as the tree would have been deep; `vllm_config` is changed, too. VLLM calls
+    this again for configurations that it derives; the second time nothing changes.
+    """
+    model = target_of(vllm_config)
+    if tree.fallback == "refuse" or tree.topk == 1 or model is None:
+        return tree
+    unserved = list(unserved_in_model(model, served_features()))
+    if not all(feature.chain for feature, _ in unserved):
+        return tree
+    words = [says for _, says in unserved]
+    words += [
+        f"{says} (trees on these are tried with {flag(NAME, feature.asked)} true)"
+        for feature, says in not_asked_for(FEATURES, model, tree)
+    ]
+    if not words:
+        return tree
+    speculative = vllm_config.speculative_config
+    tokens = speculative.num_speculative_tokens
+    depth = tokens if tree.nodes is not None else min(tree.steps, tokens)
+    chain = {"topk": 1, "steps": depth, "nodes": None}
+    with_section(vllm_config, NAME, **chain)
+    speculative.num_speculative_tokens = depth
+    if ranges := speculative.num_speculative_tokens_per_batch_size:
+        speculative.num_speculative_tokens_per_batch_size = [
+            (first, last, min(count, depth)) for first, last, count in ranges
+        ]
+    warning_once(
+        f"The target {' and '.join(words)}, so that {flag(NAME)} drafts a "
+        f"chain of {depth} tokens, which the target's own attention verifies. Set "
+        f"{flag(NAME, 'fallback')} to 'refuse' to stop instead. Sampled requests keep the tokens "
+        "of their seeds, and accept less for it than in vLLM's own chain with draft_sample_method "
+        f"'probabilistic' and rejection_sample_method 'block': drop {flag(NAME)} for that one."
+    )
+    return tree.model_copy(update=chain)

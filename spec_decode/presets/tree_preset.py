@@ -1,8 +1,8 @@
-"""Which tree ``graft: auto`` and the other presets ask for.
+"""Trees that ``graft: auto`` and the other presets ask for.
 
 The user gives the depth, as ``num_speculative_tokens``, and the rest is filled in here. Limits that
-the user gave to vLLM are never raised. vLLM has already derived the encoder's budget from
-``max_num_batched_tokens`` when we are asked, so a tree whose levels do not fit is made narrower.
+the user gave to vLLM are never raised. VLLM has already derived the encoder's budget from
+``max_num_batched_tokens``, so a tree whose levels do not fit is made narrower.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import (
     drafter_of,
     grows_by_levels,
-    measured_methods,
     methods,
 )
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
 from vllm_graft.spec_decode.models.experts import step_has_experts
-from vllm_graft.spec_decode.presets.ngram_room import ngram_room
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
@@ -42,11 +41,10 @@ class _Size:
     shape: Literal["fixed", "auto"]
 
 
-# The figures are from docs/performance.md. With one request, up to 63 nodes are 1.2 to 1.4 times as
-# fast as the best chain; hence 63 for `auto`, and for `latency` at every batch size. With 16 to 64
-# requests trees gain -1 to 13 %. There `shape: auto` begins with at most 15 nodes and 4 children
-# (tuning/shapes.py); hence these for `throughput`. A level then has 4 rows per request instead of
-# 8, so that CUDA graphs of vLLM's default 512 rows hold 128 requests instead of 64.
+# The figures are from docs/performance.md. With one request, up to 63 nodes are fastest, hence 63
+# for `auto`, and for `latency` at every batch size. With 16 to 64 requests trees gain little, and
+# `shape: auto` begins with at most 15 nodes and 4 children (tuning/shapes.py): a level then has 4
+# rows per request, so that CUDA graphs of vLLM's default 512 rows hold 128 requests, not 64.
 _SIZES: dict[str, _Size] = {
     "auto": _Size(8, 63, "auto"),
     "latency": _Size(8, 63, "fixed"),
@@ -54,15 +52,17 @@ _SIZES: dict[str, _Size] = {
 }
 
 _UNTUNED = _Size(4, 15, "fixed")
-"""Where ``shape: auto`` is refused: a fixed tree must not be too large for many requests."""
+"""The size for engines that refuse ``shape: auto``: not too large for many requests."""
 
 _RECURRENT_TOPK = 4
-"""Children on the gated delta rule. With 4 and up to 15 nodes, trees of an MTP module were 1.03 to
-1.41 times as fast as the best chain on Qwen3.5's shapes, and 0.85 to 1.06 on Qwen3-Next's."""
+"""Children on the gated delta rule, with which trees of an MTP module were measured."""
 
 HOT_SIZE = 49_152
-"""Hot tokens. Learned lists of so many held 98 to 99 % of what Qwen's tokenizer makes of the
-answers of ShareGPT, where 32,768 held 97 to 99 %."""
+"""Hot tokens. Learned lists of so many hold 98 to 99 % of chat answers."""
+
+NGRAM_SHARE = 100
+"""The copies of the texts may take one part in so many of a device's memory. K/V of the same tokens
+take a thousand times as much, but vLLM keeps those of fewer tokens than requests may have."""
 
 _LARGE_VOCABULARY = 2 * HOT_SIZE
 """A draft vocabulary from which on a level reads clearly less without the rest."""
@@ -87,7 +87,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return NO_DRAFT
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
-    if unknown := other_method(speculative, measured_methods()):
+    if unknown := other_method(speculative, methods(measured=True)):
         why = f"{unknown.text}: {unknown.instead}."
         return why + (_UNMEASURED if speculative.method in methods() else "")
     drafter = drafter_of(TreeConfig(), speculative)
@@ -163,10 +163,10 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     if has_delta_rule(target_of(vllm_config)):
         # Nobody measured n-grams there.
         more = (*more, "recurrent")
-    elif (ngrams := ngram_room(vllm_config)).ngram is not None:
-        tree = tree.model_copy(update={"ngram": ngrams.ngram})
-    elif ngrams.says:
-        notes = [*notes, ngrams.says]
+    elif isinstance(ngrams := ngram_room(vllm_config), NgramConfig):
+        tree = tree.model_copy(update={"ngram": ngrams})
+    elif ngrams:
+        notes = [*notes, ngrams]
     return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
 
 
@@ -176,6 +176,44 @@ def hot_size(vllm_config: Any) -> int | None:
     if not grows_by_levels(TreeConfig(), speculative):
         return None
     return HOT_SIZE if draft_vocabulary(vllm_config) >= _LARGE_VOCABULARY else None
+
+
+def ngram_room(vllm_config: Any) -> NgramConfig | str:
+    """The n-grams of a preset's trees, or why there is no room for them: empty for drafts that do
+    not grow by levels, beside which nobody measured them. No model is loaded yet."""
+    from vllm.platforms import current_platform
+
+    if not grows_by_levels(TreeConfig(), vllm_config.speculative_config):
+        return ""
+    ngram = NgramConfig()
+    taken, memory = text_bytes(ngram, vllm_config), current_platform.get_device_total_memory()
+    if taken * NGRAM_SHARE <= memory:
+        return ngram
+    return (
+        f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
+        f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
+        f"{vllm_config.model_config.max_model_len}, more than a hundredth of the device's "
+        f"{memory / 1e9:.0f} GB: lower one of the two."
+    )
+
+
+def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
+    """Device bytes on each rank of the requests' texts and of what is learned from them, with so
+    many matches of each text."""
+    import torch
+
+    from vllm_graft.spec_decode.trees.ngram_state import NgramState
+
+    width = vllm_config.model_config.max_model_len
+    return NgramState.allocate(
+        ngram.min,
+        ngram.max,
+        vllm_config.scheduler_config.max_num_seqs,
+        width,
+        torch.device("meta"),
+        matches=matches,
+        reference=ngram.room(width),
+    ).num_bytes
 
 
 def _told(tree: TreeConfig, notes: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What graphs of a standalone draft model cannot be combined with, refused in the frontend."""
+"""Combinations with graphs of a standalone draft model that are refused in the frontend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, setting
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.refusals.engine_refusals import UBATCHING, V1, V2, more_than_one
+from vllm_graft.spec_decode.refusals.engine_refusals import old_runner, overlap, ranks
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "
@@ -59,36 +59,22 @@ REFUSALS.extend(
             "set `speculative_config.enable_adaptive_verification` to false",
             _in_spec(setting("speculative_config.enable_adaptive_verification")),
         ),
-        Refusal("Model Runner V1", "It drafts by other classes.", V2, V1),
-        Refusal(
-            "data parallelism",
+        old_runner("It drafts by other classes."),
+        ranks(
+            "data",
             "vLLM hands the target's number of tokens to the draft's loop, so ranks agree on no "
             "padded size.",
-            "set `--data-parallel-size` to 1",
-            more_than_one("data_parallel_size"),
         ),
-        *(
-            Refusal(
-                f"{kind} parallelism",
-                _UNTRIED,
-                f"set `--{kind.replace(' ', '-')}-parallel-size` to 1",
-                more_than_one(f"{kind.replace(' ', '_')}_parallel_size"),
-            )
-            for kind in ("pipeline", "decode context", "prefill context")
-        ),
-        Refusal(
-            "dual batch overlap",
-            "It splits the draft's rows.",
-            "drop `--enable-dbo` and `--ubatch-size`",
-            UBATCHING,
-        ),
+        *(ranks(kind, _UNTRIED) for kind in ("pipeline", "decode context", "prefill context")),
+        overlap("It splits the draft's rows."),
     )
 )
 
 
 @REFUSALS.row("`--enforce-eager`", "It rules out all graphs.", f"drop it, or {_DROP}")
 def _eager(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
-    if _target_is_eager(vllm_config):
+    target = target_of(vllm_config)
+    if target is not None and target.enforce_eager:
         yield "--enforce-eager is given"
     elif vllm_config.speculative_config.enforce_eager:
         yield "speculative_config.enforce_eager is true"
@@ -113,8 +99,3 @@ def _graph_mode(draft: DraftConfig, vllm_config: Any) -> Iterator[str]:
     target = target_of(vllm_config)
     if mode == "PIECEWISE" or (mode == "NONE" and target is not None and not target.enforce_eager):
         yield f"compilation_config.cudagraph_mode is {mode}"
-
-
-def _target_is_eager(vllm_config: Any) -> bool:
-    target = target_of(vllm_config)
-    return target is not None and bool(target.enforce_eager)

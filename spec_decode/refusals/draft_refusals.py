@@ -1,17 +1,28 @@
-"""The drafts that no tree grows from, refused in the frontend."""
+"""Drafts that no tree grows from, and keys that some drafters don't have, refused in the
+frontend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
+from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
-from vllm_graft.spec_decode.models.draft_facts import is_assistant
+from vllm_graft.spec_decode.models.draft_facts import (
+    CANDIDATE_KEYS,
+    block_rows,
+    is_assistant,
+    is_refined,
+    num_candidates_of,
+    refiner_sizes,
+    trained_depth,
+)
+from vllm_graft.spec_decode.refusals.engine_refusals import BUFFERS, too_many_rows
 from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
 from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
 
@@ -20,6 +31,7 @@ _ONE_MODULE = "MTPSpeculator"
 
 _CHAIN = f"drop `{flag('tree')}` for vLLM's own chain"
 _METHOD = "speculative_config.method"
+_LENGTH = "speculative_config.prompt_lookup_max"
 
 DRAFTS = Refusals()
 
@@ -38,8 +50,7 @@ def other_method(speculative: Any, known: Sequence[str]) -> Found | None:
     """The method of vLLM's speculative config, if it is none of some."""
     if speculative.method in known:
         return None
-    *others, last = map(repr, known)
-    allowed = f"{', '.join(others)} or {last}" if others else last
+    allowed = " or ".join(", ".join(map(repr, known)).rsplit(", ", 1))
     return Found(f"{_METHOD} is {speculative.method!r}", f"set {_METHOD} to {allowed}")
 
 
@@ -60,10 +71,8 @@ def _drafter(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     _CHAIN,
 )
 def _modules(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    """Kinds of MTP for which vLLM builds another class than the one that our drafter extends.
-
-    The cases are those of its ``init_speculator``, which asks them of the number of nodes.
-    """
+    """MTP for which vLLM's ``init_speculator``, which asks of the number of nodes, builds another
+    class than the one that our drafter extends."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative.draft_model_config, "hf_config", None)
     if draft is None or not _needs_one_module(tree, speculative):
@@ -89,14 +98,17 @@ def _needs_one_module(tree: TreeConfig, speculative: Any) -> bool:
     "drop the key",
 )
 def _some_logits(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    draft = vllm_config.speculative_config.draft_model_config
-    if not getattr(getattr(draft, "hf_config", None), "use_ordered_embeddings", False):
-        return
-    asked = (("hot_tokens", tree.hot_tokens, None), ("head_dtype", tree.head_dtype, "auto"))
-    for key, value, default in asked:
-        if value != default:
+    draft = getattr(vllm_config.speculative_config.draft_model_config, "hf_config", None)
+    if getattr(draft, "use_ordered_embeddings", False):
+        yield from _head_keys(tree, ", and the draft is such an assistant")
+
+
+def _head_keys(tree: TreeConfig, why: str) -> Iterator[Found]:
+    """Keys of an output head that are given."""
+    for key, value in (("hot_tokens", tree.hot_tokens), ("head_dtype", tree.head_dtype)):
+        if value not in (None, "auto"):
             name = flag("tree", key)
-            yield Found(f"{name} is {value!r}, and the draft is such an assistant", f"drop {name}")
+            yield Found(f"{name} is {value!r}{why}", f"drop {name}")
 
 
 @DRAFTS.row(
@@ -106,11 +118,16 @@ def _some_logits(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
 )
 def _sparse(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     # A chain (topk 1) is drafted by the same passes as a tree.
+    yield from _of_draft(tree, vllm_config, sparse_in)
+
+
+def _of_draft(
+    tree: TreeConfig, vllm_config: Any, says_of: Callable[[Any], str | None]
+) -> Iterator[str]:
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config
-    if getattr(draft, "hf_text_config", None) is None or not has_model(tree, speculative):
-        return
-    if says := sparse_in(draft):
+    has_text = getattr(draft, "hf_text_config", None) is not None
+    if has_text and has_model(tree, speculative) and (says := says_of(draft)):
         yield f"The draft {says}"
 
 
@@ -145,12 +162,8 @@ def _latent_model(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     f"use another draft, or {_CHAIN}",
 )
 def _chunks(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    speculative = vllm_config.speculative_config
-    draft = speculative.draft_model_config
-    if getattr(draft, "hf_text_config", None) is None or is_block(tree, speculative):
-        return
-    if has_model(tree, speculative) and (says := chunks_of(draft)):
-        yield f"The draft {says}"
+    if not is_block(tree, vllm_config.speculative_config):
+        yield from _of_draft(tree, vllm_config, chunks_of)
 
 
 _WINDOWED = ("eagle", "eagle3", "mtp")
@@ -212,3 +225,182 @@ def _replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         return
     if (replicas := vllm_config.parallel_config.data_parallel_size) > 1:
         yield f"--data-parallel-size is {replicas}, and {_METHOD} is 'draft_model'"
+
+
+@DRAFTS.row(
+    "parallel drafting with drafters of levels",
+    "It drafts a whole chain at once.",
+    "set `speculative_config.parallel_drafting` to false",
+)
+def _parallel(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    if speculative.parallel_drafting and not is_block(tree, speculative):
+        yield "speculative_config.parallel_drafting is true"
+
+
+@DRAFTS.row(
+    "trees deeper than a block drafter's block",
+    "A position behind the block was never trained.",
+    f"lower `{flag('tree', 'steps')}`, or `num_speculative_tokens` beside `nodes`",
+)
+def _depth(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    speculative = vllm_config.speculative_config
+    if not is_block(tree, speculative):
+        return
+    (given, steps), depth = _steps(tree, speculative), trained_depth(speculative)
+    if depth is not None and steps > depth:
+        key = flag("tree", "steps") if given else "speculative_config.num_speculative_tokens"
+        depth_is = f"{key} is" if given else f"{key}, the depth of a tree, is"
+        yield Found(
+            f"{depth_is} {steps}, but a block of the draft predicts {depth} tokens (block_size)",
+            f"set {key} to {depth} or less",
+        )
+
+
+@DRAFTS.row(
+    "`topk` above the candidates of a DFlash 2, LiLiCorr or XPress draft",
+    "A position has no more tokens to choose from.",
+    f"lower `{flag('tree', 'topk')}`",
+)
+def _candidates(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    speculative = vllm_config.speculative_config
+    count, keys = num_candidates_of(speculative), " or ".join(CANDIDATE_KEYS)
+    if is_refined(speculative):
+        draft = getattr(speculative.draft_model_config, "hf_config", None)
+        count, keys = refiner_sizes(draft).candidates, "xpress_topc"
+    if count is not None and tree.topk > count and is_block(tree, speculative):
+        key = flag("tree", "topk")
+        yield Found(
+            f"{key} is {tree.topk}, but the draft has {count} candidates per position ({keys})",
+            f"set {key} to {count} or less",
+        )
+
+
+@DRAFTS.row(
+    "`hot_tokens` as a number with block drafters",
+    "They multiply by their output head once per step, so that learning pays nothing.",
+    f"drop `{flag('tree', 'hot_tokens')}`, or give a file",
+)
+def _learned_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    hot = tree.hot_tokens
+    if isinstance(hot, int) and is_block(tree, vllm_config.speculative_config):
+        yield f"{flag('tree', 'hot_tokens')} is {hot}, and the draft is one of blocks"
+
+
+@DRAFTS.row(
+    "`hot_tokens` as a file with DFlash 2, LiLiCorr, XPress and DSpark",
+    "These drafts score candidates by themselves.",
+    f"drop `{flag('tree', 'hot_tokens')}`",
+)
+def _hot_file(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative, hot = vllm_config.speculative_config, tree.hot_tokens
+    scores_itself = (
+        speculative.method == "dspark"
+        or is_refined(speculative)
+        or num_candidates_of(speculative) is not None
+    )
+    if isinstance(hot, str) and scores_itself and is_block(tree, speculative):
+        method = speculative.method
+        yield f"{flag('tree', 'hot_tokens')} is {hot!r}, for a draft of method {method!r}"
+
+
+@DRAFTS.row(
+    "`head_dtype: fp8` with DFlash 2 and LiLiCorr",
+    "These drafts choose their candidates by their own output heads.",
+    f"set `{flag('tree', 'head_dtype')}` to 'auto'",
+)
+def own_scores(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """Drafts whose own output heads can't be in FP8."""
+    speculative = vllm_config.speculative_config
+    own = num_candidates_of(speculative)
+    if tree.head_dtype == "fp8" and own is not None and is_block(tree, speculative):
+        yield f"{flag('tree', 'head_dtype')} is 'fp8', for a draft with {own} candidates of its own"
+
+
+@DRAFTS.row(
+    "`graph_runner` with block drafters",
+    "vLLM's own graphs of a block hold the tree as well.",
+    f"drop `{flag('tree', 'graph_runner')}`",
+)
+def _graph_runner(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    default = TreeConfig.model_fields["graph_runner"].default
+    if tree.graph_runner != default and is_block(tree, vllm_config.speculative_config):
+        yield f"{flag('tree', 'graph_runner')} is {tree.graph_runner!r}"
+
+
+@DRAFTS.row(
+    "more rows of a block (`max_num_seqs` times its positions) than `max_num_batched_tokens`",
+    BUFFERS,
+    "raise `--max-num-batched-tokens`, or lower one of the others",
+)
+def _rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    speculative = vllm_config.speculative_config
+    if is_block(tree, speculative):
+        width = block_rows(tree, speculative)
+        yield from too_many_rows(
+            "The pass of the draft", width, f"{width} positions", vllm_config.scheduler_config
+        )
+
+
+@DRAFTS.row(
+    f"`method: ngram` with a `prompt_lookup_max` of more than {MAX_LENGTH}",
+    "Rates are learned for each length of a match.",
+    f"set `{_LENGTH}` to {MAX_LENGTH} or less",
+)
+def _lengths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    longest = getattr(speculative, "prompt_lookup_max", None)
+    if longest is not None and longest > MAX_LENGTH and not has_model(tree, speculative):
+        yield f"{_LENGTH} is {longest}"
+
+
+@DRAFTS.row(
+    "`ngram` beside `method: ngram`",
+    "The key is for n-grams beside a draft model; `reference` alone goes with both.",
+    f"drop `{flag('tree', 'ngram')}`, or all of it but `reference`, and give the lengths as "
+    f"`speculative_config.prompt_lookup_min` and `{_LENGTH}`",
+)
+def _beside(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    if tree.ngram is None or has_model(tree, speculative):
+        return
+    # How long references are, vLLM has no key for.
+    if tree.ngram.model_fields_set != {"reference"}:
+        yield (
+            f"{flag('tree', 'ngram')} is given, and speculative_config.method is "
+            f"{speculative.method!r}"
+        )
+
+
+@DRAFTS.row(
+    "`hot_tokens` or `head_dtype: fp8` with `method: ngram`",
+    "N-grams have no output head.",
+    "drop the key",
+)
+def _head(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    if not has_model(tree, vllm_config.speculative_config):
+        yield from _head_keys(tree, " without a draft model")
+
+
+@DRAFTS.row(
+    "`method: ngram` with more nodes than `topk` matches of `steps` tokens have",
+    "Nothing could fill the tree.",
+    f"ask for fewer nodes, raise `{flag('tree', 'topk')}`, or ask for a deeper tree",
+)
+def _filled(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    speculative = vllm_config.speculative_config
+    nodes, (_, steps) = tree.nodes or speculative.num_speculative_tokens, _steps(tree, speculative)
+    if nodes > (most := tree.topk * steps) and not has_model(tree, speculative):
+        yield (
+            f"{flag('tree', 'topk')} is {tree.topk}, and the depth {steps}, so that matches have "
+            f"{most} tokens for {nodes} nodes"
+        )
+
+
+def _steps(tree: TreeConfig, speculative: Any) -> tuple[bool, int]:
+    """Whether ``steps`` says how deep a tree is, and how deep it is.
+
+    With ``nodes``, ``num_speculative_tokens`` is the depth until they are counted.
+    """
+    given = "steps" in tree.model_fields_set or tree.nodes is None
+    return given, tree.steps if given else speculative.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""How an engine may not run beside trees: runners, ranks, graphs, and rows per batch."""
+"""Engines that may not run beside trees: runners, ranks, graphs, and rows per batch."""
 
 from __future__ import annotations
 
@@ -6,34 +6,42 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag
-from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, sentences, setting
-from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
+from vllm_graft.base.refusal import Found, Refusal, Refusals, sentences, setting
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
-from vllm_graft.spec_decode.refusals.padded_rows import (
-    BUFFERS,
-    full_rows,
-    tight_budgets,
-    tight_threshold,
-    too_many_rows,
-)
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
+from vllm_graft.spec_decode.trees.shape import MAX_NODES
 
 _NODES = "speculative_config.num_speculative_tokens"
 _TOPK, _SHAPE = flag("tree", "topk"), flag("tree", "shape")
 
-V1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
-V2 = (
-    "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a working "
-    "Triton"
-)
-UBATCHING = setting("parallel_config.use_ubatching", says="Dual batch overlap is on")
+BUFFERS = "vLLM sizes its buffers for that many rows."
 
 ENGINE = Refusals()
 
 
-def more_than_one(name: str) -> Find:
-    """Find more than one rank of a kind: ``name`` is an attribute of vLLM's ``ParallelConfig``."""
-    return setting(f"parallel_config.{name}", lambda ranks: ranks <= 1)
+def old_runner(why: str) -> Refusal:
+    """Refuse Model Runner V1."""
+    instead = (
+        "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a "
+        "working Triton"
+    )
+    v1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
+    return Refusal("Model Runner V1", why, instead, v1)
+
+
+def ranks(kind: str, why: str) -> Refusal:
+    """Refuse more than one rank of a kind, such as "decode context"."""
+    name = f"{kind.replace(' ', '_')}_parallel_size"
+    more_than_one = setting(f"parallel_config.{name}", lambda ranks: ranks <= 1)
+    instead = f"set `--{name.replace('_', '-')}` to 1"
+    return Refusal(f"{kind} parallelism", why, instead, more_than_one)
+
+
+def overlap(why: str) -> Refusal:
+    """Refuse dual batch overlap."""
+    is_on = setting("parallel_config.use_ubatching", says="Dual batch overlap is on")
+    return Refusal("dual batch overlap", why, "drop `--enable-dbo` and `--ubatch-size`", is_on)
 
 
 @ENGINE.row(
@@ -54,7 +62,7 @@ def _nodes(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 )
 def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     nodes = tree.nodes or vllm_config.speculative_config.num_speculative_tokens
-    if not tree.max_nodes < nodes <= MAX_NODES:
+    if not tree.num_candidates < nodes <= MAX_NODES:
         return
     # Beside `nodes`, the number of tokens is the depth.
     key, depth = flag("tree", "nodes"), _NODES
@@ -62,7 +70,7 @@ def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         key, depth = _NODES, flag("tree", "steps")
     yield Found(
         f"{key} is {nodes}, but a tree of {_TOPK} {tree.topk} and a depth of {tree.steps} ({depth})"
-        f" holds {tree.max_nodes} nodes",
+        f" holds {tree.num_candidates} nodes",
         f"lower it, or raise {_TOPK} or {depth}",
     )
 
@@ -74,41 +82,24 @@ def _too_few_places(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     "trees",
 )
 def _ngram(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    # N-grams alone may be chains; `ngram_refusals` tells what else goes with them.
+    # N-grams alone may be chains; `draft_refusals` tells what else goes with them.
     alone = not has_model(tree, vllm_config.speculative_config)
     if tree.ngram is not None and tree.topk == 1 and not alone:
         yield f"{flag('tree', 'ngram')} is given, but drafts are chains ({_TOPK} 1)"
 
 
-_ONE_RANK = "A request's rows are split over ranks, and a tree needs all of them."
+_SPLIT = "A request's rows are split over ranks, and a tree needs all of them."
 
 ENGINE.extend(
     (
-        Refusal("Model Runner V1", "It has no place for verification and compaction.", V2, V1),
-        Refusal(
-            "pipeline parallelism",
+        old_runner("It has no place for verification and compaction."),
+        ranks(
+            "pipeline",
             "The draft runs on the last rank, and the accepted path is not sent to the others.",
-            "set `--pipeline-parallel-size` to 1",
-            more_than_one("pipeline_parallel_size"),
         ),
-        Refusal(
-            "decode context parallelism",
-            _ONE_RANK,
-            "set `--decode-context-parallel-size` to 1",
-            more_than_one("decode_context_parallel_size"),
-        ),
-        Refusal(
-            "prefill context parallelism",
-            _ONE_RANK,
-            "set `--prefill-context-parallel-size` to 1",
-            more_than_one("prefill_context_parallel_size"),
-        ),
-        Refusal(
-            "dual batch overlap",
-            "It splits the tree's rows.",
-            "drop `--enable-dbo` and `--ubatch-size`",
-            UBATCHING,
-        ),
+        ranks("decode context", _SPLIT),
+        ranks("prefill context", _SPLIT),
+        overlap("It splits the tree's rows."),
         Refusal(
             "batch-sharded sampling",
             "It splits the tree's rows.",
@@ -128,6 +119,21 @@ ENGINE.extend(
         ),
     )
 )
+
+
+def too_many_rows(
+    whose: str, width: int, times: str, scheduler: Any, or_else: str = ""
+) -> Iterator[Found]:
+    """A pass of more rows than a batch may have: `width` rows per request, or `times` in words.
+    `or_else` is another remedy."""
+    rows, most = scheduler.max_num_seqs * width, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield Found(
+            f"{whose} has {rows} rows (--max-num-seqs {scheduler.max_num_seqs} times {times}), but "
+            f"--max-num-batched-tokens is {most}",
+            f"set --max-num-seqs to {most // width} or less, or --max-num-batched-tokens to "
+            f"{rows} or more{or_else}",
+        )
 
 
 @ENGINE.row(
@@ -155,6 +161,21 @@ def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         yield from too_many_rows("With LoRA a batch of trees", rows, times, scheduler, or_else)
 
 
+def _full_rows(tree: TreeConfig, vllm_config: Any) -> int:
+    """Rows of a full tree, the root's included; 0 if vLLM gives no request so many by itself.
+
+    A request with one token left to compute (a prompt of one token beside other requests, or one
+    that is cached but for its last token) would be the only one in its batch without drafts. VLLM
+    gives it the rows of a full tree, so that the batch keeps its CUDA graph, unless the number of
+    drafts changes with the batch. With data parallelism vLLM drops such a table.
+    """
+    speculative = vllm_config.speculative_config
+    changes = speculative.num_speculative_tokens_per_batch_size is not None
+    if tree.shape == "auto" or (changes and vllm_config.parallel_config.data_parallel_size == 1):
+        return 0
+    return 1 + (tree.nodes or int(speculative.num_speculative_tokens))
+
+
 @ENGINE.row(
     "a fixed tree of more rows (its nodes + 1) than `--long-prefill-token-threshold`",
     "vLLM gives a request with one token left to compute the rows of a full tree, and the engine "
@@ -162,10 +183,13 @@ def _lora_rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     "raise the threshold to the rows of a tree, or drop it",
 )
 def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    if limit := tight_threshold(tree, vllm_config):
+    # The `adaptive` threshold is no way out: with many requests it falls to the number given.
+    value = vllm_config.scheduler_config.long_prefill_token_threshold
+    if 0 < value < (rows := _full_rows(tree, vllm_config)):
+        name = "--long-prefill-token-threshold"
         yield Found(
-            f"{limit.flag} is {limit.value}, but a full tree has {limit.least} rows",
-            f"set {limit.flag} to {limit.least} or more, drop it, or {_fewer(tree, limit.value)}",
+            f"{name} is {value}, but a full tree has {rows} rows",
+            f"set {name} to {rows} or more, drop it, or {_fewer(tree, value)}",
         )
 
 
@@ -177,16 +201,24 @@ def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     "raise them, or lower the number of nodes",
 )
 def _budgets(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    for limit in tight_budgets(tree, vllm_config):
-        spare = limit.value - (limit.least - full_rows(tree, vllm_config))
-        yield Found(
-            f"{limit.flag} is {limit.value}, but a full tree needs {limit.least} rows",
-            f"set {limit.flag} to {limit.least} or more, or {_fewer(tree, spare)}",
-        )
+    rows, scheduler = _full_rows(tree, vllm_config), vllm_config.scheduler_config
+    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    # Rows of the batch that vLLM leaves to the draft.
+    slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+    limits = [("--max-num-batched-tokens", batched, slots)]
+    # vLLM fills in the one from the other.
+    if scheduled is not None and scheduled != batched:
+        limits.append(("--max-num-scheduled-tokens", scheduled, 0))
+    for name, value, taken in limits:
+        if rows and value < rows + taken:
+            yield Found(
+                f"{name} is {value}, but a full tree needs {rows + taken} rows",
+                f"set {name} to {rows + taken} or more, or {_fewer(tree, value - taken)}",
+            )
 
 
 def _fewer(tree: TreeConfig, rows: int) -> str:
-    """What to do for trees of at most so many rows; their number changes with ``shape: auto``."""
+    """The remedy of trees of at most so many rows; their number changes with ``shape: auto``."""
     if rows < 2:
         return f"set {_SHAPE} to 'auto'"
     nodes = flag("tree", "nodes") if tree.nodes is not None else _NODES

@@ -1,7 +1,7 @@
-"""What a worker would refuse once it has loaded the model, as far as the frontend can tell.
+"""Refusals of a worker once it has loaded the model, as far as the frontend can tell them.
 
-A user who asks for trees by name is told by the worker, with the layer's name. A preset must not
-stop an engine that would run without us. So it looks here first, and leaves trees off in doubt.
+The worker tells a user who asks for trees by name, with the layer's name. A preset must not stop an
+engine that would run without us: it looks here first, and leaves trees off in doubt.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.refusals.verification_refusals import DENSE_BACKEND, LATENT_BACKEND
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS
-from vllm_graft.spec_decode.targets.families import served_features
-from vllm_graft.spec_decode.targets.features import unserved_in_model
+from vllm_graft.spec_decode.targets.families import served_features, unserved_in_model
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS
 
 _SOFT_CAP = "attn_logit_softcapping"
@@ -95,11 +94,7 @@ def _on_cpu(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"The target caps its attention logits at {cap}"
 
 
-@LATE.row(
-    "a choice of vLLM's among backends",
-    _LAYOUT,
-    DENSE_BACKEND,
-)
+@LATE.row("a choice of vLLM's among backends", _LAYOUT, DENSE_BACKEND)
 def _backend(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     """VLLM chooses a backend when a layer is made; this is how its choice comes out."""
     from vllm.platforms import current_platform
@@ -123,7 +118,8 @@ def _narrow(vllm_config: Any) -> bool:
 
 
 def _elsewhere(target: Any, narrow: bool) -> str:
-    """Where vLLM may choose a backend that trees don't have; empty if it does not here."""
+    """The place where vLLM may choose a backend that trees don't have; empty if it does not
+    here."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

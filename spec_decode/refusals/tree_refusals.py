@@ -1,8 +1,5 @@
-"""What a tree cannot be combined with, refused in the frontend before any GPU work.
-
-vLLM assumes that drafts form a chain in many places; where we do not (yet) undo the assumption,
-the combination is refused with one sentence that says what to change.
-"""
+"""Combinations with trees that are refused in the frontend, before any GPU work, because vLLM
+assumes that drafts form a chain, and we do not (yet) undo the assumption."""
 
 from __future__ import annotations
 
@@ -13,13 +10,10 @@ from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Find, Refusal
 from vllm_graft.hooks.feature import Feature
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.refusals.block_refusals import BLOCKS
 from vllm_graft.spec_decode.refusals.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.refusals.engine_refusals import ENGINE
-from vllm_graft.spec_decode.refusals.ngram_refusals import NGRAMS
 from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
-from vllm_graft.spec_decode.targets.families import family_refusals, served_features
-from vllm_graft.spec_decode.targets.features import FEATURES
+from vllm_graft.spec_decode.targets.families import FEATURES, family_refusals, served_features
 
 NO_DRAFT = (
     "There is no draft model: add --speculative-config "
@@ -28,7 +22,6 @@ NO_DRAFT = (
 
 
 def _instead(feature: Feature) -> str:
-    """What to do about a feature that no family serves."""
     remedy = "serve another target"
     if feature.chain:
         remedy = f"set `{flag('tree', 'topk')}` to 1 for a chain"
@@ -54,4 +47,4 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if feature.name not in served
     )
-    return (*DRAFTS, *BLOCKS, *NGRAMS, *ENGINE, *family_refusals(), *targets, *VERIFICATION)
+    return (*DRAFTS, *ENGINE, *family_refusals(), *targets, *VERIFICATION)

@@ -28,7 +28,7 @@ MAX_PROCESSES = 16
 """A child of the compiling process takes about 100 MiB of host memory, what it shares left out."""
 
 PATIENCE_SECONDS = 60.0
-"""How long the worker waits for the next kernel. None takes as long, so then something hangs."""
+"""Wait of the worker for the next kernel. None takes as long, so then something hangs."""
 
 _SLOW = ("split_kernel", "latent_kernel", "own_rows_kernel")
 """Kernels that take seconds each. They go first, so that none of them is waited for at the end."""
@@ -40,11 +40,8 @@ class Ahead:
 
     Attributes:
         foretold: how many specialisations the start will need, as far as was known.
-        compiled: how many of them were compiled ahead.
-        failed: those that could not be, with the compiler's words. Each is compiled again where it
-            is first launched.
-        seconds: from the begin to the last kernel.
-        waited: seconds of these in which the worker had nothing else to do.
+        failed: those that could not be compiled ahead, with the compiler's words.
+        waited: seconds, of those to the last kernel, in which the worker had nothing else to do.
         why: why nothing was compiled ahead; empty if it was.
     """
 
@@ -57,10 +54,8 @@ class Ahead:
     _running: _Running | None = None
 
     def finish(self) -> None:
-        """Wait until the last kernel is compiled, and end the process; again does nothing.
-
-        What is not compiled after all is compiled where it is first launched, as without all this.
-        """
+        """Wait until the last kernel is compiled, and end the process; again does nothing. Kernels
+        that are not compiled after all are compiled where they are first launched."""
         running, self._running = self._running, None
         if running is None:
             return
@@ -83,15 +78,11 @@ class Ahead:
                 f"{why}. What is missing is compiled where it is first used"
             )
         logger.info(
-            "vllm-graft compiled %d kernels in %.1f s while the model was loading, and waited for "
-            "them for %.1f s",
-            self.compiled,
-            self.seconds,
-            self.waited,
+            f"vllm-graft compiled {self.compiled} kernels in {self.seconds:.1f} s while the model "
+            f"was loading, and waited for them for {self.waited:.1f} s"
         )
 
     def report(self) -> dict[str, Any]:
-        """Plain values for ``graft_info()``."""
         return {
             "foretold": self.foretold,
             "compiled": self.compiled,
@@ -105,10 +96,7 @@ class Ahead:
 class _Running:
     """The process that compiles. It ends with this object, and with the worker's process.
 
-    Args:
-        job: what it compiles.
-        done: the file that says that all of it is compiled.
-        lock: a descriptor that keeps other workers from compiling the same.
+    The file `done` says that all is compiled; the descriptor `lock` keeps other workers off.
     """
 
     def __init__(self, job: Job, done: Path, lock: int) -> None:
@@ -124,13 +112,11 @@ class _Running:
         )
         self._finalizer = weakref.finalize(self, _end, self._process, self._errors, lock)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(pickle.dumps(job))
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(pickle.dumps(job))
 
     def outcomes(self) -> Iterable[Outcome]:
-        """What comes of each kernel, until there are no more or none has come for too long."""
+        """The outcome of each kernel, until there are no more or none has come for too long."""
         assert self._process.stdout is not None
         pipe, rest = self._process.stdout.fileno(), b""
         # Not `select`, which knows no descriptors from 1024 on, as a server may have.
@@ -156,7 +142,6 @@ class _Running:
         return said[-1] if said else f"ended with status {self._process.poll()}"
 
     def close(self) -> None:
-        """End the process."""
         self._finalizer()
 
 
@@ -183,15 +168,10 @@ def _end(process: subprocess.Popen[bytes], errors: io.FileIO, lock: int) -> None
 def compile_ahead(
     launches: Collection[Launch], target: tuple[str, int, int], processes: int | None
 ) -> Ahead:
-    """Begin to compile.
+    """Begin to compile so many kernels at a time, or one per core, for a Triton ``GPUTarget``.
 
     Triton's cache on disk stays the one that it is now: torch's compiler would name another one for
     this process as soon as it has compiled something.
-
-    Args:
-        launches: specialisations that will be needed.
-        target: arguments of Triton's ``GPUTarget``.
-        processes: how many kernels are compiled at a time; None for one per core.
     """
     ahead = Ahead(foretold=len(set(launches)))
     ordered = sorted(set(launches), key=lambda each: (each.name not in _SLOW, each.name))
@@ -217,15 +197,11 @@ def compile_ahead(
 
 
 def keep_cache() -> Path:
-    """Name Triton's folder in the environment, as torch's compiler names another one otherwise.
-
-    Returns:
-        The folder, which exists.
-    """
+    """Triton's folder, which exists; it is named in the environment, as torch's compiler names
+    another."""
     from triton import knobs
 
-    folder = os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
-    path = Path(folder)
+    path = Path(os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir))
     path.mkdir(parents=True, exist_ok=True)
     return path
 

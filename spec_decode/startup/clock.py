@@ -1,4 +1,4 @@
-"""What the start of an engine took, by part."""
+"""The parts of an engine's start, and how long they took."""
 
 from __future__ import annotations
 
@@ -24,13 +24,8 @@ _OURS = "vllm_graft."
 
 @dataclass
 class StartClock:
-    """Seconds of the parts, and how often our kernels were compiled or found.
-
-    Attributes:
-        seconds: seconds by part, one of `PARTS`.
-        compiled: our kernels that this process has compiled since its start.
-        loaded: those that it has found in Triton's cache.
-    """
+    """Seconds by part, and how many of our kernels this process has compiled or found in Triton's
+    cache."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     compiled: int = 0
@@ -47,10 +42,8 @@ class StartClock:
             self.seconds[name] += max(0.0, took - (self.seconds["compile"] - compiled))
 
     def listen(self) -> None:
-        """Count what Triton compiles in this process from now on.
-
-        Triton tells one listener; one that is there already is told as before.
-        """
+        """Count what Triton compiles in this process from now on. Triton tells one listener; one
+        that is there already is told as before."""
         from triton import knobs
 
         before = knobs.compilation.listener
@@ -72,12 +65,8 @@ class StartClock:
             self.compiled += 1
 
     def log(self) -> None:
-        """Say what took how long."""
         told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         logger.info(
-            "vllm-graft's part of the start, in seconds: %s (%d of its kernels were compiled in "
-            "this process, %d found in Triton's cache)",
-            told,
-            self.compiled,
-            self.loaded,
+            f"vllm-graft's part of the start, in seconds: {told} ({self.compiled} of its kernels "
+            f"were compiled in this process, {self.loaded} found in Triton's cache)"
         )

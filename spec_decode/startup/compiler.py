@@ -1,13 +1,13 @@
 """A process that compiles kernels for a GPU which it never touches.
 
 A worker starts it with ``python -m``, writes a `Job` to its standard input, and reads one line of
-JSON per kernel from its standard output. What is compiled goes to Triton's cache on disk, where the
-worker's own launches find it.
+JSON per kernel from its standard output. Kernels go to Triton's cache on disk, where the worker's
+own launches find them.
 
 The process imports torch and Triton once and compiles one small kernel itself, so that all that
 Triton reads at its first compilation is read. Then it forks a child per kernel: a kernel that the
 compiler does not survive costs no other. It never has threads or a CUDA context, so that forks are
-safe. The kernel (Linux's) ends it together with the worker, and its children together with it.
+safe. Linux ends it together with the worker, and its children together with it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from vllm_graft.base.values import reason_of
 from vllm_graft.spec_decode.kernels.listed_launch import ALIGNMENT, Kernel, Launch, Pointer
 
 _PR_SET_PDEATHSIG = 1
-"""The number of an operation of Linux's ``prctl``: the signal that this process gets when its
-parent ends."""
+"""Linux's ``prctl`` that sets the signal which this process gets when its parent ends."""
 
 _NICENESS = 10
 """The worker loads weights meanwhile, and goes first where there are too few cores for all."""
@@ -37,13 +37,8 @@ _NICENESS = 10
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be compiled.
-
-    Attributes:
-        target: arguments of Triton's ``GPUTarget``, such as ``("cuda", 90, 32)``.
-        launches: the specialisations, the longest compilations first.
-        processes: how many kernels are compiled at a time.
-    """
+    """Specialisations to compile, the longest first, so many at a time, for a Triton ``GPUTarget``
+    such as ``("cuda", 90, 32)``."""
 
     target: tuple[str, int, int]
     launches: tuple[Launch, ...]
@@ -51,13 +46,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """What came of a kernel.
-
-    Attributes:
-        name: its name.
-        seconds: what it took.
-        error: what the compiler said; empty if it was compiled.
-    """
+    """The outcome of a kernel after so many seconds; `error` is empty if it was compiled."""
 
     name: str
     seconds: float
@@ -78,24 +67,7 @@ class _Address:
 
     @staticmethod
     def ptr_range() -> int:
-        """Triton's own stand-in for a tensor says the same."""
-        return 0
-
-
-class _AbsentGpu:
-    """Stands for Triton's driver of a GPU, of which compiling asks no more than this."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
+        return 0  # as Triton's own stand-in for a tensor says
 
 
 def pretend_gpu(target: tuple[str, int, int]) -> None:
@@ -103,18 +75,18 @@ def pretend_gpu(target: tuple[str, int, int]) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    driver.set_active(_AbsentGpu(GPUTarget(*target)))
+    # Compiling asks no more than this of a driver.
+    absent: Any = SimpleNamespace(
+        get_current_target=lambda: GPUTarget(*target),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+    )
+    driver.set_active(absent)
 
 
 def compile_launch(launch: Launch) -> Any:
-    """Compile one specialisation into Triton's cache on disk.
-
-    Returns:
-        Triton's compiled kernel.
-
-    Raises:
-        Exception: whatever the compiler raises.
-    """
+    """Compile one specialisation into Triton's cache on disk, and return Triton's kernel. Whatever
+    the compiler raises is raised."""
     found = pkgutil.resolve_name(launch.kernel)
     kernel = found.fn if isinstance(found, Kernel) else found
     arguments = {
@@ -125,10 +97,8 @@ def compile_launch(launch: Launch) -> Any:
 
 
 def compile_all(job: Job, results: int) -> None:
-    """Compile a job's kernels, and write a line per kernel to a descriptor.
-
-    The last kernel, the one that takes least, is compiled first, by this process.
-    """
+    """Compile a job's kernels, and write a line per kernel to a descriptor. The last kernel, the
+    one that takes least, is compiled first, by this process."""
     pretend_gpu(job.target)
     waiting = list(reversed(job.launches))
     running: dict[int, tuple[Launch, float]] = {}

@@ -1,11 +1,9 @@
-"""Which kernels an engine's start will need: its own code runs beforehand, over no memory.
+"""Lists the kernels that an engine's start will need, and begins to compile them.
 
-What a CUDA graph may hold reads no value of a tensor on the host. So it also runs over tensors of
-the device ``meta``, which have shapes and strides alone. A drafter's twin drafts trees there, and a
-target's layers verify them; launches are listed and not made. Nothing here says which kernel is
-launched with what: the code that launches it does.
-
-What is listed too much is compiled in vain, what is missing is compiled where it is first launched.
+The engine's own code runs beforehand, over no memory: what a CUDA graph may hold reads no value of
+a tensor on the host, so it also runs over tensors of the device ``meta``. A drafter's twin drafts
+trees there, and a target's layers verify them; launches are listed and not made. Kernels that are
+listed too much are compiled in vain, missing ones are compiled where they are first launched.
 """
 
 from __future__ import annotations
@@ -17,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_graft.base.values import reason_of
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.values import lever, reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
-from vllm_graft.spec_decode.kernels.ngram_learn import learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import learn_rates
+from vllm_graft.spec_decode.startup.ahead import Ahead, compile_ahead
 from vllm_graft.spec_decode.startup.stand_ins import (
     META,
     Attention,
@@ -31,7 +31,6 @@ from vllm_graft.spec_decode.startup.stand_ins import (
     block_model,
     empty,
     head,
-    layers,
     on_meta,
 )
 from vllm_graft.spec_decode.targets.dense.choice import points
@@ -46,6 +45,12 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
+COMPILE_PROCESSES = "VLLM_GRAFT_COMPILE_PROCESSES"
+"""Environment variable: how many processes compile; 0 lets the worker compile at first launches."""
+
+_HOPPER = 9
+"""Compute capability with FlashAttention 3."""
+
 _SHORT = 64
 """Keys of the requests with which vLLM warms up: so few are not split among programs."""
 
@@ -54,8 +59,6 @@ class Rehearsable(Protocol):
     """A drafter of trees that has not loaded its model yet.
 
     Attributes:
-        config: its section of the configuration.
-        trees: what it holds of ours.
         draft_model_config: the draft model's; None without a model.
         input_buffers: vLLM's, of the draft.
         grafts_draft: whether the draft's own attention layers run over trees.
@@ -67,34 +70,48 @@ class Rehearsable(Protocol):
     trees: Any
     draft_model_config: Any
     input_buffers: Any
+    device: torch.device
     grafts_draft: bool
     grows_by_levels: bool
     grows_from_block: bool
 
 
 class Rehearsed(NamedTuple):
-    """What a rehearsal has found.
-
-    Attributes:
-        launches: the specialisations that the start will need.
-        problems: what could not be rehearsed, and why; its kernels are compiled at their first use.
-    """
+    """The specialisations that the start will need, and what could not be rehearsed, and why."""
 
     launches: list[Launch]
     problems: list[str]
 
 
+def begin(drafter: Rehearsable) -> Ahead:
+    """Begin to compile what a drafter and its target will launch; it never raises."""
+    device, processes = drafter.device, lever(COMPILE_PROCESSES)
+    if device.type == "cuda":
+        # What the worker compiles itself is counted in any case.
+        drafter.trees.clock.listen()
+    if processes == 0:
+        return Ahead(why=f"{COMPILE_PROCESSES} is 0")
+    if device.type != "cuda" or torch.version.hip is not None:
+        return Ahead(why=f"kernels of device {device} are not compiled ahead")
+    major, minor = torch.cuda.get_device_capability(device)
+    with drafter.trees.clock.part("rehearsal"):
+        launches, problems = rehearse(drafter, flash=major == _HOPPER)
+    if problems:
+        warning_once(
+            "vllm-graft does not know beforehand which kernels are needed for "
+            f"{'; '.join(problems)}. They are compiled where they are first used"
+        )
+    return compile_ahead(launches, ("cuda", 10 * major + minor, 32), processes)
+
+
 def rehearse(drafter: Rehearsable, *, flash: bool) -> Rehearsed:
-    """List what a drafter and its target will launch until the engine serves.
+    """List what a drafter and its target will launch until the engine serves; `flash` says whether
+    FlashAttention 3 can take the pass over a tree's prefix.
 
     Nothing of the drafter changes, and nothing is allocated or launched on its device.
-
-    Args:
-        drafter: a drafter that has not loaded its model yet.
-        flash: whether FlashAttention 3 can take the pass over a tree's prefix.
     """
     launches: dict[Launch, None] = {}
-    problems = []
+    problems: list[str] = []
     try:
         stage = _Stage(drafter, flash=flash)
     except Exception as error:
@@ -130,7 +147,7 @@ class _Stage:
         self.twin.input_buffers = on_meta(drafter.input_buffers)
 
     def scenes(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """What is rehearsed, the parts that take longest to compile first."""
+        """The parts that are rehearsed, those that take longest to compile first."""
         yield "memory", self._allocate
         if self.twin.trees.shape.topk > 1:
             yield "attention of the target", self._attend
@@ -142,7 +159,7 @@ class _Stage:
 
     def _allocate(self) -> None:
         twin = self.twin
-        known = layers({**self.targets, **self.drafts})
+        known = {**self.targets, **self.drafts}
         twin.allocate_context(known)
         if not self.levels and not self.block:
             return
@@ -157,8 +174,6 @@ class _Stage:
         if (ngrams := twin.trees.sources.ngrams) is not None:
             ngrams.attach(_texts(twin.max_num_reqs, twin.max_model_len))
 
-    # --- drafts -----------------------------------------------------------------------------------
-
     def _draft(self) -> None:
         twin, context = self.twin, self.twin.context
         attentions = {
@@ -171,11 +186,9 @@ class _Stage:
         for plan in twin.trees.all_plans:
             planned = counts.get(plan.shape.num_nodes + 1) or self._counts(plan.shape.topk)
             for num_reqs in planned:
-                self._sample(num_reqs)
+                twin.sample_draft(empty(num_reqs, twin.hidden_size, dtype=twin.dtype))
                 self._grow(plan, num_reqs, twin.max_model_len)
         self._grow(twin.trees.plan_for(twin.trees.shape.num_nodes), 1, _SHORT)
-        if (ngrams := twin.trees.sources.ngrams) is not None:
-            learn_rates(ngrams.state)
 
     def _draft_blocks(self) -> None:
         twin = self.twin
@@ -189,22 +202,13 @@ class _Stage:
                     states = twin.read_states(num_reqs, states)
                     twin.lattice = twin.make_lattice(num_reqs, states)
                     twin.grow_and_choose(plan, num_reqs, None)
-        if (ngrams := twin.trees.sources.ngrams) is not None:
-            learn_rates(ngrams.state)
 
     def _grow(self, plan: Any, num_reqs: int, longest: int) -> None:
         twin, growth = self.twin, plan.growth
         growth.block_tables = {
             name: shape.block_table(twin.max_num_reqs) for name, shape in self.drafts.items()
         }
-        metadata = growth.metadata(num_reqs, longest)
-        twin.grow_and_choose(plan, num_reqs, metadata)
-
-    def _sample(self, num_reqs: int) -> None:
-        states = empty(num_reqs, self.twin.hidden_size, dtype=self.twin.dtype)
-        self.twin.sample_draft(states)
-
-    # --- the target -------------------------------------------------------------------------------
+        twin.grow_and_choose(plan, num_reqs, growth.metadata(num_reqs, longest))
 
     def _attend(self) -> None:
         rows = widths(self.engine, auto=self.auto)
@@ -213,11 +217,10 @@ class _Stage:
         counts = graph_counts(self.engine) if self.auto else {}
         for shape in self.targets.values():
             attention = Attention(shape, self.twin.context, is_draft=False)
-            two_passes = self.flash and not shape.window
-            sizes = {(point.num_reqs, point.rows) for point in measured}
-            if two_passes:
+            if self.flash and not shape.window:
+                sizes = {(point.num_reqs, point.rows) for point in measured}
                 self._attend_own(attention, rows)
-            if not two_passes:
+            else:
                 sizes = {
                     (count, width)
                     for width in rows
@@ -272,6 +275,8 @@ class _Stage:
             accepted: Any = twin.accepted
             hidden = accepted.rows.states[: batch.num_tokens]
             accepted.move(context, batch, hidden, twin.max_num_reqs)
+            if (ngrams := twin.trees.sources.ngrams) is not None:
+                learn_rates(ngrams.state)
 
 
 def _named(kind: str, shapes: list[LayerShape]) -> dict[str, LayerShape]:
@@ -279,7 +284,6 @@ def _named(kind: str, shapes: list[LayerShape]) -> dict[str, LayerShape]:
 
 
 def _texts(max_reqs: int, max_len: int) -> Any:
-    """The texts of requests where vLLM's ``RequestState`` has them."""
     texts = SimpleNamespace(gpu=empty(max_reqs, max_len))
     return SimpleNamespace(all_token_ids=texts, total_len=SimpleNamespace(gpu=empty(max_reqs)))
 
@@ -297,7 +301,6 @@ def _frontier(attentions: Mapping[str, Attention], model: Any) -> Callable[..., 
 
 
 def _batch(twin: Any, *, num_reqs: int, nodes: int) -> Any:
-    """A batch of vLLM's whose requests all verify so many nodes."""
     rows, buffers = num_reqs * (nodes + 1), twin.input_buffers
     return SimpleNamespace(
         num_reqs=num_reqs,

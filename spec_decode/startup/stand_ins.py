@@ -1,4 +1,4 @@
-"""What stands for a model that is not loaded yet, on the device ``meta``, which has no memory."""
+"""Stand-ins for a model that is not loaded yet, on the device ``meta``, which has no memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.models.refiner_sizes import RefinerSizes, refiner_sizes
+from vllm_graft.spec_decode.models.draft_facts import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.targets.dense.draft_window import DraftWindow
 from vllm_graft.spec_decode.targets.dense.layer import TRITON, TreeAttentionMixin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm.config import ModelConfig, VllmConfig
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
@@ -42,13 +40,9 @@ def on_meta(thing: Any) -> Any:
     twin = copy.copy(thing)
     for name, value in vars(thing).items():
         if isinstance(value, torch.Tensor):
-            setattr(twin, name, unbacked(value))
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+            setattr(twin, name, made)
     return twin
-
-
-def unbacked(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides and dtype, without memory."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -58,19 +52,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a kernel of attention is compiled for, of one kind of layer.
-
-    Attributes:
-        num_heads: query heads of this rank.
-        num_kv_heads: KV heads of this rank.
-        head_size: elements of a head.
-        dtype: dtype of queries.
-        fp8: whether the cache is e4m3.
-        block_size: slots of a block.
-        max_len: most tokens of a request.
-        window: positions that a row sees, 0 for all.
-        soft_cap: of logits, 0 for none.
-    """
+    """The properties of one kind of layer that a kernel of attention is compiled for. Heads are
+    those of this rank, `max_len` is in tokens, `fp8` says whether the cache is e4m3, and 0 stands
+    for no `window` of positions and no `soft_cap` of logits."""
 
     num_heads: int
     num_kv_heads: int
@@ -84,11 +68,8 @@ class LayerShape:
 
     @classmethod
     def of(cls, model: ModelConfig, vllm_config: VllmConfig) -> list[LayerShape]:
-        """The kinds of layers that a model's configuration names.
-
-        There are none for MLA, and beside recurrent layers, where vLLM chooses the size of blocks
-        when the model is loaded.
-        """
+        """The kinds of layers that a model's configuration names. None for MLA, and beside
+        recurrent layers, where vLLM chooses the size of blocks when the model is loaded."""
         if model.use_mla or vllm_config.model_config.is_hybrid:
             return []
         parallel, text = vllm_config.parallel_config, model.hf_text_config
@@ -124,19 +105,12 @@ class LayerShape:
         return empty(*sizes, dtype=dtype).transpose(1, 2)
 
     def block_table(self, num_reqs: int) -> torch.Tensor:
-        """Block tables ``[num_reqs, max_blocks]``."""
         step = _TABLE_TOKENS // math.gcd(_TABLE_TOKENS, self.block_size)
         return empty(num_reqs, cdiv(cdiv(self.max_len, self.block_size), step) * step)
 
 
 class Attention(TreeAttentionMixin):
-    """A layer's attention over trees without the platform's beneath it.
-
-    Args:
-        shape: the kind of layer.
-        context: what the tree parts share, on ``meta``.
-        is_draft: whether the layer is the draft's.
-    """
+    """A layer's attention over trees without the platform's beneath it."""
 
     def __init__(self, shape: LayerShape, context: TreeContext, *, is_draft: bool) -> None:
         self.shape, self.graft, self.is_draft, self.ops = shape, context, is_draft, TRITON
@@ -149,7 +123,7 @@ class Attention(TreeAttentionMixin):
         self.layer: Any = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
     def draft(self, metadata: Any) -> None:
-        """What the layer does at a level of the draft's tree."""
+        """Do what the layer does at a level of the draft's tree."""
         shape, rows = self.shape, metadata.num_reqs * metadata.topk
         query = shape.rows(rows, shape.num_heads)
         keys = shape.rows(rows, shape.num_kv_heads)
@@ -159,7 +133,7 @@ class Attention(TreeAttentionMixin):
         self._draft(self.layer, query, keys, keys, shape.cache(), metadata, out)
 
     def extend(self, num_reqs: int, rows: int) -> None:
-        """What is ours of the layer's pass over rows that the target has accepted."""
+        """Do what is ours of the layer's pass over rows that the target has accepted."""
         if self.window is not None:
             table, starts = self.shape.block_table(num_reqs), empty(num_reqs + 1)
             self.window.narrow(
@@ -167,7 +141,7 @@ class Attention(TreeAttentionMixin):
             )
 
     def verify(self, num_reqs: int, rows: int, longest: int) -> None:
-        """What the layer does over trees of so many rows each, and so many keys at most."""
+        """Do what the layer does over trees of so many rows each, and so many keys at most."""
         shape = self.shape
         query = shape.rows(num_reqs * rows, shape.num_heads)
         out = torch.empty(query.shape, dtype=query.dtype, device=META)
@@ -226,21 +200,16 @@ def head(config: TreeConfig, model: ModelConfig, topk: int, target_vocab: int) -
 def block_model(head: DraftHead, model: ModelConfig) -> Any:
     """A draft model of blocks whose logits are those of `head`, and whose biases look alike."""
     sizes = refiner_sizes(model.hf_config)
-
-    def bias(embedded: torch.Tensor) -> torch.Tensor:
-        return head.logits(embedded)
-
     return SimpleNamespace(
         compute_draft_logits=head.logits,
         markov_embed=lambda tokens: empty(len(tokens), 1),
-        markov_bias=bias,
+        markov_bias=head.logits,
         apply_markov_bias_gathered=lambda embedded, logits, values, ids: logits,
         model=SimpleNamespace(xpress_head=_refiner(sizes, model.get_vocab_size(), model.dtype)),
     )
 
 
 def _refiner(sizes: RefinerSizes, vocab: int, dtype: torch.dtype) -> Any:
-    """What biases the tokens of an XPress draft."""
     rank = sizes.rank
 
     def linear(inputs: int, outputs: int) -> torch.nn.Linear:
@@ -261,8 +230,6 @@ def _refiner(sizes: RefinerSizes, vocab: int, dtype: torch.dtype) -> Any:
 
 
 class _Processor:
-    """Stands for vLLM's logits processor."""
-
     soft_cap, scale, head_dtype = None, 1.0, None
 
     def __init__(self, logits: Any, vocab: int) -> None:
@@ -271,15 +238,3 @@ class _Processor:
     def __call__(self, *args: Any) -> torch.Tensor:
         made: torch.Tensor = self._logits(*args)
         return made
-
-
-def layers(shapes: Mapping[str, LayerShape]) -> dict[str, Any]:
-    """Attention layers by name, as far as memory is planned by them."""
-    return {
-        name: SimpleNamespace(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-        )
-        for name, shape in shapes.items()
-    }

@@ -1,25 +1,57 @@
-"""Which family serves which layer of a loaded model."""
+"""Which family serves which layer of a loaded model, and the features that a family must serve."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
+from vllm_graft.hooks.feature import Feature, if_model_has
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.targets.features import in_layer
-from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
+from vllm_graft.spec_decode.targets.base import TargetState
+from vllm_graft.spec_decode.targets.dense.dense_features import DENSE
+from vllm_graft.spec_decode.targets.latent.latent_features import LATENT
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import RECURRENT
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
     from vllm_graft.base.refusal import Refusal
     from vllm_graft.seams.ledger.entry import Seam
-    from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
-    from vllm_graft.spec_decode.verification.context import TreeContext
+    from vllm_graft.spec_decode.targets.base import TargetFamily
+    from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
+
+
+FEATURES: tuple[Feature, ...] = (
+    *RECURRENT,
+    *LATENT,
+    Feature(
+        "an encoder and a decoder",
+        "Nobody has tried cross attention with trees.",
+        in_model=if_model_has("is_encoder_decoder", "is an encoder-decoder"),
+        chain=False,
+    ),
+    *DENSE,
+)
+
+
+def unserved_in_model(model: Any, served: Collection[str]) -> Iterator[tuple[Feature, str]]:
+    """The features of a model that are not served, each with the words of ``Feature.in_model``."""
+    for feature in FEATURES:
+        if feature.name not in served and (says := feature.in_model(model)):
+            yield feature, says
+
+
+def in_layer(layer: Any) -> list[str]:
+    """Names of the features that a loaded layer has."""
+    if not hasattr(layer, "impl"):
+        return []  # A recurrent layer, whose kind its family knows.
+    return [feature.name for feature in FEATURES if feature.in_layer(layer)]
+
 
 HOOK = "graft_target_families"
 
@@ -54,12 +86,7 @@ def _entries() -> list[entries.TargetFamily]:
 
 
 def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
-    """The first family that claims a layer and serves all of its features.
-
-    Raises:
-        ConfigError: if there is none. The message names the layer, and its kind or the feature
-            that no family serves.
-    """
+    """The first family that claims a layer and serves all of its features, else a `ConfigError`."""
     claiming = [served for served in among if served.family.claims(layer)]
     if not claiming:
         raise ConfigError(
@@ -78,14 +105,31 @@ def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
     )
 
 
-class ServedLayers:
-    """The layers of a target and its draft, each with the family that serves it.
+class UnchangedState(TargetState):
+    """What vLLM itself keeps in step with the accepted tokens of a chain."""
 
-    Args:
-        layers: the layers of target and draft by name.
-        draft: names of the draft's layers.
-        chain: whether the trees are chains, so that the target's layers serve them as they are.
-        draft_too: whether the draft's layers run over trees; else they stay as they are.
+    def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
+        """Do nothing: the accepted rows are the first ones."""
+
+
+class UnchangedFamily:
+    """Any layers of chains (``topk: 1``), whose rows are in order, so that the engine is right."""
+
+    def claims(self, layer: Any) -> bool:
+        return True
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        """Leave the layer alone."""
+
+    def state(self, *args: Any, **kwargs: Any) -> UnchangedState:
+        return UnchangedState()
+
+
+class ServedLayers:
+    """The layers of a target and its draft by name, each with the family that serves it.
+
+    The layers of a target stay as they are where trees are chains (`chain`), those of a draft where
+    it has no trees (`draft_too`).
 
     Raises:
         ConfigError: if no family serves one of the layers.
@@ -135,24 +179,13 @@ class ServedLayers:
             family.attach(name, self._layers[name], context, is_draft=name in self._draft)
 
     def states(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> list[TargetState]:
-        """Make one state per family that the target has layers of, once the cache is allocated.
-
-        Args:
-            layers: all layers of the engine by name.
-            kv_cache_config: the groups of layers.
-            block_tables: the slots of each group.
-        """
-        of_target = {
-            name: family for name, family in self._families.items() if name not in self._draft
-        }
+        """Make one state per family that the target has layers of, once the cache is allocated."""
+        of_target = {n: kind for n, kind in self._families.items() if n not in self._draft}
         return [
             kind.state(
-                {name: layers[name] for name, family in of_target.items() if family is kind},
+                {name: layers[name] for name, own in of_target.items() if own is kind},
                 kv_cache_config,
                 block_tables,
             )

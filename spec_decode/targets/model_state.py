@@ -27,28 +27,22 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
-def changes_logits(params: SamplingParams) -> bool:
-    """Whether a request's logits are changed by its tokens so far, a bias or a list of tokens."""
-    penalized = (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
-    return penalized or bool(
-        params.bad_words
-        or params.thinking_token_budget is not None
-        or params.logit_bias
-        or params.allowed_token_ids
-        or params.min_tokens
-    )
-
-
 def samples_by_temperature(params: SamplingParams | None) -> bool:
     """Whether temperature is all that changes a request's logits before a token is drawn.
 
     A grammar changes them before vLLM's sampler sees them, so it does not count.
     """
-    if params is None or changes_logits(params):
+    if (
+        params is None
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.bad_words
+        or params.thinking_token_budget is not None
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.min_tokens
+    ):
         return False
     # A top_k of 0 or -1 means none. A greedy request's tokens are never filtered.
     filtered = params.top_k > 0 or params.top_p != 1.0 or params.min_p != 0.0
@@ -56,10 +50,7 @@ def samples_by_temperature(params: SamplingParams | None) -> bool:
 
 
 class TreeModelState:
-    """Mixed into the model state class that vLLM resolves for the target.
-
-    `bind` makes a subclass whose class attributes belong to one engine.
-    """
+    """Mixed into the model state class that vLLM resolves for the target."""
 
     graft: TreeContext
     layers: ServedLayers
@@ -70,20 +61,11 @@ class TreeModelState:
 
     @classmethod
     def bind(cls, context: TreeContext, layers: ServedLayers) -> type[TreeModelState]:
-        """Return a subclass for one engine.
-
-        Args:
-            context: the engine's tree context.
-            layers: the layers of target and draft, each with its family.
-        """
+        """Return a subclass whose class attributes belong to one engine."""
         return type("TreeModelState", (cls,), {"graft": context, "layers": layers})
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
-        """Verify trees with vLLM's own sampler, whose state has the requests' texts.
-
-        Raises:
-            ConfigError: if a plugin's logits processor is loaded.
-        """
+        """Verify trees with vLLM's own sampler, whose state has the requests' texts."""
         # The frontend refuses processors of the command line; these come from entry points.
         for processor in sampler.logits_processors:
             if not type(processor).__module__.startswith("vllm."):
@@ -110,7 +92,6 @@ class TreeModelState:
         self.target_states = self.layers.states(layers, kv_cache_config, block_tables)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Note what the request's parameters require of its draws."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         params = new_req_data.sampling_params
         self.graft.by_temperature[req_index] = samples_by_temperature(params)

@@ -21,7 +21,7 @@ class TreeBatch:
         query: ``[num_tokens, num_heads, head_size]``, bf16, fp16 or fp32, or e4m3 (float8_e4m3fn or
             uint8) beside an e4m3 cache. The two passes take no fp32, and need an e4m3 query there.
         kv_cache: ``[num_blocks, kv_heads, block_size, 2 * head_size]``, K before V, last dimension
-            contiguous; dtype of the output, or e4m3 (float8_e4m3fn or uint8).
+            contiguous; dtype of the output, or e4m3.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
         seq_lens: i32 ``[num_reqs]``, keys of a request, including those of the query.
         prefix_lens: i32 ``[num_reqs]``, ``seq_lens - num_rows``, or 0 where ``num_rows`` is 0. Only
@@ -36,16 +36,14 @@ class TreeBatch:
         max_seq_len: upper bound of `seq_lens`.
         scale: factor of the logits.
         q_scale: f32, one element; multiplies an e4m3 query. None means 1.
-        k_scale: like `q_scale`, for K of an e4m3 cache.
-        v_scale: like `k_scale`, for V.
+        k_scale: likewise, for K of an e4m3 cache; `v_scale` for V.
         soft_cap: if positive, logits become ``cap * tanh(logits / cap)``.
         mixed: whether most requests have far fewer rows than `max_rows`, or none.
         window: if positive, a row sees only the last `window` positions, its own among them. Blocks
             whose keys no row sees are not read. The two passes take no window.
         chunked: whether `window` is the size of chunks in place of a window: a row sees only the
             positions from the last multiple of it on.
-        row_depths: i32 ``[>= num_tokens]``, depth of each tree row, 0 for a root. Only a window
-            needs it.
+        row_depths: i32 ``[>= num_tokens]``, depth of each tree row. Only a window needs it.
         sinks: ``[num_heads]``, a logit per head that has no value and no key: it enters the sum of
             weights alone. Of the two passes, the second counts it.
     """
@@ -73,7 +71,6 @@ class TreeBatch:
 
     @property
     def num_reqs(self) -> int:
-        """Requests, padding included."""
         return len(self.seq_lens)
 
 
@@ -81,27 +78,17 @@ class TreeBatch:
 class DraftBatch:
     """The frontier of a level in the draft: a query sees the paged prefix and its node's ancestors.
 
+    Attributes that are not told here are those of `TreeBatch`.
+
     Attributes:
-        query: ``[num_reqs * topk, num_heads, head_size]``, dtypes as in `TreeBatch`.
-        kv_cache: the cache of the draft's layer, with the layout of `TreeBatch.kv_cache`.
+        query: ``[num_reqs * topk, num_heads, head_size]``.
         scratch_kv: ``[max_reqs, steps * topk, kv_heads, 2 * head_size]`` by batch row, dtype of
-            the output. It holds the level's own K/V already.
+            the output. It holds the level's own K/V already, and scales are never applied to it.
         ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
-        level: level of the frontier; level 0 is the children of the root.
         prefix_lens: i32 ``[>= num_reqs]``, paged keys of each request, all visible.
-        block_table: i32 ``[>= num_reqs, max_blocks]``.
-        num_reqs: batch rows.
-        topk: frontier nodes per batch row.
-        scale: factor of the logits.
-        q_scale: as in `TreeBatch`.
-        k_scale: as in `TreeBatch`; never applied to the scratch.
-        v_scale: like `k_scale`, for V.
-        soft_cap: as in `TreeBatch`.
         max_seq_len: upper bound of `prefix_lens`, which decides the number of splits. None takes
             the bound from the width of `block_table`.
-        window: as in `TreeBatch`; larger than the number of levels, so that a row sees all of its
-            ancestors in the scratch.
-        sinks: as in `TreeBatch`.
+        window: larger than the number of levels, so that a row sees all of its ancestors.
     """
 
     query: torch.Tensor
@@ -125,23 +112,14 @@ class DraftBatch:
 
 @dataclass(frozen=True)
 class LatentDraftBatch:
-    """The frontier of a level in a draft with MLA: `DraftBatch` over latents.
+    """The frontier of a level in a draft with MLA: `DraftBatch` over latents, as in `LatentBatch`.
 
     Attributes:
-        query: ``[num_reqs * topk, num_heads, rank]``, as in `LatentBatch`.
-        query_rope: ``[num_reqs * topk, num_heads, rope]``, as in `LatentBatch`.
-        latents: the cache of the draft's layer, as in `LatentBatch`.
+        query: ``[num_reqs * topk, num_heads, rank]``.
+        query_rope: ``[num_reqs * topk, num_heads, rope]``.
         scratch: ``[max_reqs, steps * topk, 1, rank + rope]`` by batch row, dtype of ``query``. It
-            holds the level's own latents already.
-        ancestors: i32 ``[max_reqs, topk, steps]``, ``CandidateTable.ancestors``.
-        level: level of the frontier; level 0 is the children of the root.
+            holds the level's own latents already, and `k_scale` is never applied to it.
         prefix_lens: i32 ``[>= num_reqs]``, paged latents of each request, all visible.
-        block_table: i32 ``[>= num_reqs, max_blocks]``.
-        num_reqs: batch rows.
-        topk: frontier nodes per batch row.
-        max_seq_len: upper bound of `prefix_lens`.
-        scale: factor of the logits.
-        k_scale: as in `LatentBatch`; never applied to the scratch.
     """
 
     query: torch.Tensor
@@ -172,16 +150,9 @@ class LatentBatch:
         query_rope: ``[num_tokens, num_heads, rope]``, the rotated part, of the same dtype.
         latents: ``[num_blocks, block_size, rank + rope]``, last dimension contiguous; dtype of the
             query, or e4m3 (float8_e4m3fn or uint8).
-        query_start_loc: i32 ``[>= num_reqs + 1]``.
         prefix_lens: i32 ``[num_reqs]``, keys before a request's tree.
-        block_table: i32 ``[>= num_reqs, max_blocks]``.
-        row_masks: i64 ``[>= num_tokens]``.
-        num_rows: i32 ``[>= num_reqs]``, tree rows of a request.
-        max_rows: upper bound of `num_rows`, at most 64.
         max_seq_len: upper bound of a request's keys, its tree's among them.
-        scale: factor of the logits.
         k_scale: f32, one element; multiplies e4m3 latents and rotated parts. None means 1.
-        mixed: whether most requests have far fewer rows than `max_rows`, or none.
     """
 
     query: torch.Tensor
@@ -200,5 +171,4 @@ class LatentBatch:
 
     @property
     def num_reqs(self) -> int:
-        """Requests, padding included."""
         return len(self.prefix_lens)

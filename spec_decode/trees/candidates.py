@@ -41,10 +41,7 @@ class CandidateTable:
     def allocate(
         cls, max_reqs: int, topk: int, steps: int, device: torch.device | str, extra: int = 0
     ) -> CandidateTable:
-        """A zeroed table for at most ``max_reqs`` batch rows.
-
-        ``extra`` is the number of columns for candidates of other sources than the draft.
-        """
+        """A zeroed table, with `extra` columns for candidates of other sources than the draft."""
         width = num_candidates(topk, steps) + extra
         return cls(
             scores=torch.zeros(max_reqs, width, dtype=torch.float32, device=device),
@@ -57,10 +54,8 @@ class CandidateTable:
 
     @property
     def topk(self) -> int:
-        """Children drafted per frontier node, and nodes per frontier."""
         return int(self.ancestors.shape[1])
 
     @property
     def steps(self) -> int:
-        """Levels that the table has room for."""
         return int(self.ancestors.shape[2])

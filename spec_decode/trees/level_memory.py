@@ -13,20 +13,12 @@ if TYPE_CHECKING:
 
 
 class LevelMemory:
-    """Scratch memory that the trees of all shapes share.
+    """Scratch memory that the trees of all shapes share, the largest of which decides its size.
 
-    They can share it because each tree writes before it reads, and one tree is grown at a time, on
-    one stream.
-
-    Args:
-        shapes: shapes of the trees; the largest decides the size.
-        layers: the draft's attention layers by name. Those with ``kv_lora_rank`` have MLA. Those
-            with ``kv_sharing_target_layer_name`` keep nothing of a tree, as they read K/V of
-            another layer.
-        max_reqs: most requests of a batch.
-        dtype: dtype of K/V.
-        device: where the memory lies.
-        extra: columns of the tables of candidates that are for other sources than the draft.
+    Each tree writes before it reads, and one tree is grown at a time, on one stream. Of the draft's
+    attention layers those with ``kv_lora_rank`` have MLA. Those with
+    ``kv_sharing_target_layer_name`` keep nothing of a tree, as they read K/V of another layer.
+    `extra` is the columns of the tables of candidates that are for other sources than the draft.
     """
 
     def __init__(
@@ -57,12 +49,10 @@ class LevelMemory:
         }
 
     def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
-        """K/V of trees of one shape by draft layer.
+        """K/V of one shape's trees by draft layer, ``[max_reqs, steps * topk, heads, 2 * size]``.
 
-        Returns:
-            A tensor ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]`` per layer name; of a
-            layer with MLA it is ``[max_reqs, steps * topk, 1, rank + rope]``. That of a layer which
-            reads another one's K/V has no slots.
+        A layer with MLA has ``[max_reqs, steps * topk, 1, rank + rope]``, one that reads another
+        layer's K/V no slots.
         """
         return {name: self._slots(name, flat, shape) for name, flat in self._scratch.items()}
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 MAX_PLACE = 2**25
-"""Tokens that a text may have with its reference: with a length of up to 32 a match's key fills an
-int32."""
+"""Most tokens of a text with its reference: with a length of up to 32 a match's key is an int32."""
 
 BORDER = -(1 << 30)
 """What stands in a reference between its pieces and behind them. No token of a text equals it."""
@@ -104,13 +103,7 @@ class NgramState:
         )
 
     def refer(self, slot: int, tokens: Sequence[int]) -> None:
-        """Give a slot another reference.
-
-        Args:
-            slot: request-state index.
-            tokens: the pieces with a `BORDER` between two; what is more than ``reference`` tokens
-                is left out.
-        """
+        """Give a slot another reference; what is more than ``reference`` tokens is left out."""
         row = torch.from_numpy(np.asarray(tokens[: self.reference], dtype=np.int32))
         if self.history.device.type == "cuda":
             # The host does not wait for the copy, which keeps the row until it has been made.
@@ -122,7 +115,6 @@ class NgramState:
 
     @property
     def width(self) -> int:
-        """Tokens that a text may have."""
         return int(self.history.shape[1]) - self.reference
 
     @property
@@ -132,6 +124,5 @@ class NgramState:
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes of all tensors."""
         tensors = (self.history, self.notes, self.keys, self.pending, self.rates)
         return sum(each.nbytes for each in tensors)

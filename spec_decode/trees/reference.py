@@ -16,9 +16,8 @@ KEY = "graft_prediction"
 class Reference(NamedTuple):
     """What is known beforehand of a request's answer.
 
-    The engine core makes it and puts it in the place of the prediction in the request's
-    parameters, so that all ranks get the same one with the request. No request can hold one
-    itself: JSON has no such type.
+    The engine core puts it in the place of the prediction in the request's parameters, so that all
+    ranks get the same one with the request. No request can hold one itself: JSON has no such type.
 
     Attributes:
         row: int32 tokens with a `BORDER` between pieces, the likeliest piece at the end.

@@ -10,6 +10,10 @@ def num_candidates(topk: int, steps: int) -> int:
     return topk + (steps - 1) * topk * topk
 
 
+MAX_NODES = 63
+"""Bits of an int64 ancestor mask that are left beside the root's."""
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """Bounds of a draft tree.

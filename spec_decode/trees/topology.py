@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_graft.spec_decode.trees.shape import MAX_NODES
+
 
 @dataclass(frozen=True)
 class TreeState:
@@ -27,17 +29,16 @@ class TreeState:
 
     @classmethod
     def allocate(cls, max_reqs: int, num_nodes: int, device: torch.device | str) -> TreeState:
-        """Trees of ``num_nodes`` drafts for ``max_reqs`` request-state slots, as stars.
+        """Trees for ``max_reqs`` request-state slots, as stars: each draft is a child of the root.
 
-        In a star all drafts are children of the root. vLLM reads a tree before one was drafted: it
-        gives placeholders for drafts to a request that has one token left to compute. They are
-        rejected, but the root's row has to be right.
+        vLLM reads a tree before one was drafted: it gives placeholders for drafts to a request that
+        has one token left to compute. They are rejected, but the root's row has to be right.
 
         Raises:
-            ValueError: if ``num_nodes`` is not 1 to 63.
+            ValueError: if ``num_nodes`` is not 1 to `MAX_NODES`.
         """
-        if not 1 <= num_nodes <= 63:
-            raise ValueError(f"a tree has 1 to 63 draft nodes (int64 masks), not {num_nodes}")
+        if not 1 <= num_nodes <= MAX_NODES:
+            raise ValueError(f"a tree has 1 to {MAX_NODES} draft nodes, not {num_nodes}")
         node = torch.arange(num_nodes + 1, device=device)
         is_draft = (node > 0).to(torch.int32)
         one = torch.ones((), dtype=torch.int64, device=device)
@@ -46,5 +47,4 @@ class TreeState:
 
     @property
     def width(self) -> int:
-        """Nodes of a tree, including the root."""
         return int(self.parents.shape[1])

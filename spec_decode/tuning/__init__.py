@@ -1,1 +1,1 @@
-"""How large trees are: their shapes, the batches that draft them, and what serving teaches."""
+"""Sizes of trees: their shapes, the batches that draft them, and the lessons of serving."""

@@ -1,4 +1,4 @@
-"""How many drafts trees of each number of nodes get accepted, learned from verified trees."""
+"""Accepted drafts of trees by number of nodes, learned from verified trees."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH_GAIN = 0.27
-"""With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does.
-
-One exponent fits trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled alike."""
+"""With m nodes per level, a tree misses a level m ** -0.27 times as often as a chain does. Measured
+on trees of 2 to 63 nodes on 3 to 13 levels, greedy and sampled."""
 
 FIRST_MISS = 0.3
 """Chance that a chain misses a level, before anything was seen."""
@@ -25,11 +24,8 @@ RECENT = 48.0
 """Verified trees over which a change of the text is looked for."""
 
 CHANGE = 3.5
-"""Standard errors by which recent trees must differ from a text to count as another text.
-
-Requests differ by far more than chance does, so a recent rate is better than an average one. But a
-few unlucky levels of one request do not mean that the text has changed. A smaller number would take
-them for a change, a larger one would be slow to see a real one."""
+"""Standard errors by which recent trees must differ from a text to count as another text. Requests
+differ by more than chance: a smaller number takes their unlucky levels for a change."""
 
 MEMORY = 2000.0
 """Steps after which what was seen of one number of nodes counts for 1/e."""
@@ -49,12 +45,8 @@ _PRIOR_MISSES = 100.0
 
 @dataclass
 class _MissRate:
-    """How often a chain would have missed a level of a text.
-
-    Attributes:
-        misses: missed levels, older ones counting less.
-        levels: levels that were tried. A level of a wide tree counts for less than one of a chain.
-    """
+    """Missed and tried levels, older ones counting less: how often a chain misses one. A level of a
+    wide tree counts for less than one of a chain."""
 
     misses: float = 0.0
     levels: float = 0.0
@@ -68,31 +60,22 @@ class _MissRate:
 class _Record:
     """Verified trees of one number of nodes, older ones counting less.
 
-    Attributes:
-        trees: how many.
-        accepted: their accepted drafts.
-        missed: levels that they missed.
-        paired_misses: missed levels in the first steps after a change to this number of nodes.
-        paired_expected: levels that should have been missed in these steps, by the rule of
-            `WIDTH_GAIN` and by the text of the steps before the change.
+    The paired ones are missed levels in the first steps after a change to this number, and those
+    that the rule of `WIDTH_GAIN` expects from the text of the steps before the change.
     """
 
-    trees: float = 0.0
-    accepted: float = 0.0
     missed: float = 0.0
     paired_misses: float = 0.0
     paired_expected: float = 0.0
 
     def fade(self, factor: float) -> None:
-        self.trees *= factor
-        self.accepted *= factor
         self.missed *= factor
         self.paired_misses *= factor
         self.paired_expected *= factor
 
     @property
     def own(self) -> float:
-        """How many times as often a level is missed as text and rule say."""
+        """Missed levels over those that text and rule expect."""
         return (self.paired_misses + _PRIOR_MISSES) / (self.paired_expected + _PRIOR_MISSES)
 
     @property
@@ -104,9 +87,8 @@ class _Record:
 class _DeepPaths:
     """Accepted paths that were deeper than the draft's levels, older trees counting less.
 
-    A tree's levels are as many as the draft has passes; only a copy of the request's own text goes
-    deeper. A copy costs no pass and is one branch, so what trees of one shape copied tells what
-    those of another would have: as much of it as they have nodes for.
+    Only a copy of the request's own text goes so deep. A copy costs no pass and is one branch, so
+    trees of another shape would have copied as much of it as they have nodes for.
     """
 
     def __init__(self) -> None:
@@ -114,19 +96,12 @@ class _DeepPaths:
         self._paths: dict[int, float] = {}
 
     def fade(self, factor: float) -> None:
-        """Let what was seen count for less."""
         self._trees *= factor
         # What is left of a path that nobody has followed for long is dropped.
         faded = {length: factor * weight for length, weight in self._paths.items()}
         self._paths = {length: weight for length, weight in faded.items() if weight > 1e-3}
 
     def observe(self, accepted: Sequence[int], levels: int) -> None:
-        """Add trees of one step.
-
-        Args:
-            accepted: accepted drafts of each tree.
-            levels: levels of their shape.
-        """
         self._trees += len(accepted)
         for length in accepted:
             if length > levels:
@@ -141,24 +116,16 @@ class _DeepPaths:
 
 
 class Acceptance:
-    """Accepted drafts per tree, by number of nodes.
+    """Accepted drafts per tree, by number of nodes, where trees of a number have so many `levels`.
 
-    A tree's path ends at the first level that it misses. One number describes a text: the chance
-    that a chain misses a level. A tree of N nodes on d levels misses a level
-    ``(N / d) ** -WIDTH_GAIN`` times as often, so each verified tree tells about all numbers of
-    nodes. How far a number of nodes is off this rule is learned when it comes into use, by
-    comparison with the number in use before it, since both then had the same text.
+    One number describes a text: the chance that a chain misses a level. A path ends at the first
+    missed level, and a tree of N nodes on d levels misses one ``(N / d) ** -WIDTH_GAIN`` times as
+    often, so each tree tells about all numbers of nodes. How far a number is off this rule is
+    learned when it comes into use, by comparison with the number before it on the same text.
 
-    Texts change. So the chance is forgotten quickly, and replaced at once where recent trees
-    contradict it. Requests of other temperatures have other texts, and each class of temperatures
-    has a chance of its own: a chain misses levels far more often at temperature 1 than greedily.
-
-    A path may be deeper than the levels where n-grams continue it. What lies below the levels is no
-    level of the draft, so it is averaged apart and says nothing of the chance.
-
-    Args:
-        levels: levels of the trees of each number of nodes. The number 0 is ignored, as it yields
-            no drafts.
+    Texts change: the chance is forgotten quickly, and replaced at once where recent trees
+    contradict it. Each class of temperatures has a chance of its own. Paths below the levels, which
+    n-grams continue, are averaged apart and say nothing of it.
     """
 
     def __init__(self, levels: Mapping[int, int]) -> None:
@@ -209,18 +176,15 @@ class Acceptance:
             alike = False
         self._last_trees = len(emitted)
         depth, seen = self._levels[nodes], self._seen[nodes]
-        accepted = [min(count - 1, depth) for count in emitted]
         deep.observe([count - 1 for count in emitted], depth)
+        accepted = [min(count - 1, depth) for count in emitted]
         misses = sum(count < depth for count in accepted)
         levels = (sum(accepted) + misses) * self._gain(nodes)
         self._compare(nodes, misses, levels, alike)
         self._learn(misses, levels * seen.own, len(accepted))
-        seen.trees += len(accepted)
-        seen.accepted += sum(emitted) - len(emitted)
         seen.missed += misses
 
     def _go_on_with(self, temperature_class: int) -> None:
-        """Go on with the text of a class of temperatures."""
         if temperature_class == self._class:
             return
         self._deep.setdefault(temperature_class, _DeepPaths())
@@ -239,16 +203,8 @@ class Acceptance:
         found = self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
         return found + self._deep[self._class].beyond(nodes, self._levels[nodes])
 
-    def length(self, nodes: int) -> float:
-        """Mean acceptance length that was seen, bonus token included; 0 if none was."""
-        if not nodes:
-            return 1.0
-        seen = self._seen[nodes]
-        return 1.0 + seen.accepted / seen.trees if seen.trees else 0.0
-
     @property
     def _text(self) -> _MissRate:
-        """The text of the current class of temperatures."""
         return self._texts[self._class]
 
     @property
@@ -257,7 +213,7 @@ class Acceptance:
         return self._text.misses / self._text.levels
 
     def _gain(self, nodes: int) -> float:
-        """How many times as often as a chain a tree misses a level, by the rule of `WIDTH_GAIN`."""
+        """Misses of a tree's level over those of a chain's, by the rule of `WIDTH_GAIN`."""
         return float((nodes / self._levels[nodes]) ** -WIDTH_GAIN)
 
     def _accepted(self, nodes: int, miss: float) -> float:
@@ -275,8 +231,7 @@ class Acceptance:
         before = self._before
         if self._paired_left and before.misses > 1:
             seen, expected = self._seen[nodes], levels * before.misses / before.levels
-            # Both rates are estimates: with few trees before the change, many after it prove
-            # little.
+            # Both rates are estimates: few trees before the change prove little.
             weight = before.misses / (before.misses + PAIRED * expected)
             seen.paired_misses += weight * misses
             seen.paired_expected += weight * expected

@@ -21,9 +21,7 @@ from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import (
     MAX_KEYS,
@@ -33,13 +31,13 @@ from vllm_graft.spec_decode.targets.dense.choice import (
     Point,
     points,
 )
-from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
+from vllm_graft.spec_decode.targets.dense.layer import plain_query
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.targets.latent.latent_layer import is_latent
-from vllm_graft.spec_decode.targets.latent.latent_timing import LatentGeometry
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
+    LatentGeometry,
     why_no_latent_passes,
 )
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -55,7 +53,7 @@ _CACHE_BYTES = 256 << 20
 
 
 class Geometry(NamedTuple):
-    """What attention's time depends on besides the batch."""
+    """The properties besides the batch on which attention's time depends."""
 
     num_heads: int
     kv_heads: int
@@ -71,12 +69,10 @@ class Geometry(NamedTuple):
 
     @property
     def calls_timed(self) -> int:
-        """Calls in a graph that is timed."""
         return 8
 
     @classmethod
     def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
-        """The geometry of a layer."""
         impl: Any = layer.impl
         fp8 = is_quantized_kv_cache(impl.kv_cache_dtype)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
@@ -230,28 +226,18 @@ def choose_target_kernels(
     workspace: AttentionWorkspace,
     device: torch.device,
 ) -> list[KernelChoice]:
-    """Choose the kernels that compute the target's tree rows, before anything is captured.
-
-    Args:
-        vllm_config: the configuration of an engine whose attention layers are grafted already.
-        config: its section ``graft.tree``.
-        draft_layers: names of the draft's attention layers.
-        workspace: the Triton kernel's workspace.
-        device: where to measure.
-
-    Raises:
-        ConfigError: if ``flash`` was asked for and a layer can't have it.
-    """
-    known = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    layers: dict[str, Any] = {
+    """Choose the kernels for the target's tree rows, before anything is captured (see
+    `choose_kernels`)."""
+    known: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    layers = {
         name: layer
         for name, layer in known.items()
-        if isinstance(layer, Attention) or is_latent(layer)
+        if name not in draft_layers and (isinstance(layer, Attention) or is_latent(layer))
     }
     rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
     return choose_kernels(
-        {name: layer for name, layer in layers.items() if name not in draft_layers},
+        layers,
         config.attention,
         points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len),
         workspace,
@@ -285,7 +271,10 @@ def choose_kernels(
         kind = _LATENT if is_latent(layer) else _PLAIN
         why = "" if asked == "triton" else kind.why_not(layer) or ""
         if why and asked == "flash":
-            raise _no_flash(name, why)
+            raise ConfigError(
+                f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
+                "Set it to 'auto' or 'triton'"
+            )
         geometry = kind.geometry.of(layer, dtype, block_size)
         key = why or geometry
         if key not in both:
@@ -298,14 +287,8 @@ def choose_kernels(
 
 
 class _Kind(NamedTuple):
-    """A kind of layers.
-
-    Attributes:
-        geometry: what their kernels are timed with.
-        passes: their two passes.
-        why_not: why a layer can't have these.
-        holder: the object of a layer that has them, as its ``two_pass``.
-    """
+    """A kind of layers: what their kernels are timed with, their two passes, why a layer can't have
+    these, and the object of a layer that has them, as its ``two_pass``."""
 
     geometry: type[Geometry | LatentGeometry]
     passes: Passes
@@ -315,18 +298,8 @@ class _Kind(NamedTuple):
 
 _PLAIN = _Kind(Geometry, PLAIN_PASSES, why_not, lambda layer: layer.impl)
 _LATENT = _Kind(
-    LatentGeometry,
-    LATENT_PASSES,
-    why_no_latent_passes,
-    lambda layer: layer.tree_latents,
+    LatentGeometry, LATENT_PASSES, why_no_latent_passes, lambda layer: layer.tree_latents
 )
-
-
-def _no_flash(name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{flag('tree', 'attention')} is 'flash', but layer {name} can't have it: {why}. "
-        "Set it to 'auto' or 'triton'"
-    )
 
 
 def _measured(

@@ -1,4 +1,4 @@
-"""What a step costs per token of context: learned while serving, from steps that differ in it."""
+"""The cost of a step per token of context: learned while serving, from steps that differ in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _KEPT = 16
-"""Recent timings that are kept of one kind of step and one class of contexts."""
+"""Recent timings of one kind of step and one class of contexts."""
 
 _FEW = 6
 """Fewer timings than this say nothing of their class."""
@@ -21,17 +21,14 @@ LARGEST_SHARE = 0.9
 """The most of a step's time that its context may be held responsible for."""
 
 _FEW_TOKENS = 8192.0
-"""Where contexts spread over fewer tokens than this, the slope is mostly noise, and is halved or
-more (ridge regression)."""
+"""Spread of contexts, in tokens, below which half of the slope or more is noise (ridge)."""
 
 _FEW_ROWS = 16
-"""Where so few tokens have so many rows more or less, what rows cost is mostly noise, and is halved
-or more. An H100 multiplies a token in FP8 with about so many rows (each of 32 heads, which share 8
-of K/V) in the time that reading it takes."""
+"""Rows by which so few tokens must differ likewise for the cost of rows. An H100 multiplies a token
+in FP8 with about so many rows in the time that reading it takes."""
 
 _MEASURED = 1 / 16
-"""Weight of what steps take beyond measured costs, whose errors are some four times those of usual
-times of one kind."""
+"""Weight of what steps take beyond measured costs, which have four times the errors of timings."""
 
 _BEYOND = 2.0
 """A context that is longer than this many times the longest known one counts as if it were not."""
@@ -51,15 +48,8 @@ def usual(seconds: Iterable[float]) -> float:
 
 @dataclass
 class _Class:
-    """Recent steps of one kind whose contexts are alike, within a factor of 2.
-
-    Attributes:
-        seconds: what each took.
-        tokens: K/V tokens of each.
-        last: when the latest was recorded, in timings.
-        usual: lower quartile of the seconds.
-        context: mean of the tokens.
-    """
+    """Recent steps of one kind whose contexts are alike, within a factor of 2: seconds, K/V tokens,
+    when the latest was recorded (in timings), lower quartile of the seconds, mean of the tokens."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -68,7 +58,6 @@ class _Class:
     context: float = 0.0
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
-        """Record a step. Reads are far more frequent, so the numbers are kept."""
         self.seconds.append(seconds)
         self.tokens.append(tokens)
         self.last = now
@@ -77,30 +66,19 @@ class _Class:
 
 
 class Rates(NamedTuple):
-    """What a K/V token costs a step.
-
-    Attributes:
-        token: seconds for reading it, whatever reads it.
-        row: seconds that each row of its request adds, the root among them.
-    """
+    """Seconds that a step takes per K/V token: for reading it, and more for each row of its
+    request, the root among them."""
 
     token: float = 0.0
     row: float = 0.0
 
     def of(self, nodes: int) -> float:
-        """Seconds per token where each request verifies so many nodes."""
         return self.token + self.row * (nodes + 1)
 
 
 class _Point(NamedTuple):
-    """Steps of one kind whose contexts are alike.
-
-    Attributes:
-        tokens: mean K/V tokens.
-        products: these, each times the rows of its request.
-        whole: seconds that such steps usually take.
-        seconds: these, or what they take beyond the cost that was measured at the start.
-    """
+    """Steps of one kind whose contexts are alike: mean K/V tokens, these times the rows of a
+    request, what such steps usually take, and that or what they take beyond the measured cost."""
 
     tokens: float
     products: float
@@ -108,53 +86,37 @@ class _Point(NamedTuple):
     seconds: float
 
 
-@dataclass
-class _Sums:
-    """Sums over groups of points, each of differences to the means of its group.
+class _Sums(NamedTuple):
+    """Sums over groups of points of products of differences to the group's means; ``rise`` is with
+    the seconds, ``both`` of tokens with products."""
 
-    Attributes:
-        tokens: of squared tokens.
-        both: of tokens times products.
-        products: of squared products.
-        token_rise: of tokens times seconds.
-        product_rise: of products times seconds.
-    """
+    tokens: float
+    both: float
+    products: float
+    token_rise: float
+    product_rise: float
 
-    tokens: float = 0.0
-    both: float = 0.0
-    products: float = 0.0
-    token_rise: float = 0.0
-    product_rise: float = 0.0
-
-    def add(self, points: Sequence[_Point], weight: float = 1.0) -> None:
-        """Add a group."""
-        # A fit adds hundreds of points between two steps: locals are read faster than attributes.
-        token = sum(point[0] for point in points) / len(points)
-        product = sum(point[1] for point in points) / len(points)
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[_Point]], weight: float = 1.0) -> _Sums:
         tokens = both = products = token_rise = product_rise = 0.0
-        for each, rows, _, seconds in points:
-            x, y = each - token, rows - product
-            tokens += x * x
-            both += x * y
-            products += y * y
-            token_rise += x * seconds
-            product_rise += y * seconds
-        self.tokens += weight * tokens
-        self.both += weight * both
-        self.products += weight * products
-        self.token_rise += weight * token_rise
-        self.product_rise += weight * product_rise
+        for points in groups:
+            token = sum(point[0] for point in points) / len(points)
+            product = sum(point[1] for point in points) / len(points)
+            for each, rows, _, seconds in points:
+                x, y = each - token, rows - product
+                tokens += x * x
+                both += x * y
+                products += y * y
+                token_rise += x * seconds
+                product_rise += y * seconds
+        sums = tokens, both, products, token_rise, product_rise
+        return cls(*(weight * each for each in sums))
 
     def beside(self, token: float, rows: float) -> tuple[float, float]:
-        """Sums for a line through what a cost per token leaves over.
+        """Sums for a line through what a cost per token, with the mean number of rows, leaves over:
+        over squares of places, and over places times the seconds left.
 
-        Args:
-            token: seconds per token, with the mean number of rows.
-            rows: this number.
-
-        Returns:
-            The sum over squares of places, and the one over places times the seconds left. A place
-            is a point's products less those that its tokens have with the mean number of rows.
+        A place is a point's products less those that its tokens have with the mean rows.
         """
         spread = self.products - rows * (2 * self.both - rows * self.tokens)
         rise = self.product_rise - rows * self.token_rise
@@ -181,25 +143,17 @@ def _fitted(kinds: _Sums, sizes: _Sums) -> Rates:
 class ContextCost:
     """Seconds that any step takes per K/V token of its requests.
 
-    Reading a token costs the same in all kinds of steps, that is batch sizes and numbers of nodes,
-    and multiplying with it costs the more, the more rows its request has. So all kinds share two
-    rates (see `Rates`). Within a kind, contexts are grouped by powers of two. A line through the
-    groups' usual times (least squares, an intercept per kind) tells what a token costs with the
-    mean number of rows, and another one through what that leaves over tells what rows cost. So what
-    kinds cost by themselves doesn't count, a few bad timings don't either, and after the traffic
-    has turned to long contexts the short ones are not forgotten.
+    Reading a token costs the same in all kinds of steps (batch sizes and numbers of nodes), and
+    multiplying with it costs the more, the more rows its request has: all kinds share two `Rates`.
+    Within a kind, contexts are grouped by powers of two. A line through the groups' usual times
+    (least squares, an intercept per kind) tells what a token costs with the mean rows, and a second
+    one through what that leaves over tells what rows cost. So neither what kinds cost by themselves
+    nor a few bad timings count, and short contexts are not forgotten.
 
-    Where all contexts are long, no kind tells anything by itself. Then numbers of nodes of one
-    batch size whose contexts are alike tell what rows cost, by what they take beyond the costs that
-    were measured at the start over short contexts. Such a cost may be wrong, so that this counts
-    for little unless tokens are many.
-
-    Where only one number of nodes was seen, contexts cost all numbers the same. The cost is never
-    negative, never so large that a context would take nearly all of a step, never grows faster than
+    Where all contexts are long, numbers of nodes of one batch size tell what rows cost, by what
+    they take beyond their measured costs. Those may be wrong, so this counts for little unless
+    tokens are many. The cost is never negative, never nearly all of a step, never grows faster than
     the rows, and is 0 until steps differ in one of the two ways.
-
-    Attributes:
-        rates: what a token costs.
     """
 
     def __init__(self) -> None:
@@ -210,26 +164,16 @@ class ContextCost:
         self._now = 0
 
     def of(self, tokens: int, nodes: int) -> float:
-        """Seconds that a step takes for its context.
-
-        Args:
-            tokens: K/V tokens of all requests.
-            nodes: drafts that each request verifies.
-        """
+        """Seconds that a step takes for so many K/V tokens of all its requests."""
         return self.rates.of(nodes) * min(tokens, _BEYOND * self._longest)
 
     def observe(
         self, size: int, nodes: int, tokens: int, seconds: float, measured: float | None = None
     ) -> None:
-        """Record a step without prompts.
+        """Record a step without prompts over so many K/V tokens of all requests.
 
-        Args:
-            size: batch size.
-            nodes: drafts that each request verified.
-            tokens: K/V tokens of all requests.
-            seconds: what the step took.
-            measured: the seconds over short contexts that were measured at the start; None if they
-                were not, or don't tell what nodes cost.
+        `measured` are the seconds over short contexts that were measured at the start; None if they
+        were not, or don't tell what nodes cost.
         """
         if tokens <= 0:
             return
@@ -247,12 +191,7 @@ class ContextCost:
         kinds, sizes = self._groups()
         if not kinds and not sizes:
             return
-        of_kinds, of_sizes = _Sums(), _Sums()
-        for group in kinds:
-            of_kinds.add(group)
-        for group in sizes:
-            of_sizes.add(group, _MEASURED)
-        token, row = _fitted(of_kinds, of_sizes)
+        token, row = _fitted(_Sums.of(kinds), _Sums.of(sizes, _MEASURED))
         largest = max(
             (token * tokens + row * products) / whole
             for tokens, products, whole, _ in itertools.chain(*kinds, *sizes)
@@ -261,12 +200,8 @@ class ContextCost:
         self.rates = Rates(less * token, less * row)
 
     def _groups(self) -> tuple[list[list[_Point]], list[list[_Point]]]:
-        """Points to compare.
-
-        Returns:
-            Those of one kind, with contexts that differ clearly; and those of one batch size, with
-            contexts that are alike. The latter have measured costs, and take no less than these.
-        """
+        """Points to compare: those of one kind with contexts that differ clearly; and those of one
+        batch size with contexts that are alike, which take no less than their measured costs."""
         kinds: list[list[_Point]] = []
         sizes: dict[tuple[int, int], list[_Point]] = {}
         for (size, nodes), classes in self._kinds.items():

@@ -1,8 +1,7 @@
-"""Cuts trees that run beside prompts, so that the step still fits a CUDA graph.
+"""Cuts trees that run beside prompts to their best nodes, so that the step fits a CUDA graph.
 
-A tree's nodes are ordered by score, so its first nodes are the best smaller tree. A step beyond the
-largest captured graph is launched piece by piece, which keeps the host busy for longer than the
-device and costs more than the last nodes yield.
+A step beyond the largest captured graph is launched piece by piece, which keeps the host busy for
+longer than the device and costs more than the last nodes yield.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 _DRAFTED = "vllm_graft_drafted"
-"""Where a ``SchedulerOutput`` keeps the number of nodes that its trees had before they were cut."""
+"""The attribute of a ``SchedulerOutput`` with the nodes that its trees had before they were cut."""
 
 
 def graph_rows(vllm_config: VllmConfig, mixed_graphs: bool | None) -> int:
     """Rows of the largest CUDA graph for a step with prompts; 0 if no such step has a graph.
-
-    Args:
-        vllm_config: the engine's.
-        mixed_graphs: the configured value, which may ask for graphs that vLLM doesn't capture.
-    """
+    `mixed_graphs` is the configured value, which may ask for graphs that vLLM doesn't capture."""
     compilation = vllm_config.compilation_config
     if not mixed_graphs and not compilation.cudagraph_mode.mixed_mode():
         return 0
@@ -38,16 +33,15 @@ def graph_rows(vllm_config: VllmConfig, mixed_graphs: bool | None) -> int:
 def nodes_that_fit(
     scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], max_rows: int
 ) -> int | None:
-    """Most nodes that each tree may have if the step is to fit a graph.
+    """Most nodes that each tree may have if the step is to fit a graph of so many rows.
 
     Args:
         scheduled: rows of each request.
         drafts: nodes of the requests that have a tree; each also has a row for its root.
-        max_rows: rows of the largest graph.
 
     Returns:
-        The number of nodes. None if nothing is to be cut: no prompts run beside the trees, the step
-        fits as it is, or it would not fit without any node either.
+        None if nothing is to be cut: no prompts run beside the trees, the step fits as it is, or it
+            would not fit without any node either.
     """
     total = sum(scheduled.values())
     if total <= max_rows:
@@ -62,12 +56,7 @@ def nodes_that_fit(
 
 
 def cut_trees(output: SchedulerOutput, max_rows: int) -> None:
-    """Leave out the last nodes of a step's trees where the step would fit no graph with them.
-
-    Args:
-        output: what the scheduler asks for, before the scheduler counts it as computed.
-        max_rows: rows of the largest graph.
-    """
+    """Cut a step's trees to fit, before the scheduler counts the step as computed."""
     scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     kept = nodes_that_fit(scheduled, drafts, max_rows)
     if kept is None:
@@ -89,10 +78,7 @@ def drafted(output: SchedulerOutput) -> int | None:
 
 
 def count_fitted(worker: Any) -> None:
-    """Let a worker of vLLM's, which has loaded its model, count steps that were made to fit.
-
-    Their trees were cut or their prompts chunked.
-    """
+    """Let a worker, which has loaded its model, count steps with cut trees or chunked prompts."""
     counters = worker.model_runner.speculator.context.counters
 
     def then_count(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,10 +93,8 @@ def count_fitted(worker: Any) -> None:
 
 
 def fit_to_graphs(scheduler: Scheduler, max_rows: int) -> None:
-    """Let `scheduler` cut trees beside prompts to steps of at most `max_rows` rows.
-
-    What a step computes is known to a KV connector and to the requests only after this.
-    """
+    """Let `scheduler` cut trees beside prompts, before a KV connector and the requests know the
+    step."""
 
     def then_cut(original: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.chunking.mixed_rows import ROWS
+from vllm_graft.spec_decode.chunking.handover import ROWS
 from vllm_graft.spec_decode.chunking.prompt_chunks import can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
@@ -75,13 +75,8 @@ def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
 class TunedLookup(list[int]):
     """Stands for vLLM's table of drafts by batch size; reading an entry begins a step of the tuner.
 
-    vLLM's scheduler reads ``dynamic_sd_lookup[n]`` exactly once per step that it schedules, when
-    the number of requests is known, and offers no other place to decide it. So an entry must not be
-    read for any other purpose: see `begin_step`.
-
-    Args:
-        schedule: the table's entries, which are never read; vLLM expects a list of this length.
-        tuner: decides each entry.
+    vLLM's scheduler reads ``dynamic_sd_lookup[n]`` exactly once per step, when the number of
+    requests is known, and offers no other place to decide it. So nothing else may read an entry.
     """
 
     def __init__(self, schedule: list[int], tuner: NodeTuner) -> None:
@@ -89,25 +84,14 @@ class TunedLookup(list[int]):
         self.tuner = tuner
 
     def __getitem__(self, batch: Any) -> Any:
-        return self.begin_step(batch)
-
-    def begin_step(self, batch: int) -> int:
-        """Begin the step that the scheduler makes of `batch` requests; return its nodes.
-
-        This changes the tuner's state, as each of its choices lasts for some steps.
-        """
         return self.tuner.begin_step(batch)
 
 
 class StepKind(NamedTuple):
-    """What a step did.
+    """The requests of a step, and what they did.
 
-    Attributes:
-        nodes: drafts of each decoding request.
-        verified: how many of them it verified; fewer than `nodes` where trees were cut.
-        decodes: names of the decoding requests.
-        batch: number of all requests.
-        prompts: rows of the requests that do not decode.
+    Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut.
+    `batch` is the number of all requests, `prompts` the rows of those that do not decode.
     """
 
     nodes: int
@@ -118,11 +102,7 @@ class StepKind(NamedTuple):
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> StepKind | None:
-        """The kind of a step.
-
-        None for a step that the tuner can't use: its requests verified different numbers of drafts,
-        or none of them decoded.
-        """
+        """The kind of a step; None if its requests verified different numbers, or none decoded."""
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         counts = {len(tokens) for tokens in drafts.values() if tokens}
         if len(counts) > 1:
@@ -130,8 +110,7 @@ class StepKind(NamedTuple):
         nodes = counts.pop() if counts else 0
         decodes = [name for name in scheduled if len(drafts.get(name, ())) == nodes]
         if nodes == 0:
-            # The last part of a prompt may be a single token, too. That is rare, and takes as long
-            # as a decode.
+            # A prompt's last part may be a single token, too: rare, and as long as a decode.
             decodes = [name for name in decodes if scheduled[name] == 1]
         elif any(scheduled[name] != nodes + 1 for name in decodes):
             return None
@@ -143,12 +122,8 @@ class StepKind(NamedTuple):
 
 
 class StepWatch:
-    """Tells the tuner about steps whose decoding requests all verified the same number of drafts.
-
-    Args:
-        tuner: the tuner that is told.
-        requests: the scheduler's requests by name.
-    """
+    """Tells the tuner about steps whose decoding requests all verified the same number of
+    drafts."""
 
     def __init__(self, tuner: NodeTuner, requests: Mapping[str, Request]) -> None:
         self.tuner = tuner
@@ -160,13 +135,7 @@ class StepWatch:
         self._last_context = 0
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
-        """Note the end of a step.
-
-        Args:
-            output: what the scheduler asked for.
-            sampled: tokens that each request emitted.
-            now: the clock at the step's end, in seconds.
-        """
+        """Note the end of a step, at a clock of so many seconds, and the tokens of each request."""
         kind = StepKind.of(output)
         if kind is not None and not self.tuner.knows(kind.nodes):
             # vLLM has cut the trees, because the context ends behind them.
@@ -195,10 +164,8 @@ class StepWatch:
         )
 
     def _context(self, names: Iterable[str]) -> int:
-        """K/V tokens of the requests; the last number known if one of them is gone.
-
-        Such a step has read its context, too, so that what is left would be too few tokens.
-        """
+        """K/V tokens of the requests; the last number known if one, whose context was read, is
+        gone."""
         found = [self._requests.get(name) for name in names]
         here = [request for request in found if request is not None]
         if len(here) == len(found):
@@ -215,14 +182,8 @@ class StepWatch:
 
 
 def tree_policy(config: TreeConfig, speculative: Any) -> TreePolicy:
-    """The policy that the configuration names.
-
-    For drafters of blocks `dynamic` is `for_blocks`, for drafts with experts `for_experts`.
-
-    Args:
-        config: the section.
-        speculative: vLLM's speculative config, which says what drafts.
-    """
+    """The policy that the configuration names; `dynamic` has variants for blocks and for
+    experts."""
     policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
     if policy is not dynamic:
         return policy

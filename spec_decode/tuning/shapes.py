@@ -12,14 +12,8 @@ if TYPE_CHECKING:
 
 
 class Rung(NamedTuple):
-    """A shape of a ladder.
-
-    Attributes:
-        topk: children per node, and nodes per level that get children.
-        steps: levels.
-        nodes: nodes of the tree.
-        batch: the largest batch at which it is tried first, before anything was measured.
-    """
+    """A shape of a ladder, and the largest batch at which it is tried first, before anything was
+    measured."""
 
     topk: int
     steps: int
@@ -29,24 +23,18 @@ class Rung(NamedTuple):
 
 @dataclass(frozen=True)
 class Ladder:
-    """Shapes for growing costs of verification.
+    """Shapes for growing costs of verification, fewest nodes first.
 
-    Attributes:
-        rungs: fewest nodes first; a number of nodes occurs once.
-        narrow: whether a number of nodes without a rung is as wide as the next larger rung. If not,
-            it is as wide as configured.
+    A number of nodes without a rung is as wide as the next larger rung if the ladder is `narrow`,
+    else as wide as configured.
     """
 
     rungs: tuple[Rung, ...]
     narrow: bool = False
 
     def within(self, config: TreeConfig, num_nodes: int) -> list[tuple[TreeShape, int]]:
-        """Shapes within the configured bounds, cheapest first, and their largest batches.
-
-        Args:
-            config: its `topk` and `steps` are bounds.
-            num_nodes: nodes of the largest shape.
-        """
+        """Shapes within the configured `topk` and `steps`, cheapest first, up to one of `num_nodes`
+        nodes, and their largest batches."""
         found: dict[int, tuple[TreeShape, int]] = {}
         for rung in self.rungs:
             topk, steps = min(rung.topk, config.topk), min(rung.steps, config.steps)
@@ -87,10 +75,9 @@ DENSE = Ladder(
         Rung(8, 7, 63, 1),
     ),
 )
-"""For dense drafts. For each cost of verification there is a wide shape and a deep one, as easily
-predicted text favours depth and sampled text favours width. Including their roots, they make
-numbers of rows that suit matrix products. They were chosen by measurement: for each batch and text
-one of them is close to the best that was tried."""
+"""For dense drafts. For each cost there is a wide shape for sampled text and a deep one for easily
+predicted text; with their roots they make numbers of rows that suit matrix products. Chosen by
+measurement: for each batch and text one of them is close to the best that was tried."""
 
 NARROW = Ladder(
     (
@@ -107,9 +94,8 @@ NARROW = Ladder(
     ),
     narrow=True,
 )
-"""For drafts that are mixtures of experts. Each row of a level reads experts of its own, so that a
-level costs as much as it is wide, and few nodes come from levels of one row. They were chosen by
-simulation."""
+"""For drafts that are mixtures of experts, chosen by simulation. Each row of a level reads experts
+of its own, so few nodes come from levels of one row."""
 
 
 class TreePolicy(Protocol):
@@ -117,17 +103,13 @@ class TreePolicy(Protocol):
 
     def __call__(self, config: TreeConfig, num_nodes: int) -> TreeShape:
         """Return the shape of a tree of which the engine verifies `num_nodes` drafts."""
-        ...
 
 
 def dynamic(config: TreeConfig, num_nodes: int) -> TreeShape:
     """EAGLE-2's dynamic tree with the configured `topk` and `steps`.
 
-    A tree of n nodes is drafted no wider and no deeper than n. That does not change which nodes are
-    kept, because a node is kept only after all better ones of its level, and after its ancestors.
-
-    With ``shape: auto`` the configured numbers are bounds, and trees of few nodes are drafted
-    narrower or shallower still, because each level costs the draft ``topk`` rows per request.
+    A tree of n nodes is drafted no wider and no deeper than n, which changes none of its nodes.
+    With ``shape: auto`` the numbers are bounds, and small trees are narrower or shallower still.
     """
     return _on(DENSE, config, num_nodes)
 
@@ -145,17 +127,13 @@ def _on(ladder: Ladder, config: TreeConfig, num_nodes: int) -> TreeShape:
 
 
 def whole(config: TreeConfig, num_nodes: int) -> TreeShape:
-    """The configured `topk` and `steps`, even with ``shape: auto``.
-
-    Only what can't change a tree is left out: one of n nodes is no wider and no deeper than n.
-    """
+    """The configured `topk` and `steps`, even with ``shape: auto``, but neither above the nodes."""
     return TreeShape(min(config.topk, num_nodes), min(config.steps, num_nodes), num_nodes)
 
 
 WHOLE_BLOCKS = 30
-"""From so many nodes on, a block drafter's tree with ``shape: auto`` has all `topk` and `steps`.
-
-Such trees are for a few requests at a time, whose levels cost little."""
+"""From so many nodes on, a block drafter's tree with ``shape: auto`` has all `topk` and `steps`:
+such trees are for few requests, whose levels cost little."""
 
 
 def for_blocks(config: TreeConfig, num_nodes: int) -> TreeShape:
@@ -166,28 +144,25 @@ def for_blocks(config: TreeConfig, num_nodes: int) -> TreeShape:
 def auto_schedule(
     config: TreeConfig, num_nodes: int, max_num_seqs: int, ladder: Ladder = DENSE
 ) -> list[tuple[int, int, int]]:
-    """What ``shape: auto`` starts from: ``(first batch, last batch, nodes)``, widest trees first.
+    """The table that ``shape: auto`` starts from: ``(first batch, last batch, nodes)``, widest
+    trees first.
 
-    The form is that of vLLM's ``num_speculative_tokens_per_batch_size``. The number of nodes
-    identifies a shape: it is what the scheduler tells the workers. The last range has no drafts, so
-    that vLLM also captures the graphs for where speculation does not pay. vLLM only learns of
-    numbers of nodes that belong to a batch of up to `max_num_seqs` requests, so ranges shrink until
-    every number has such a batch. With fewer batches than numbers, those for the fewest requests
-    stay: the widest ones, except of a narrow ladder, where few nodes may pay for one request, too.
+    Its form is that of vLLM's ``num_speculative_tokens_per_batch_size``; the number of nodes
+    identifies a shape. The last range has no drafts, so that vLLM captures graphs for these, too.
+    Only numbers with a batch of up to `max_num_seqs` requests exist for vLLM, so ranges shrink
+    until each has one. With fewer batches than numbers, the widest trees stay, or a spread of a
+    narrow ladder, where few nodes may pay for one request, too.
     """
     rungs = ladder.within(config, num_nodes)
     wanted = [(shape.num_nodes, batch) for shape, batch in reversed(rungs)]
     wanted = [*wanted, (0, max_num_seqs)]
     few = min(len(wanted), max_num_seqs)
-    wanted = _spread(wanted, few) if ladder.narrow else wanted[:few]
+    if ladder.narrow:  # as far from each other as from the ends
+        wanted = [wanted[(2 * place + 1) * len(wanted) // (2 * few)] for place in range(few)]
+    wanted = wanted[:few]
     ranges, first = [], 1
     for left, (nodes, batch) in zip(reversed(range(len(wanted))), wanted):
         last = max(first, min(batch, max_num_seqs - left)) if left else max_num_seqs
         ranges.append((first, last, nodes))
         first = last + 1
     return ranges
-
-
-def _spread(items: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """So many of the items, as far from each other as from the ends."""
-    return [items[(2 * place + 1) * len(items) // (2 * count)] for place in range(count)]

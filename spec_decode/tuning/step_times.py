@@ -1,18 +1,17 @@
-"""How long a step takes: measured at the start, corrected while serving."""
+"""Times of steps: measured at the start, corrected while serving."""
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_graft.spec_decode.chunking.handover import Handover
 from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, Rates, usual
-from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
-from vllm_graft.spec_decode.tuning.host_floor import Floor, Timed
+from vllm_graft.spec_decode.tuning.excess import Floor, Point, Slope, Timed, level, place_of
 
 AGE = 2000.0
 """Steps after which timings count for 1/e, so that whatever went wrong is tried again."""
@@ -27,14 +26,11 @@ _BELIEF = 64.0
 """Timings after which half of a node count's own difference to the others is believed."""
 
 _CLEAR = 0.06
-"""Part of the expected seconds by which steps must differ for a measured cost to count as wrong.
-
-Steps of a GPU that nothing disturbs differ by 1 to 3 %. Where rows read experts, the slope corrects
-what it can, and twice as much is asked for."""
+"""Part of the expected seconds by which steps must differ for a measured cost to count as wrong;
+undisturbed ones differ by 1 to 3 %. With a slope, which corrects what it can, twice as much."""
 
 _PROOF = 2
-"""Timings of steps clearly shorter than expected that prove a measured cost wrong, as what disturbs
-a step makes it longer. Of longer ones `_FEW` are needed."""
+"""Timings of steps clearly shorter than expected that prove a measured cost wrong."""
 
 _LEAST = 0.2
 """The part of its measured cost that a step takes at least."""
@@ -43,7 +39,7 @@ Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
 
 MEASURED: Handover[Costs] = Handover()
-"""What each engine's workers have measured, from then until the scheduler is built."""
+"""Costs that each engine's workers have measured, until the scheduler is built."""
 
 
 @dataclass
@@ -51,10 +47,10 @@ class _Timings:
     """Recent steps of one batch size and number of nodes.
 
     Attributes:
-        seconds: what each took; beyond the measured cost where there is one.
-        tokens: K/V tokens of each.
         cost: what was measured at the start; None if it was not.
         longest: more than so many times the cost is a hiccup of the host.
+        seconds: what each took; beyond the measured cost where there is one.
+        tokens: K/V tokens of each.
         last: when the latest was recorded, in steps.
     """
 
@@ -64,31 +60,22 @@ class _Timings:
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
     _usual: tuple[float, float, float] | None = None
-    """The cost per token of context for which the quartile is known, the quartile, and the nearest
-    time to it that can be right."""
+    """The cost per token for which the next two hold, the quartile, and the nearest likely time."""
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
-        """Record a step's seconds and K/V tokens."""
         self.seconds.append(seconds)
         self.tokens.append(tokens)
         self.last, self._usual = now, None
 
     def usual(self, per_token: float, *, likely: bool = True) -> float:
-        """What they usually take without the contexts.
-
-        Reads are far more frequent than timings, so it is kept.
-
-        Args:
-            per_token: seconds of a token of context.
-            likely: return the nearest time that can be right.
-        """
+        """Their usual seconds without contexts of so many seconds per token, or the nearest time
+        that can be right. Reads are far more frequent than timings, so both are kept."""
         if self._usual is None or self._usual[0] != per_token:
             alone = usual(self._alone(per_token))
             self._usual = per_token, alone, self._likely(alone)
         return self._usual[1 + likely]
 
     def _likely(self, seconds: float) -> float:
-        """The nearest time that can be right."""
         if self.cost is None:
             return max(seconds, (1 - LARGEST_SHARE) * usual(self.seconds))
         likely = max(seconds, (_LEAST - 1) * self.cost)
@@ -97,7 +84,8 @@ class _Timings:
         return likely if len(self.seconds) >= _FEW else min(likely, self.longest * self.cost)
 
     def proven(self, per_token: float) -> float:
-        """What at least two of them do not exceed: of four and more, what they usually take.
+        """Seconds that at least two of them do not exceed: of four and more, what they usually
+        take.
 
         One is no proof, as a step that seems short may follow one that the host held up.
         """
@@ -106,7 +94,6 @@ class _Timings:
         return self._likely(sorted(self._alone(per_token))[1])
 
     def _alone(self, per_token: float) -> Iterator[float]:
-        """The seconds of each without its context."""
         pairs = zip(self.seconds, self.tokens, strict=True)
         return (seconds - per_token * tokens for seconds, tokens in pairs)
 
@@ -115,71 +102,40 @@ class _Timings:
         return len(self.seconds) * math.exp((self.last - now) / AGE)
 
     def believed(self, now: int) -> bool:
-        """Whether there are enough of them, or they are recent."""
         return len(self.seconds) >= _FEW or now - self.last < AGE / 4
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the timed node counts of one batch size tell of all. Each part is made when asked for.
-
-    Attributes:
-        now: how many steps were timed before.
-        rates: what a token of context costs, which was left out.
-        points: the timed node counts, for what grows with them.
-        timed: the same ones, for the host's time.
-    """
+class _Told(NamedTuple):
+    """The lessons of all timed node counts of one batch size, until another step is timed or the
+    rates of contexts change."""
 
     now: int
     rates: Rates
-    points: list[Point]
     timed: list[Timed]
-
-    @functools.cached_property
-    def level(self) -> float:
-        return level(self.points)
-
-    @functools.cached_property
-    def slope(self) -> Slope:
-        return Slope.through(self.points)
-
-    @functools.cached_property
-    def floor(self) -> Floor:
-        return Floor.under(self.timed)
+    level: float
+    slope: Slope
+    floor: Floor
 
 
 class StepTimes:
     """Seconds of steps, by batch size and number of nodes.
 
-    What was measured at the start leaves out what all node counts of a batch size have in common:
-    the host, the sampler. This excess is learned as one correction for all of them,
-    and only after many timings as one for each by itself, so that a few bad timings don't rule a
-    number of nodes out. Without measured costs, only timings are known. Contexts are left out of
-    all of these, and come on top by a cost per token (see `ContextCost`), so that timings of short
-    and of long contexts tell the same.
+    What was measured at the start leaves out what all node counts have in common: the host, the
+    sampler. This excess is learned as one correction for all, and only after many timings as one
+    for each, so that a few bad ones don't rule a number out. Contexts come on top (see
+    `ContextCost`). Without measured costs, only timings are known.
 
-    Where the host is slower than the device, which it is with small models, the excess is no
-    constant: more nodes are free until the device takes longer (see `Floor`).
-
-    Where rows read experts, the start may be wrong about what a node costs, as the random tokens of
-    a measured batch ask for other experts than a text. There the correction has a slope in place of
-    the floor. Steps without prompts tell floor and slope for both kinds: prompts' own times differ
-    too much to tell one.
-
-    A cost may be wrong by itself, if something disturbed the start. Two steps that are clearly
-    shorter than expected prove it, as no disturbance makes a step shorter. So do many longer ones.
-    Such a cost is mended (see `mend`), for steps with prompts as well.
+    Where the host is slower than the device, more nodes are free (see `Floor`). Where rows read
+    experts, random tokens ask for other experts than a text, so the correction has a slope instead.
+    A cost that something disturbed at the start is mended (see `mend`). Steps without prompts tell
+    all three for all steps: prompts' own times differ too much.
 
     Args:
         context: the cost of contexts; steps with and without prompts share it.
         prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
             as long as it should was disturbed, and no more than that is recorded.
         sloped: whether the correction grows with the nodes.
-        slope_of: the same steps without prompts, whose slope, floor and mended costs count; None
-            where these are the steps' own.
-
-    Attributes:
-        costs: what was measured at the start, without prompts.
+        slope_of: the same steps without prompts; None where these are the steps' own.
     """
 
     def __init__(
@@ -224,10 +180,10 @@ class StepTimes:
         return max(cost + more, _LEAST * cost) + context
 
     def mend(self, size: int, nodes: int) -> float:
-        """Seconds by which its own timings prove a measured cost wrong; 0 if they don't.
+        """Seconds by which its own timings, beyond noise, prove a measured cost wrong; else 0.
 
-        These are what lies beyond `_CLEAR`, so that noise changes nothing. Where the host bounds
-        the steps, they tell little of the device's time, and nothing is proven.
+        Two steps that are clearly shorter than expected prove it, as no disturbance makes a step
+        shorter; so do many longer ones. Where the host bounds the steps, they prove nothing.
         """
         seen, cost = self._seen.get(size, {}).get(nodes), self.measured(size, nodes)
         if seen is None or cost is None or len(seen.seconds) < _PROOF:
@@ -272,11 +228,8 @@ class StepTimes:
         return costs[below] + fraction * (costs[above] - costs[below])
 
     def least(self, size: int, nodes: int, tokens: int = 0) -> float:
-        """Lower bound of a step's seconds: the most that a step of no more work is known to take.
-
-        These are the steps of batches up to this size, with as many nodes or with none, over as
-        many K/V tokens.
-        """
+        """Lower bound of a step's seconds: the most that a step of no more work (no larger batch,
+        as many nodes or none, as many K/V tokens) is known to take."""
         times = [
             seconds
             for other in self._seen
@@ -287,28 +240,16 @@ class StepTimes:
         ]
         return max(times, default=0.0)
 
-    def seen(self, nodes: int) -> dict[int, float]:
-        """Usual seconds, without contexts, of the timed steps of some nodes, by batch size."""
-        return {
-            size: (self.measured(size, nodes) or 0.0) + self._usual(nodes, found[nodes])
-            for size, found in sorted(self._seen.items())
-            if nodes in found
-        }
-
     def slope(self, size: int) -> Slope:
-        """How the seconds beyond the measured costs grow with the nodes, for a batch size."""
         return self._told(size).slope
 
     def floor(self, size: int) -> Floor:
-        """The host's time in a step of a batch size."""
         return self._told(size).floor
 
     def _shared_excess(self, size: int, nodes: int) -> float:
-        """Seconds beyond the measured costs, as all timed node counts of a batch size tell them.
-
-        It is a mean over the node counts, in which often timed ones weigh most, and a slope where
-        there is to be one, or what the host's time asks for.
-        """
+        """Seconds beyond the measured costs that all timed node counts of a batch size tell: a mean
+        in which often timed ones weigh most, with a slope, or with what the host's time asks
+        for."""
         told = self._told(size)
         if not told.timed:
             return 0.0
@@ -323,10 +264,6 @@ class StepTimes:
         return told.level + floor.beyond(cost) - floor.mean_beyond(told.timed)
 
     def _told(self, size: int) -> _Told:
-        """What the timed node counts of a batch size tell.
-
-        A choice asks for it many times, so that it is kept until another step is timed.
-        """
         rates = self._context.rates
         kept = self._kept.get(size)
         if kept is not None and (kept.now, kept.rates) == (self._now, rates):
@@ -346,5 +283,6 @@ class StepTimes:
             points.append(Point(believed, place_of(nodes), beyond))
             # Hiccups are among these, as the host's time may be many times a small model's cost.
             timed.append(Timed(believed, cost, each.usual(rates.of(nodes), likely=False)))
-        told = self._kept[size] = _Told(self._now, rates, points, timed)
+        made = level(points), Slope.through(points), Floor.under(timed)
+        told = self._kept[size] = _Told(self._now, rates, timed, *made)
         return told

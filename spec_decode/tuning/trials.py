@@ -12,7 +12,7 @@ SHARE = 0.002
 """The part of all steps that trials may lose while costs prove right, at first."""
 
 LEAST_SHARE = 0.0003
-"""What is left of `SHARE` after many rounds. The machine may change at any time."""
+"""The rest of `SHARE` after many rounds. The machine may change at any time."""
 
 
 @dataclass
@@ -24,9 +24,6 @@ class _Account:
         share: the part of all steps that is saved for them.
         wait: choices before the next trial, at least.
         doubtful: whether nothing is known of the costs yet, or the latest news was of a wrong one.
-        found: whether a wrong one was found in this round.
-        wrong: numbers whose costs were found wrong.
-        tried: numbers that were in use in this round.
         trial: the number that is being tried, and the steps that it loses if its cost is right.
     """
 
@@ -40,7 +37,6 @@ class _Account:
     trial: tuple[int, float] | None = None
 
     def judge(self, judged: Mapping[int, bool]) -> None:
-        """Take in which measured costs are known to be right or wrong."""
         news = {nodes for nodes, is_wrong in judged.items() if is_wrong} - self.wrong
         self.wrong |= news
         if news:
@@ -66,15 +62,11 @@ class _Account:
 class Trials:
     """When to try another number of nodes instead of the best one, by batch size.
 
-    Nothing tells whether the cost of a number is right that is never chosen. So each number is
-    tried, the better it seems the sooner, and none twice before all were tried. The price of a
-    trial is what it loses if the measured cost is right. It is saved up before, so that right costs
-    lose a small part of all steps, and half as much in each further round. The first trial doesn't
-    wait for its price. One that finds a cost too high pays off, and the next one doesn't wait
-    either, as others may be as wrong.
-
-    Args:
-        block: steps of a choice.
+    Nothing tells whether the cost of a number is right that is never chosen. So each is tried, the
+    better it seems the sooner, and none twice before all were tried. A trial's price, which it
+    loses if the measured cost is right, is saved up before: right costs lose a small part of all
+    steps, and half as much in each further round. The first trial doesn't wait, nor does one after
+    a trial that found a cost too high, as others may be as wrong.
     """
 
     def __init__(self, block: int) -> None:
@@ -91,9 +83,8 @@ class Trials:
         """Count a choice; return the number to try in place of the best one, or None.
 
         Args:
-            size: the batch size.
-            scores: how many tokens per second each number seems to yield.
-            seconds: how long a step of each is expected to take.
+            scores: tokens per second that each number seems to yield.
+            seconds: expected seconds of a step of each.
             judged: whether measured costs are wrong, of the numbers whose timings tell it.
         """
         account = self._accounts.setdefault(size, _Account())

@@ -1,4 +1,4 @@
-"""How many nodes pay: learned while serving, from the times of steps and the tokens they yield."""
+"""The number of nodes that pays: learned while serving, from times of steps and tokens."""
 
 from __future__ import annotations
 
@@ -27,17 +27,8 @@ _WINDOW = 64
 
 @dataclass
 class _BatchHistory:
-    """Recent steps of one batch size, and the choice that is in use for it.
-
-    Attributes:
-        steps: how many steps the averages go over, at most `_WINDOW`.
-        prompt_fraction: fraction of the steps in which prompts ran, recent ones weighing most.
-        tokens: mean number of tokens that a request emitted per step, weighed likewise.
-        prompt_rows: rows of prompts in each of the recent steps.
-        context: K/V tokens of all requests in the latest step.
-        choice: the number of nodes in use.
-        steps_left: for how many more steps it is in use.
-    """
+    """Recent steps of one batch size, and the choice that is in use for it. Means weigh recent
+    steps most, and go over `steps` of them; `context` is of the latest."""
 
     steps: float = 0.0
     prompt_fraction: float = 0.0
@@ -53,7 +44,6 @@ class _BatchHistory:
         return sorted(rows for rows in self.prompt_rows if rows)
 
     def add(self, emitted: Sequence[int], prompt_rows: int, context: int) -> None:
-        """Add a step: tokens that each request emitted, rows of prompts, and K/V tokens."""
         self.context = context
         self.steps = min(self.steps + 1, _WINDOW)
         has_prompts = 1.0 if prompt_rows > 0 else 0.0
@@ -65,26 +55,21 @@ class _BatchHistory:
 class NodeTuner:
     """Chooses the number of nodes that yields the most tokens per second.
 
-    Acceptance depends on the text and hardly on the batch, so all batch sizes share it (see
-    `Acceptance`). The time of a step depends on both, and is kept by batch size (see `StepTimes`),
-    with and without prompts beside the trees. What contexts cost is learned apart (see
-    `ContextCost`). Each choice lasts `BLOCK` steps. The score of a number of nodes is the upper
-    estimate of its acceptance length over the mean time of a step, so that what may be better is
-    tried. A number whose time is unknown is tried, too, unless it could not be the best even if it
-    took no longer than it takes in a smaller batch. Costs measured at the start may be wrong, so
-    that now and then a block of another number is tried (see `Trials`).
+    A number's score is the upper estimate of its `Acceptance` length, which all batch sizes share,
+    over the mean of its `StepTimes`, so that what may be better is tried. One whose time is unknown
+    is tried, too, unless it could not be the best even in the time that it takes in a smaller
+    batch. Costs of the start may be wrong, so now and then another number is tried (see `Trials`).
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
             are the numbers to choose from.
-        max_rows: rows, root and nodes of all requests, that a step may verify. With more
-            requests than fit even with the smallest number of nodes, that number is chosen.
-        sizes: numbers of requests, ascending, that stand for batches: each for the batches up to it
-            and above the one before it. None means powers of two.
+        max_rows: rows, root and nodes of all requests, that a step may verify. Where not even the
+            smallest number of nodes fits, that one is chosen.
+        sizes: numbers of requests, ascending; each stands for the batches up to it and above the
+            one before it. None means powers of two.
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
-        experts: whether rows of a step read experts. There measured costs may be wrong about what a
-            node costs, so that they are corrected by a slope (see `StepTimes`).
+        experts: whether rows of a step read experts, so that costs are corrected by a slope.
     """
 
     def __init__(
@@ -116,13 +101,12 @@ class NodeTuner:
         self._steps_of_size = 0
 
     def seed(self, costs: Costs) -> None:
-        """Take in what steps cost as measured at the start."""
         self._times_alone.seed(costs)
         self._times_with_prompts.seed(costs)
 
     @property
     def costs(self) -> Costs:
-        """What was measured at the start."""
+        """The costs measured at the start."""
         return self._times_alone.costs
 
     def knows(self, nodes: int) -> bool:
@@ -135,10 +119,8 @@ class NodeTuner:
         return fitting or self._node_counts[:1]
 
     def begin_step(self, batch: int) -> int:
-        """Begin a step of `batch` requests; return the nodes that it drafts for each of them.
-
-        This is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them.
-        """
+        """Begin a step of `batch` requests; return the nodes that it drafts for each of them. This
+        is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them."""
         size = self._size(batch)
         history = self._batches.setdefault(size, _BatchHistory())
         allowed = self.allowed(batch)
@@ -165,15 +147,12 @@ class NodeTuner:
         """Learn from a step in which every decoding request had `nodes` drafts.
 
         Args:
-            nodes: drafts that each had, one of the schedule's numbers.
             emitted: tokens that each emitted.
-            seconds: time of the step; None if it says nothing about this number of nodes. A time
-                that isn't positive, of a clock that was set back or stood still, says nothing.
+            seconds: time of the step; None, or one that isn't positive, says nothing.
             batch: requests in the step, if others ran besides those that decode.
             prompts: rows of prompts, or of parts of prompts, that ran besides.
-            verified: how many of its drafts each verified; None if all of them. A cut tree says
-                nothing about the acceptance of a whole one, but its step's time counts, as all
-                steps beside such prompts are cut.
+            verified: how many of its drafts each verified; None if all of them. A cut tree tells no
+                acceptance, but its time counts, as all steps beside such prompts are cut.
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
             context: K/V tokens of all requests of the step.
@@ -202,12 +181,9 @@ class NodeTuner:
             self.context.observe(size, nodes, context, seconds, cost)
 
     def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
-        """Drop the node counts for which most steps would no longer fit a captured graph.
-
-        Steps that fit no graph even with the smallest number of nodes do not count. How long a step
-        takes without a graph is not known before it is tried, and a trial is long, as the host
-        launches the step piece by piece. More tokens per step bring more prompts, too.
-        """
+        """Drop the node counts for which most steps would no longer fit a captured graph. How long
+        a step takes without one is known only by a long trial, as the host launches it piece by
+        piece. Steps that fit no graph even with the smallest number do not count."""
         prompts = history.prompts
 
         def fitting(nodes: int, prompt_fraction: float) -> float:
@@ -229,10 +205,12 @@ class NodeTuner:
         tokens = {nodes: self._tokens_per_step(size, nodes, batch) for nodes in allowed}
         scores = {nodes: tokens[nodes] / seconds for nodes, seconds in times.items()}
         best = max(scores.values(), default=0.0)
+        context = self._batches[size].context
         unknown = [
             nodes
             for nodes in allowed
-            if nodes not in scores and tokens[nodes] > best * (self._least(size, nodes) + added)
+            if nodes not in scores
+            and tokens[nodes] > best * (self._times_alone.least(size, nodes, context) + added)
         ]
         if unknown:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
@@ -240,22 +218,14 @@ class NodeTuner:
         drafting = [nodes for nodes in scores if nodes]
         if self._steps_without_drafts >= PROBE and drafting:
             return max(drafting, key=scores.__getitem__)
-        rival = self._rival(size, scores, times)
+        rival = None
+        if self.costs:
+            rival = self._trials.rival(size, scores, times, self._times_alone.judged(size))
         return max(scores, key=scores.__getitem__) if rival is None else rival
 
-    def _rival(
-        self, size: int, scores: Mapping[int, float], seconds: Mapping[int, float]
-    ) -> int | None:
-        """Another number than the best one, if it is time to see whether its cost is right."""
-        if not self.costs:
-            return None
-        return self._trials.rival(size, scores, seconds, self._times_alone.judged(size))
-
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
-        """Expected seconds of a step per node count, and the part of them that prompts cause.
-
-        Node counts of which nothing is known are left out.
-        """
+        """Expected seconds of a step per known node count, and the part of them that prompts
+        cause."""
         context = self._batches[size].context
         alone, beside = (
             {n: s for n in allowed if (s := times.predict(size, n, context)) is not None}
@@ -272,16 +242,10 @@ class NodeTuner:
             found[nodes] = less + self._prompt_fraction(history, nodes) * (more - less)
         return found, history.prompt_fraction * added
 
-    def _least(self, size: int, nodes: int) -> float:
-        """Lower bound of the seconds of a step without prompts."""
-        return self._times_alone.least(size, nodes, self._batches[size].context)
-
     def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
-        """The fraction of steps that would contain a prompt, with so many nodes.
-
-        A request that ends makes room for another one. So prompts come at a constant rate per
-        token, not per step.
-        """
+        """The fraction of steps that would contain a prompt, with so many nodes: a request that
+        ends makes room for another one, so prompts come at a constant rate per token, not per
+        step."""
         return min(1.0, history.prompt_fraction * self._tokens(nodes) / history.tokens)
 
     def _tokens(self, nodes: int) -> float:
@@ -297,7 +261,7 @@ class NodeTuner:
         return whole - self._prompt_fraction(history, nodes) * (whole - self._tokens_of_cut(kept))
 
     def _kept(self, history: _BatchHistory, nodes: int, batch: int) -> int:
-        """How many nodes the trees keep beside a prompt of the usual length."""
+        """Nodes that the trees keep beside a prompt of the usual length."""
         if not self._cuts or not (prompts := history.prompts):
             return nodes
         room = self._max_rows - prompts[len(prompts) // 2] - batch
@@ -305,10 +269,8 @@ class NodeTuner:
         return min(nodes, room // batch) if room >= 0 else nodes
 
     def _tokens_of_cut(self, nodes: int) -> float:
-        """Upper estimate for a number of nodes that no tree is drafted with.
-
-        It lies on the line between the numbers around it. Without nodes a step yields one token.
-        """
+        """Upper estimate for a number of nodes without a tree: on the line between its neighbours,
+        or between one token and the first of them."""
         place = bisect_left(self._node_counts, nodes)
         above = self._node_counts[place]
         below = self._node_counts[place - 1] if place else 0
@@ -318,15 +280,13 @@ class NodeTuner:
         return least + (nodes - below) / (above - below) * (self._tokens(above) - least)
 
     def _size(self, batch: int) -> int:
-        """The size that stands for a batch."""
         return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
 
     def expected(self, batch: int) -> dict[int, dict[str, float]]:
-        """What is expected of a step of `batch` requests, for each number of nodes to choose from.
+        """Expectations of a step of `batch` requests, for each number of nodes to choose from.
 
-        Returns:
-            `expected_length`, the upper estimate of a request's tokens; `expected_ms`, where known;
-            `measured_ms`, what was measured at the start, where it was.
+        ``expected_length`` is the upper estimate of a request's tokens; ``expected_ms``, and
+        ``measured_ms`` at the start, are there where known.
         """
         size = self._size(batch)
         self._batches.setdefault(size, _BatchHistory())
@@ -340,19 +300,6 @@ class NodeTuner:
             found[nodes] = {"expected_length": round(self._tokens_per_step(size, nodes, batch), 3)}
             found[nodes] |= {name: round(1e3 * s, 3) for name, s in known.items() if s is not None}
         return found
-
-    def report(self) -> dict[int, dict[str, float]]:
-        """Acceptance length and milliseconds per step by batch size, for each number of nodes."""
-        return {
-            nodes: {
-                "acceptance_length": self._acceptance.length(nodes),
-                **{
-                    f"ms_batch_{size}": 1e3 * seconds
-                    for size, seconds in self._times_alone.seen(nodes).items()
-                },
-            }
-            for nodes in self._node_counts
-        }
 
 
 def fits(batch: int, nodes: int, max_rows: int) -> bool:

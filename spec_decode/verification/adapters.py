@@ -7,7 +7,7 @@ while a request that verifies drafts has a row of logits for the root and for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     """Adapters by row of logits and by row of the batch, and the requests for them."""
 
 
-def per_sampled_row(adapters: Sequence[int], cu_num_logits: np.ndarray) -> tuple[int, ...]:
-    """Repeat each request's adapter for all of its rows of logits.
-
-    Args:
-        adapters: ids of adapters by batch row, 0 for none.
-        cu_num_logits: int32 ``[num_reqs + 1]``, where each request's rows of logits begin.
-    """
-    return tuple(np.repeat(np.asarray(adapters), np.diff(cu_num_logits)).tolist())
-
-
 def adapt_sampled_rows(worker: Any) -> None:
     """Let a worker of vLLM's, which has loaded its model, adapt each row of logits of a tree."""
     runner = worker.model_runner
@@ -42,7 +32,8 @@ def adapt_sampled_rows(worker: Any) -> None:
             # vLLM calls this behind the model state's preprocessing, which begins the step.
             assert context.step is not None
             starts = context.step.batch.cu_num_logits_np[: len(of_requests) + 1]
-            return per_sampled_row(of_requests, starts), of_tokens, used
+            of_rows = np.repeat(np.asarray(of_requests), np.diff(starts))
+            return tuple(of_rows.tolist()), of_tokens, used
 
         return make_lora_inputs
 

@@ -31,24 +31,20 @@ class TextWatch(Protocol):
 
     def attach(self, req_states: RequestState) -> None:
         """Read from there. The engine calls it once, before anything is drafted."""
-        ...
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
         """A new request, or one that goes on after a preemption, has this request-state index."""
-        ...
 
 
 class VerifyMode(enum.Enum):
-    """Which requests of the coming forward pass need the ancestor mask."""
+    """The requests of the coming forward pass that need the ancestor mask."""
 
     NONE = enum.auto()
     """No request carries drafts: the platform's attention computes all rows."""
     MIXED = enum.auto()
-    """Some requests carry drafts: the platform's attention runs, then the tree kernel overwrites
-    the rows of trees."""
+    """Some requests carry drafts: the tree kernel overwrites what the platform's has computed."""
     ALL = enum.auto()
-    """Every request carries drafts: only tree attention runs. A FULL CUDA graph of decodes is
-    captured in this mode."""
+    """Every request carries drafts, as in a FULL graph of decodes: only tree attention runs."""
 
 
 @dataclass
@@ -56,7 +52,6 @@ class VerifyStep:
     """One target pass over drafts, from its preparation to the draft's extend pass.
 
     Attributes:
-        batch: the engine's batch.
         num_drafts: int32 ``[num_reqs]``, nodes that are verified per request, not counting roots.
         depth_shift: int64 ``[num_tokens_padded]``, what the tree added to each row's linear
             position; only for targets with multi-dimensional positions.
@@ -85,22 +80,17 @@ class Counters:
     rank_checks: int = 0
     """Batches whose trees were compared between tensor-parallel ranks."""
     tree_replays: int = 0
-    """Steps in which every request verified a tree that ran as one graph."""
+    """Steps in which every request verified a tree that ran as one graph; launches ran as none."""
     tree_launches: int = 0
-    """Such steps that ran without one."""
     mixed_replays: int = 0
-    """Steps with prompts beside trees that ran as one graph."""
+    """Steps with prompts beside trees likewise; for launches no graph had enough rows."""
     mixed_launches: int = 0
-    """Steps with prompts beside trees that ran without a graph, because no graph has enough rows
-    or none was captured."""
     cut_steps: int = 0
-    """Steps with prompts beside trees that were cut, some to their roots, so that the step fits a
-    graph."""
+    """Steps with prompts beside trees that were cut, some to their roots, to fit a graph."""
     chunked_steps: int = 0
     """Steps whose prompts were computed in part, so that the step fits a graph."""
 
     def count_launch(self, reason: str) -> None:
-        """Count a growth without a graph."""
         self.draft_launches[reason] = self.draft_launches.get(reason, 0) + 1
 
 
@@ -115,24 +105,18 @@ class TreeContext:
             logits only temperature changes.
         rows: which rows of the batch belong to trees.
         path: int32 ``[max_reqs, num_nodes + 1]`` by batch row, accepted nodes.
-        workspace: partial results of the tree attention kernels.
-        emitted: int32 ``[vocab]``, how often each token was emitted; None if no vocabulary is
-            learned from it.
+        emitted: int32 ``[vocab]``, how often each token was emitted; None if nothing learns from
+            it.
         teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose tokens are not
             counted; None if all are.
         extra_nodes: int64 ``[max_reqs]`` by request-state index, bit ``j`` is set if node ``j`` of
             the drafted tree is of another source than the draft; None if there is none.
-        extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted; None
-            likewise.
-        watches: what reads the requests' texts.
+        extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
-        recurrent_form: what recurrent layers leave of a row until a path is accepted, as in
-            `TreeConfig`.
-        kept: which rows of recurrent layers have left inputs; None if no layer keeps them.
-        kept_bytes: device memory for these inputs, of all layers.
+        kept: which rows of recurrent layers have left inputs, which take `kept_bytes` of the
+            device; None if no layer keeps them (see ``recurrent_form`` of `TreeConfig`).
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
-        counters: host-side counts.
     """
 
     shape: TreeShape
@@ -165,7 +149,6 @@ class TreeContext:
         workspace: AttentionWorkspace,
         device: torch.device,
     ) -> TreeContext:
-        """Allocate for at most `max_reqs` requests and `max_tokens` rows per batch."""
         width = shape.num_nodes + 1
         return cls(
             shape=shape,
@@ -181,11 +164,9 @@ class TreeContext:
     ) -> VerifyStep:
         """Write the drafts' depths into the batch's positions and their ancestors into the masks.
 
-        Args:
-            batch: a real batch whose slot mapping is computed already: node i must keep the slot
-                of the i-th new token whatever its depth.
-            num_computed: int32 ``[max_reqs]`` by request-state index.
-            keep_shift: whether the step keeps the change of the positions as its `depth_shift`.
+        The batch is real and has its slot mapping already: node i must keep the slot of the i-th
+        new token whatever its depth. `num_computed` is int32 ``[max_reqs]`` by request-state index.
+        With `keep_shift` the step keeps the change of the positions as its `depth_shift`.
         """
         no_drafts = batch.num_draft_tokens == 0
         linear = batch.positions.clone() if keep_shift else None
@@ -207,13 +188,8 @@ class TreeContext:
         return self.step
 
     def choose_mode(self, batch: InputBatch, for_capture: bool, *, is_graph: bool = False) -> None:
-        """Decide on the host how the coming pass computes attention.
-
-        Args:
-            batch: the engine's batch.
-            for_capture: whether the pass is captured, or runs a dummy batch.
-            is_graph: whether the pass is the replay of one graph.
-        """
+        """Decide on the host how the coming pass, which may be captured or be the replay of one
+        graph, computes attention."""
         self._made.clear()
         drafts = batch.num_draft_tokens_per_req
         if for_capture:
@@ -232,31 +208,23 @@ class TreeContext:
             setattr(self.counters, counter, getattr(self.counters, counter) + 1)
 
     def once(self, metadata: T, make: Callable[[T], Made]) -> Made:
-        """What `make` makes of a metadata object, made once per pass.
-
-        All layers of one metadata object have to ask for the same.
-        """
-        known = self._made.get(id(metadata))
-        if known is None:
+        """The result of `make` for a metadata object, made once per pass: all layers ask for the
+        same."""
+        if id(metadata) not in self._made:
             # Keep the original alive: its id() may be reused once it is freed.
-            known = self._made[id(metadata)] = metadata, make(metadata)
-        made: Made = known[1]
+            self._made[id(metadata)] = metadata, make(metadata)
+        made: Made = self._made[id(metadata)][1]
         return made
 
     def plain_metadata(self, metadata: Any) -> Any:
-        """The platform's metadata with `plain_lens` as its lengths, so that it skips tree rows.
+        """The platform's metadata, made once per pass, with `plain_lens` as its lengths, so that
+        FlashAttention 3, which writes zeros for a query without keys, skips tree rows. The copy has
+        no schedule, which was made for other lengths: each layer makes its own on the device."""
 
-        It is made once per pass and metadata object.
+        def without_trees(metadata: Any) -> Any:
+            plain = copy.copy(metadata)
+            plain.seq_lens = self.rows.plain_lens[: metadata.seq_lens.shape[0]]
+            plain.scheduler_metadata = None
+            return plain
 
-        Args:
-            metadata: vLLM's metadata of the FLASH_ATTN backend, for FlashAttention 3, which writes
-                zeros for a query without keys. The copy has no schedule, as that was made for
-                other lengths: each layer makes its own on the device.
-        """
-        return self.once(metadata, self._without_trees)
-
-    def _without_trees(self, metadata: Any) -> Any:
-        plain = copy.copy(metadata)
-        plain.seq_lens = self.rows.plain_lens[: metadata.seq_lens.shape[0]]
-        plain.scheduler_metadata = None
-        return plain
+        return self.once(metadata, without_trees)

@@ -12,10 +12,16 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_graft.seams.wrap import wrap
-from vllm_graft.spec_decode.kernels.history.bad_words import BadWords, forbid_bad_words
-from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
-from vllm_graft.spec_decode.kernels.history.penalties import Penalties, penalize
-from vllm_graft.spec_decode.kernels.history.thinking_budget import ThinkingBudgets, end_reasoning
+from vllm_graft.spec_decode.kernels.history import (
+    BadWords,
+    PathTokens,
+    Penalties,
+    ThinkingBudgets,
+    end_reasoning,
+    forbid_bad_words,
+    path_tokens,
+    penalize,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,101 +30,89 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.trees.topology import TreeState
 
-    Apply = Callable[[torch.Tensor, LogitsContext], torch.Tensor]
-    ApplyInPlace = Callable[[torch.Tensor, LogitsContext], None]
+    Apply = Callable[[torch.Tensor, LogitsContext], Any]
 
 
 def follow_paths(sampler: Sampler, tree: TreeState) -> None:
-    """Let what reads a request's history in a sampler read each node's own path.
+    """Let vLLM's penalties, bad words and thinking budgets read each verified node's own path.
 
-    Args:
-        sampler: vLLM's. Its penalties, bad words and thinking budgets are changed, nothing else.
-        tree: the trees that are verified, by request-state index.
+    The `tree` has the topology by request-state index.
     """
     for processor in sampler.logits_processors:
         if isinstance(processor, PenaltiesState):
-            wrap(processor, "apply", _penalties(processor, tree))
+            wrap(processor, "apply", _along_paths(_penalize, processor, tree))
         elif isinstance(processor, BadWordsState):
-            wrap(processor, "apply", _bad_words(processor, tree))
+            wrap(processor, "apply", _along_paths(_forbid_bad_words, processor, tree))
     thinking = sampler.thinking_budget_state
-    wrap(thinking, "apply", _thinking_budgets(thinking, tree))
+    wrap(thinking, "apply", _along_paths(_end_reasoning, thinking, tree))
 
 
-def _penalties(state: Any, tree: TreeState) -> Callable[[Apply], Apply]:
-    def by_path(original: Apply) -> Apply:
-        def apply(logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-            if _has_no_drafts(logits, ctx):
+def _along_paths(
+    change: Callable[[Any, Apply, torch.Tensor, LogitsContext, TreeState], None],
+    state: Any,
+    tree: TreeState,
+) -> Callable[[Apply], Apply]:
+    def then_change(original: Apply) -> Apply:
+        def apply(logits: torch.Tensor, ctx: LogitsContext) -> Any:
+            if len(logits) == len(ctx.idx_mapping_np):  # Without drafts a request has one row.
                 return original(logits, ctx)
-            if state.use_penalty[ctx.idx_mapping_np].any():
-                # vLLM writes into other memory in each step, so none of it is kept here.
-                penalties = Penalties(
-                    state.repetition_penalty.gpu,
-                    state.frequency_penalty.gpu,
-                    state.presence_penalty.gpu,
-                    state.prompt_bin_mask,
-                    state.output_bin_counts,
-                )
-                penalize(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), penalties)
+            change(state, original, logits, ctx, tree)
             return logits
 
         return apply
 
-    return by_path
+    return then_change
 
 
-def _bad_words(state: Any, tree: TreeState) -> Callable[[Apply], Apply]:
-    def by_path(original: Apply) -> Apply:
-        def apply(logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-            if _has_no_drafts(logits, ctx):
-                return original(logits, ctx)
-            if most := int(state.num_bad_words.np[ctx.idx_mapping_np].max()):
-                requests = state.req_states
-                words = BadWords(
-                    state.num_bad_words.gpu,
-                    state.bad_word_offsets.gpu,
-                    state.bad_word_token_ids.gpu,
-                    requests.all_token_ids.gpu,
-                    requests.prompt_len.gpu,
-                    requests.total_len.gpu,
-                )
-                paths = _paths(ctx, tree)
-                forbid_bad_words(logits, ctx.expanded_idx_mapping, paths, words, most)
-            return logits
-
-        return apply
-
-    return by_path
+def _penalize(
+    state: Any, original: Apply, logits: torch.Tensor, ctx: LogitsContext, tree: TreeState
+) -> None:
+    if state.use_penalty[ctx.idx_mapping_np].any():
+        # vLLM writes into other memory in each step, so none of it is kept here.
+        penalties = Penalties(
+            state.repetition_penalty.gpu,
+            state.frequency_penalty.gpu,
+            state.presence_penalty.gpu,
+            state.prompt_bin_mask,
+            state.output_bin_counts,
+        )
+        penalize(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), penalties)
 
 
-def _thinking_budgets(state: Any, tree: TreeState) -> Callable[[ApplyInPlace], ApplyInPlace]:
-    def by_path(original: ApplyInPlace) -> ApplyInPlace:
-        def apply(logits: torch.Tensor, ctx: LogitsContext) -> None:
-            if _has_no_drafts(logits, ctx):
-                return original(logits, ctx)
-            if state.enabled and state.use_thinking_budget[ctx.idx_mapping_np].any():
-                # Without rows vLLM only looks for markers among the tokens that came since.
-                original(logits[:0], ctx)
-                requests = state.req_states
-                thinking = ThinkingBudgets(
-                    state.thinking_token_budget.gpu,
-                    state.cached_last_start,
-                    state.cached_last_end,
-                    requests.all_token_ids.gpu,
-                    requests.total_len.gpu,
-                    state.reasoning_start_token_ids,
-                    state.natural_reasoning_end_token_ids,
-                    state.reasoning_end_token_ids,
-                )
-                end_reasoning(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), thinking)
-            return None
-
-        return apply
-
-    return by_path
+def _forbid_bad_words(
+    state: Any, original: Apply, logits: torch.Tensor, ctx: LogitsContext, tree: TreeState
+) -> None:
+    if most := int(state.num_bad_words.np[ctx.idx_mapping_np].max()):
+        requests = state.req_states
+        words = BadWords(
+            state.num_bad_words.gpu,
+            state.bad_word_offsets.gpu,
+            state.bad_word_token_ids.gpu,
+            requests.all_token_ids.gpu,
+            requests.prompt_len.gpu,
+            requests.total_len.gpu,
+        )
+        forbid_bad_words(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), words, most)
 
 
-def _has_no_drafts(logits: torch.Tensor, ctx: LogitsContext) -> bool:
-    return len(logits) == len(ctx.idx_mapping_np)
+def _end_reasoning(
+    state: Any, original: Apply, logits: torch.Tensor, ctx: LogitsContext, tree: TreeState
+) -> None:
+    if state.enabled and state.use_thinking_budget[ctx.idx_mapping_np].any():
+        # Without rows vLLM only looks for markers among the tokens that came since.
+        original(logits[:0], ctx)
+        requests = state.req_states
+        thinking = ThinkingBudgets(
+            state.thinking_token_budget.gpu,
+            state.cached_last_start,
+            state.cached_last_end,
+            requests.all_token_ids.gpu,
+            requests.total_len.gpu,
+            state.reasoning_start_token_ids,
+            state.natural_reasoning_end_token_ids,
+            state.reasoning_end_token_ids,
+        )
+        end_reasoning(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), thinking)
 
 
 def _paths(ctx: LogitsContext, tree: TreeState) -> PathTokens:

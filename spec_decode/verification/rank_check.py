@@ -26,12 +26,8 @@ def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> N
     """Compare the trees of a batch over ranks. It waits for the device.
 
     Ranks verify with their own copy of the topology. If the copies differ, the ranks add up heads
-    that saw different keys, and the tokens are wrong without any error.
-
-    Args:
-        tree: this rank's trees.
-        slots: int64 ``[num_reqs]``, request-state index of each row of the batch.
-        drafts: int64 ``[num_reqs, num_nodes]``, drafted tokens.
+    that saw different keys, and the tokens are wrong without any error. The `slots` are int64
+    ``[num_reqs]`` request-state indices, `drafts` int64 ``[num_reqs, num_nodes]`` tokens.
 
     Raises:
         GraftError: if a request's tree differs between two ranks.

@@ -14,10 +14,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
-    RejectionSampler,
-    get_max_chunk_logits,
-)
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 
@@ -30,17 +27,17 @@ if TYPE_CHECKING:
 
 
 MAX_CHUNK_BYTES = 2**28
-"""Bytes of float32 logits in one chunk. vLLM's own limit, for chains, is 1 GiB. torch's top-p sorts
-a chunk into values and 64-bit indices, so a quarter of that limit keeps the total under 1 GiB."""
+"""Bytes of float32 logits in one chunk; torch's top-p sorts them into values and 64-bit indices, so
+a quarter of vLLM's own limit for chains keeps the total under 1 GiB."""
 
 
 class TreeRejectionSampler(RejectionSampler):
     """Emits, for each request, the longest path of its tree that the target's own draws follow.
 
     Every emitted token is a draw of vLLM's sampler from the target, given the tokens before it and
-    with noise keyed by (seed, position). Decoding without speculation makes the very same draws:
-    the tree decides how many of them are made in one pass, never what they are. So the output's
-    distribution is the target's, even where drafts were chosen by looking at that noise.
+    with noise keyed by (seed, position), as without speculation: the tree decides how many draws
+    are made in one pass, never what they are. So the output's distribution is the target's, even
+    where drafts were chosen by looking at that noise.
     """
 
     def __init__(
@@ -52,8 +49,7 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, config, device)
         self.context = context
-        # FlashInfer draws with noise of its own, but drafts are coupled to the noise of vLLM's
-        # own sampler.
+        # FlashInfer draws with noise of its own; drafts are coupled to that of vLLM's sampler.
         sampler.use_flashinfer = False
 
     def __call__(
@@ -66,9 +62,8 @@ class TreeRejectionSampler(RejectionSampler):
         """Verify a batch.
 
         Args:
-            logits: ``[num_logits, vocab]``, request after request, each with its root first and
-                then its nodes.
-            input_batch: the engine's batch.
+            logits: ``[num_logits, vocab]``, request after request, its root first and then its
+                nodes.
             draft_logits: not used; drafts are chosen, not sampled.
             invalid_drafts: bool ``[num_logits]``, drafts that a grammar refused.
         """
@@ -77,21 +72,12 @@ class TreeRejectionSampler(RejectionSampler):
         positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)
         sampled = ids.new_empty((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
-        rows = VerifiedRows(
-            logits=logits,
-            ids=ids,
-            positions=positions,
-            drafts=ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1),
-            sampled=sampled,
-            num_sampled=num_sampled,
-        )
+        drafts = ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1)
+        rows = VerifiedRows(logits, ids, positions, drafts, sampled, num_sampled)
         logprobs = self._verify(rows, batch)
+        prefill_len = sampler.req_states.prefill_len.gpu
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
+            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_len
         )
         assert context.step is not None
         context.step.num_sampled = num_sampled
@@ -104,12 +90,11 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
     def _verify(self, rows: VerifiedRows, batch: InputBatch) -> LogprobsTensors | None:
-        """Draw and walk; return logprobs along the accepted paths if a request wants them."""
         chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
         if not self._wants_logprobs(batch):
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
             whole = chunks[0] if len(chunks) == 1 else Chunk.of(batch, 0, batch.num_reqs)
-            self.walk(_join(drawn), rows, batch, whole)
+            self.walk(drawn[0] if len(drawn) == 1 else torch.cat(drawn), rows, batch, whole)
             return None
         # Finish each chunk before the next, so that the float32 logits of only one are kept.
         parts = [self._emit_logprobs(rows, batch, chunk) for chunk in chunks]
@@ -120,10 +105,8 @@ class TreeRejectionSampler(RejectionSampler):
     def _draw(
         self, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the target's token at every row of a chunk. The chunk bounds the float32 copies.
-
-        Where only temperature changes the logits, there is no copy: vLLM's drawing kernel reads
-        the model's logits and divides them as it goes.
+        """Draw the target's token at every row of a chunk, which bounds the float32 copies. Where
+        only temperature changes the logits, vLLM's kernel reads the model's, and there is no copy.
 
         Returns the tokens, int64 ``[num_rows]``, and the logits that they were drawn from, or the
         model's own logits if the processed ones are not needed.
@@ -132,8 +115,19 @@ class TreeRejectionSampler(RejectionSampler):
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]
         if not wants_processed and self.context.by_temperature[slots].all():
-            return self._draw_by_temperature(rows, batch, mine), _part(rows.logits, mine)
-        tokens, processed = self.sampler.sample(
+            logits, states = _part(rows.logits, mine), self.sampler.sampling_states
+            tokens: torch.Tensor = gumbel_sample(
+                logits,
+                _part(batch.expanded_idx_mapping, mine),
+                states.temperature.gpu,
+                states.seeds.gpu,
+                _part(rows.positions, mine),
+                apply_temperature=True,
+                is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )
+            return tokens, logits
+        drawn: tuple[torch.Tensor, torch.Tensor] = self.sampler.sample(
             rows.logits[mine],
             batch.expanded_idx_mapping[mine],
             batch.idx_mapping[requests],
@@ -144,23 +138,7 @@ class TreeRejectionSampler(RejectionSampler):
             batch.seq_lens_cpu_upper_bound.numpy()[requests],
             return_logprobs=wants_processed,
         )
-        return tokens, processed
-
-    def _draw_by_temperature(
-        self, rows: VerifiedRows, batch: InputBatch, mine: slice
-    ) -> torch.Tensor:
-        sampler = self.sampler
-        tokens: torch.Tensor = gumbel_sample(
-            _part(rows.logits, mine),
-            _part(batch.expanded_idx_mapping, mine),
-            sampler.sampling_states.temperature.gpu,
-            sampler.sampling_states.seeds.gpu,
-            _part(rows.positions, mine),
-            apply_temperature=True,
-            is_drafting=False,
-            use_fp64=sampler.use_fp64_gumbel,
-        )
-        return tokens
+        return drawn
 
     def walk(
         self, drawn: torch.Tensor, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
@@ -214,9 +192,19 @@ class TreeRejectionSampler(RejectionSampler):
         accepted = local < num_sampled[request]
         node = torch.where(accepted, path[request, local.long()], local)
         logits = source[starts[request] + node]
-        if self._most_ids(batch) > 0:
+        most = self._most_logprobs(batch)
+        if (most_ids := self._most_ids(batch)) > 0:
+            # As vLLM's sampler has them: its own verification gives the best tokens' instead.
             emitted = rows.sampled[chunk.requests][request, local.long()]
-            return self._logprobs_of_ids(logits, emitted.where(accepted, 0), batch, chunk)
+            return compute_topk_scores(
+                logits,
+                max(most, 0),
+                emitted.where(accepted, 0),
+                logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+                expanded_idx_mapping=_part(batch.expanded_idx_mapping, chunk.rows),
+                max_per_req_token_ids=most_ids,
+                logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            )
         return self._get_logprobs_tensors(
             rows.sampled[chunk.requests],
             num_sampled,
@@ -224,28 +212,7 @@ class TreeRejectionSampler(RejectionSampler):
             starts,
             chunk.cu_num_logits_np,
             # The whole batch's number: chunks are concatenated, so all need the same width.
-            self._most_logprobs(batch),
-        )
-
-    def _logprobs_of_ids(
-        self, logits: torch.Tensor, emitted: torch.Tensor, batch: InputBatch, chunk: Chunk
-    ) -> LogprobsTensors:
-        """Logprobs as vLLM's sampler has them where requests chose tokens (`logprob_token_ids`).
-
-        vLLM's own verification of drafts gives them the best tokens' instead.
-
-        Args:
-            logits: ``[num_rows, vocab]`` of a chunk, in a chain's order.
-            emitted: int64 ``[num_rows]``.
-        """
-        return compute_topk_scores(
-            logits,
-            max(self._most_logprobs(batch), 0),
-            emitted,
-            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=_part(batch.expanded_idx_mapping, chunk.rows),
-            max_per_req_token_ids=self._most_ids(batch),
-            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            most,
         )
 
 
@@ -253,10 +220,8 @@ class VerifiedRows(NamedTuple):
     """The rows that a step verifies, and where its results go.
 
     Attributes:
-        logits: ``[num_logits, vocab]``.
-        ids: int32 ``[num_logits]``.
-        positions: int64 ``[num_logits]``.
-        drafts: like `ids`, but -1 where a grammar refused the draft.
+        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
+            `drafts`, which are `ids` or -1 where a grammar refused the draft.
         sampled: int64 ``[num_reqs, num_nodes + 1]``.
         num_sampled: int32 ``[num_reqs]``.
     """
@@ -270,13 +235,9 @@ class VerifiedRows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Requests of a batch that are verified together.
+    """Requests of a batch that are verified together, and their rows among the batch's logits.
 
-    Attributes:
-        requests: their places in the batch.
-        rows: their rows among the batch's logits.
-        cu_num_logits: int32 ``[requests + 1]``, where each request begins among these rows.
-        cu_num_logits_np: the same on the host.
+    The request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host.
     """
 
     requests: slice
@@ -296,7 +257,6 @@ class Chunk(NamedTuple):
 
 
 def _max_rows(vocab_size: int) -> int:
-    """Most rows of a chunk; the rows of one request stay together, however many they are."""
     most = min(get_max_chunk_logits(vocab_size), MAX_CHUNK_BYTES // (4 * vocab_size))
     return max(1, int(most))
 
@@ -326,7 +286,3 @@ def _with_logits(rows: torch.Tensor, batch: InputBatch) -> torch.Tensor:
 def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
     """A slice of a tensor, or the tensor itself if the slice is all of it: slicing takes time."""
     return tensor if span.stop - span.start == len(tensor) else tensor[span]
-
-
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

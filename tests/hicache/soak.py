@@ -73,7 +73,6 @@ def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def driving(model: Path, **engine: Any) -> Iterator[tuple[Any, Any]]:
-    """Run an engine in this process, with a driver."""
     from vllm_graft.bench.hicache.prompt_driver import Driver
     from vllm_graft.testing import cpu_engine
 
@@ -84,7 +83,6 @@ def driving(model: Path, **engine: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def expected_tokens(model: Path, wanted: list[Prompt]) -> Tokens:
-    """Return the answers of an engine without a connector."""
     with driving(model) as (_, driver):
         answers = [driver.run([prompt], TOKENS)[0] for prompt in wanted]
     return {number: answer.tokens for number, answer in enumerate(answers)}
@@ -100,7 +98,6 @@ class Round:
         self._random = random.Random(seed)
 
     def batch(self) -> None:
-        """Run some requests at once; now and then abort one, or empty the caches."""
         draw = self._random
         names = {}
         for number in draw.sample(range(len(self._prompts)), draw.randrange(1, 7)):
@@ -142,7 +139,6 @@ class Round:
 
 
 def connector_of(llm: Any) -> Any:
-    """Return the scheduler's connector of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler.connector
 
 
@@ -274,7 +270,6 @@ def _victim(pipe: Connection, model: Path, expected: Tokens, storage: Path, seed
 
 
 def bad(counts: dict[str, int]) -> int:
-    """Count events that must not happen."""
     names = ("wrong", "later_wrong", "hung", "died", "no_start", "errors", "blind")
     return sum(counts.get(key, 0) for key in names)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.host_cache import storage_writer
+from tests.support.host_cache.third_stores import raising
 from vllm_graft.activation import refuse
 from vllm_graft.base import log
 from vllm_graft.base.errors import ConfigError
@@ -25,8 +26,7 @@ from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host import machine_memory as memory
 from vllm_graft.hicache.pages import namespace
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes
-from vllm_graft.hicache.pages.pool_shape import PAGE
+from vllm_graft.hicache.pages.pool_shape import PAGE, least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.hooks.entries import StorageBackend as Entry
@@ -58,9 +58,7 @@ def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
     """Make a stand-in for a VllmConfig, with the fields that are read."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector=connector,
-            kv_connector_module_path=None,
-            kv_connector_extra_config=extra,
+            kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config=extra
         ),
         model_config=_model(),
         speculative_config=None,
@@ -81,11 +79,7 @@ def _engine(extra: Any, connector: str = OURS, **parallel: Any) -> Any:
 
 
 def _child(extra: Any, connector: str = OURS) -> dict[str, Any]:
-    return {
-        "kv_connector": connector,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _accepted(vllm_config: Any) -> list[HiCacheConfig]:
@@ -102,19 +96,26 @@ def _refusal(extra: Any, connector: str = OURS, **parallel: Any) -> str:
 
 
 def _stored(**storage: Any) -> dict[str, Any]:
-    return {"host_bytes": "64MiB", "storage": {"max_bytes": "64MiB", **storage}}
+    storage = {"backend": "segments", "max_bytes": "64MiB", **storage}
+    return {"host_bytes": "64MiB", "storage": storage}
+
+
+@pytest.fixture
+def extra(tmp_path: Path) -> dict[str, Any]:
+    return _stored(path=str(tmp_path))
+
+
+def _multi(*children: Any) -> tuple[dict[str, Any], str]:
+    return {"connectors": list(children)}, "MultiConnector"
 
 
 def _tree(path: Path) -> list[tuple[Path, int]]:
     return [(file, file.lstat().st_mtime_ns) for file in sorted([path, *path.rglob("*")])]
 
 
-# --- whose keys they are ----------------------------------------------------------------------
-
-
 def test_a_good_configuration_passes_and_leaves_nothing(tmp_path: Path) -> None:
     before = _tree(tmp_path)
-    extra = _stored(backend="segments", path=str(tmp_path / "a" / "b"))
+    extra = _stored(path=str(tmp_path / "a" / "b"))
     [config] = _accepted(_engine(extra))
     assert config.host_bytes == 64 << 20
     assert _tree(tmp_path) == before
@@ -126,29 +127,28 @@ def test_connectors_below_a_multi_connector_are_named_by_their_place() -> None:
         f"{FLAG}.connectors[1].kv_connector_extra_config.host_byts: unknown key",
         f"{FLAG}.connectors[1].kv_connector_extra_config.host_bytes is missing",
     ):
-        assert below in _refusal({"connectors": children}, "MultiConnector")
+        assert below in _refusal(*_multi(*children))
     # Later checks, and those of a store's options, name the child in the same way.
     child = f"{FLAG}.connectors[0].kv_connector_extra_config"
     for extra, words in (
         ({"host_bytes": 1}, f"{child}.host_bytes is 1, but"),
         ({"host_bytes": GIB, "eviction": "fifo"}, f"{child}.eviction: no graft_eviction"),
-        (_stored(backend="segments", path=""), f"{child}.storage.path: '' is refused"),
+        (_stored(path=""), f"{child}.storage.path: '' is refused"),
         (None, f"{child}: None is refused"),
     ):
-        assert words in _refusal({"connectors": [_child(extra)]}, "MultiConnector")
+        assert words in _refusal(*_multi(_child(extra)))
     # The next connector is named by its own place again.
     assert _refusal({"host_bytes": 1}).startswith(f"{FLAG}.host_bytes is 1")
 
-
-def test_a_multi_connector_in_another_is_looked_into() -> None:
-    inner = _child({"connectors": [_child({"host_bytes": "x"})]}, "MultiConnector")
+    # One in another is looked into.
+    inner = _child(*_multi(_child({"host_bytes": "x"})))
     words = f"{FLAG}.connectors[0].kv_connector_extra_config.connectors[0].kv_connector_extra_"
-    assert words in _refusal({"connectors": [inner]}, "MultiConnector")
+    assert words in _refusal(*_multi(inner))
 
 
 def test_both_of_two_are_returned() -> None:
     children = [_child({"host_bytes": GIB}), _child({"host_bytes": 2 * GIB})]
-    found = _accepted(_engine({"connectors": children}, "MultiConnector"))
+    found = _accepted(_engine(*_multi(*children)))
     assert [config.host_bytes for config in found] == [GIB, 2 * GIB]
 
 
@@ -156,7 +156,7 @@ def test_both_of_two_are_returned() -> None:
     ("extra", "connector"),
     [
         ({"host_byts": 1}, "OtherConnector"),
-        ({"connectors": [_child({"any": 1}, "OtherConnector"), 5]}, "MultiConnector"),
+        _multi(_child({"any": 1}, "OtherConnector"), 5),
         ({"connectors": 5}, "MultiConnector"),
         (None, "MultiConnector"),
     ],
@@ -175,20 +175,17 @@ def test_another_class_of_our_name_is_not_ours_to_judge() -> None:
 
 
 def test_a_list_of_connectors_that_vllm_could_not_read_is_a_sentence() -> None:
-    message = _refusal({"connectors": [_child({"host_bytes": GIB}), 5]}, "MultiConnector")
+    message = _refusal(*_multi(_child({"host_bytes": GIB}), 5))
     assert message.startswith(f"{FLAG}.connectors[1]: 5 is refused: a connector is a mapping")
 
 
 def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
     """vLLM hands each of them its own, as a second keyword of the same name."""
     child = {**_child({"host_bytes": GIB}), "engine_id": "mine"}
-    message = _refusal({"connectors": [child]}, "MultiConnector")
+    message = _refusal(*_multi(child))
     assert message.startswith(f"{FLAG}.connectors[0].engine_id: 'mine' is refused: vLLM gives")
     theirs = {**_child({"any": 1}, "OtherConnector"), "engine_id": "mine"}
-    assert _accepted(_engine({"connectors": [theirs]}, "MultiConnector")) == []
-
-
-# --- keys and values --------------------------------------------------------------------------
+    assert _accepted(_engine(*_multi(theirs))) == []
 
 
 @pytest.mark.parametrize(
@@ -212,21 +209,18 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
             f"{FLAG}.prefetch.base_seconds: 1e+300",
         ),
         (_stored(backend="segment", path="/x"), "Did you mean 'segments'?"),
-        (_stored(backend="segments", pth="/x"), f"{FLAG}.storage.pth: unknown key"),
-        (_stored(backend="segments"), f"{FLAG}.storage.path is missing"),
-        (_stored(backend="segments", path=3), f"{FLAG}.storage.path: 3 is refused"),
-        (_stored(backend="segments", path="/x", io="aio"), f"{FLAG}.storage.io: unknown"),
-        (_stored(backend="segments", path="/x", max_bytes=[]), f"{FLAG}.storage.max_bytes: []"),
-        (_stored(backend="segments", path="/x", max_bytes="1kB"), "greater than or equal to 1048"),
+        (_stored(pth="/x"), f"{FLAG}.storage.pth: unknown key"),
+        (_stored(), f"{FLAG}.storage.path is missing"),
+        (_stored(path=3), f"{FLAG}.storage.path: 3 is refused"),
+        (_stored(path="/x", io="aio"), f"{FLAG}.storage.io: unknown"),
+        (_stored(path="/x", max_bytes=[]), f"{FLAG}.storage.max_bytes: []"),
+        (_stored(path="/x", max_bytes="1kB"), "greater than or equal to 1048"),
     ],
 )
 def test_wrong_keys_and_values(extra: Any, words: str) -> None:
     message = _refusal(extra)
     assert words in message
     assert message.startswith(FLAG)
-
-
-# --- directories ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -249,7 +243,7 @@ def test_what_is_no_directory(
     Path("file").touch()
     Path("link").symlink_to("nowhere")
     before = _tree(tmp_path)
-    message = _refusal(_stored(backend="segments", path=path))
+    message = _refusal(_stored(path=path))
     assert words in message
     assert message.startswith(f"{FLAG}.storage.path: ")
     assert _tree(tmp_path) == before
@@ -260,14 +254,14 @@ def test_a_directory_that_may_not_be_written_to(
 ) -> None:
     # The tests may run as root, which may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    message = _refusal(_stored(backend="segments", path=str(tmp_path / "new" / "one")))
+    message = _refusal(_stored(path=str(tmp_path / "new" / "one")))
     assert f"{tmp_path} may not be written to" in message
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
 def test_a_file_system_without_new_directories() -> None:
     """By its mode the owner may write to ``/proc``, but nobody can create files there."""
-    message = _refusal(_stored(backend="segments", path="/proc/x/y"))
+    message = _refusal(_stored(path="/proc/x/y"))
     words = "cannot be used: no directory can be created in /proc ("
     assert words in message or "/proc may not be written to" in message
 
@@ -275,16 +269,15 @@ def test_a_file_system_without_new_directories() -> None:
 def test_more_than_the_file_system_has_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "new" / "one")
     there = shutil.disk_usage(tmp_path).total
-    message = _refusal(_stored(backend="segments", path=path, max_bytes=there + 1))
+    message = _refusal(_stored(path=path, max_bytes=there + 1))
     assert message.startswith(f"{FLAG}.storage.max_bytes is {there + 1}, but the file system of ")
     assert message.endswith(f"{str(tmp_path)!r} has {there} bytes: lower it.")
-    assert _accepted(_engine(_stored(backend="segments", path=path, max_bytes=there)))
+    assert _accepted(_engine(_stored(path=path, max_bytes=there)))
 
 
 def test_a_lock_of_another_user_is_named_before_a_model_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    extra: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = _stored(backend="segments", path=str(tmp_path))
     SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"}).close()
     assert _accepted(_engine(extra))
     user = os.geteuid()
@@ -298,14 +291,13 @@ def test_a_lock_of_another_user_is_named_before_a_model_loads(
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("x", path)])
 def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "LOCK")
-    message = _refusal(_stored(backend="segments", path=str(tmp_path)))
+    message = _refusal(_stored(path=str(tmp_path)))
     assert f"{tmp_path / 'LOCK'} is no regular file" in message
 
 
 def test_a_directory_that_others_can_write_to_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    extra: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = _stored(backend="segments", path=str(tmp_path))
     log.warning_once.cache_clear()
     assert _accepted(_engine(extra))
     assert "can remove" not in caplog.text
@@ -327,7 +319,7 @@ def test_the_home_directory_and_the_working_directory(
     assert caplog.text == ""
     assert not (tmp_path / "~").exists()
     with caplog.at_level(logging.INFO, logger="vllm.graft"):
-        _accepted(_engine(_stored(backend="segments", path="here/x")))
+        _accepted(_engine(_stored(path="here/x")))
     assert f"the relative path 'here/x' stands for {tmp_path}/here/x" in caplog.text
 
 
@@ -366,9 +358,8 @@ def same_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_another_server_has_open_is_refused(
-    tmp_path: Path, open_elsewhere: Open, same_model: None, monkeypatch: pytest.MonkeyPatch
+    extra: dict[str, Any], open_elsewhere: Open, same_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = _stored(backend="segments", path=str(tmp_path))
     process = open_elsewhere(True)
     message = _refusal(extra)
     assert message.startswith(f"{FLAG}.storage.path: process {process.pid} has ")
@@ -376,7 +367,7 @@ def test_a_store_that_another_server_has_open_is_refused(
     # A replica does not know its number yet.
     _accepted(_engine(extra, data_parallel_size=2))
     # Weights that are not on a disk yet have no namespace.
-    monkeypatch.setattr(namespace, "namespace_start", _raise(ConfigError("no weights")))
+    monkeypatch.setattr(namespace, "namespace_start", raising(ConfigError("no weights")))
     _accepted(_engine(extra))
     # A store of another model does not conflict.
     monkeypatch.setattr(namespace, "namespace_start", lambda *given, **named: bytes(8))
@@ -384,9 +375,8 @@ def test_a_store_that_another_server_has_open_is_refused(
 
 
 def test_looking_takes_nothing_and_an_end_frees_it(
-    tmp_path: Path, open_elsewhere: Open, same_model: None
+    extra: dict[str, Any], tmp_path: Path, open_elsewhere: Open, same_model: None
 ) -> None:
-    extra = _stored(backend="segments", path=str(tmp_path))
     process = open_elsewhere(True)
     assert "open" in _refusal(extra)
     process.kill()
@@ -398,10 +388,9 @@ def test_looking_takes_nothing_and_an_end_frees_it(
 
 
 def test_a_process_of_this_server_is_no_stranger(
-    tmp_path: Path, open_elsewhere: Open, same_model: None
+    extra: dict[str, Any], tmp_path: Path, open_elsewhere: Open, same_model: None
 ) -> None:
     """vLLM's frontends build the configuration again while the engine's process starts."""
-    extra = _stored(backend="segments", path=str(tmp_path))
     process = open_elsewhere(False)
     assert SegmentsBackend.open_elsewhere({"path": str(tmp_path), "max_bytes": "8MiB"}) == {
         NAMESPACE: process.pid
@@ -413,7 +402,7 @@ def test_a_store_of_this_process_is_no_stranger(tmp_path: Path, same_model: None
     options = {"path": str(tmp_path), "max_bytes": "8MiB"}
     store = SegmentsBackend(NAMESPACE, options)
     assert SegmentsBackend.open_elsewhere(options) == {NAMESPACE: os.getpid()}
-    _accepted(_engine(_stored(backend="segments", path=str(tmp_path))))
+    _accepted(_engine(_stored(path=str(tmp_path))))
     store.close()
     assert SegmentsBackend.open_elsewhere(options) == {}
 
@@ -426,19 +415,7 @@ def test_a_lock_without_a_process_tells_nothing(tmp_path: Path) -> None:
     store.close()
 
 
-def _raise(error: BaseException) -> Callable[..., Any]:
-    def fail(*given: Any, **named: Any) -> Any:
-        raise error
-
-    return fail
-
-
-# --- a third party's store --------------------------------------------------------------------
-
-
 class Tape(SegmentsBackend):
-    """A third party's storage backend."""
-
     seen: Mapping[str, Any] = {}
     error: BaseException | None = None
     too_small = StorageBackend.too_small
@@ -520,13 +497,13 @@ PAGE_OF_8B = 32 * 16 * 2 * 8 * 128 * 2
 def test_storage_in_which_no_page_fits_is_refused(tmp_path: Path) -> None:
     """A store keeps a rank's part of a page; the bound is exact where that size is known."""
     needed = PAGE_OF_8B + 448
-    small = _stored(backend="segments", path=str(tmp_path), segment_bytes=needed - 1)
+    small = _stored(path=str(tmp_path), segment_bytes=needed - 1)
     words = f"{FLAG}.storage.segment_bytes is {needed - 1}, so a segment has {needed - 1} bytes"
     assert words in _refusal(small)
     enough = {"path": str(tmp_path), "segment_bytes": needed}
-    assert _accepted(_engine(_stored(backend="segments", **enough)))
+    assert _accepted(_engine(_stored(**enough)))
     assert _accepted(_engine(small, world_size=2))
-    segments = _stored(backend="segments", path=str(tmp_path), max_bytes="8MiB")
+    segments = _stored(path=str(tmp_path), max_bytes="8MiB")
     assert f"{FLAG}.storage.max_bytes is 8388608, so a segment has 1048576" in _refusal(segments)
     assert _accepted(_engine(segments, world_size=4))
     assert not list(tmp_path.iterdir())
@@ -602,12 +579,12 @@ def test_more_than_the_machine_has_is_refused(
         f"/dev/shm has {16 * GIB} bytes. The memory is taken when the engine starts: raise its size"
     )
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
-    stored = _stored(backend="segments", path=str(tmp_path)) | {"host_bytes": "17GiB"}
+    stored = _stored(path=str(tmp_path)) | {"host_bytes": "17GiB"}
     assert words in _refusal(stored)
     monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: None)
     assert _accepted(_engine(stored))
     # Engines of other machines have other memory, and other disks.
-    elsewhere = _stored(backend="segments", path="") | {"host_bytes": "65GiB"}
+    elsewhere = _stored(path="") | {"host_bytes": "65GiB"}
     assert _accepted(_engine(elsewhere, data_parallel_backend="ray"))
     assert _accepted(_engine(elsewhere, data_parallel_size_local=0))
 
@@ -649,9 +626,6 @@ def test_the_size_of_a_file_system(tmp_path: Path) -> None:
     found = memory.filesystem_bytes(tmp_path)
     assert found is not None
     assert found > 0
-
-
-# --- what it can't be combined with -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

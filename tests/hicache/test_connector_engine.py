@@ -9,17 +9,26 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.cache_engines import connector, generate, metrics, prompts, transfer
+from tests.support.engines.cache_engines import (
+    connector,
+    generate,
+    metrics,
+    prompts,
+    stored,
+    transfer,
+)
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.messages.operation import Direction
-from vllm_graft.hicache.pages.page_estimate import least_page_bytes
+from vllm_graft.hicache.pages.pool_shape import least_page_bytes
 from vllm_graft.hicache.storage.segments import store
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = prompts(1, 200, 100, 65, 33)
+HITS, NONE = [192, 96, 64, 32], [0, 0, 0, 0]
 HYBRID_PROMPTS = prompts(2, 300, 130, 70)
+HYBRID_HITS = [288, 128, 64]
 HYBRID: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": True}
 
 
@@ -41,9 +50,9 @@ def _is_idle(llm: Any) -> bool:
 
 def test_async_loads(llama: Path, expected: list[list[int]]) -> None:
     with cpu_engine(llama, kv_transfer_config=transfer(load="async")) as llm:
-        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert generate(llm, PROMPTS) == (expected, NONE)
         assert llm.reset_prefix_cache()
-        assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+        assert generate(llm, PROMPTS) == (expected, HITS)
         assert _is_idle(llm)
         # The frontend's lower bound is no more than the real size of a page.
         slot_bytes = _worker(llm)._geometry.shape.slot_bytes
@@ -58,7 +67,7 @@ def test_async_loads(llama: Path, expected: list[list[int]]) -> None:
 
         # A reset of the connector forgets pages in host memory too.
         assert llm.reset_prefix_cache(reset_connector=True)
-        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert generate(llm, PROMPTS) == (expected, NONE)
         assert _is_idle(llm)
 
 
@@ -71,7 +80,7 @@ def _check_poison(llm: Any, expected: list[list[int]]) -> None:
             range(0, shape.slot_bytes, 7)
         )
     tokens, cached = generate(llm, PROMPTS)
-    assert cached == [192, 96, 64, 32]
+    assert cached == HITS
     assert tokens != expected
     assert llm.reset_prefix_cache(reset_connector=True)
 
@@ -80,14 +89,7 @@ def _check_failed_loads(llm: Any, expected: list[list[int]]) -> None:
     """Check that failed loads are recomputed, and their keys forgotten."""
     assert generate(llm, PROMPTS)[0] == expected
     assert llm.reset_prefix_cache()
-    engine = _worker(llm).engine
-    stock, steps = engine._copies, 0
-
-    def broken(operation: Any) -> Any:
-        if operation.direction is Direction.LOAD:
-            raise OSError("injected")
-        return stock(operation)
-
+    steps = 0
     core = llm.llm_engine.engine_core.engine_core
     schedule = core.scheduler.schedule
 
@@ -96,18 +98,19 @@ def _check_failed_loads(llm: Any, expected: list[list[int]]) -> None:
         steps += 1
         return schedule(*args, **kwargs)
 
-    engine._copies, core.scheduler.schedule = broken, counted
+    core.scheduler.schedule = counted
     try:
-        tokens, _ = generate(llm, PROMPTS)
+        with _broken_loads(_worker(llm).engine):
+            tokens, _ = generate(llm, PROMPTS)
     finally:
-        engine._copies, core.scheduler.schedule = stock, schedule
+        core.scheduler.schedule = schedule
     assert tokens == expected
     assert steps < 100
     assert metrics(llm)["failed_loads"] == 4
     assert _is_idle(llm)
     # The pages were stored again, and can be loaded.
     assert llm.reset_prefix_cache()
-    assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+    assert generate(llm, PROMPTS) == (expected, HITS)
 
 
 def _check_abort_in_mid_load(llm: Any, expected: list[list[int]]) -> None:
@@ -143,7 +146,7 @@ def _check_abort_in_mid_load(llm: Any, expected: list[list[int]]) -> None:
     assert not scheduler.requests, "its blocks were freed"
     assert _is_idle(llm)
     assert llm.reset_prefix_cache()
-    assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+    assert generate(llm, PROMPTS) == (expected, HITS)
 
 
 def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[int]]) -> None:
@@ -152,7 +155,7 @@ def test_layerwise_loads_and_async_scheduling(llama: Path, expected: list[list[i
         assert generate(llm, PROMPTS)[0] == expected
         for _ in range(2):
             assert llm.reset_prefix_cache()
-            assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+            assert generate(llm, PROMPTS) == (expected, HITS)
         assert metrics(llm)["loads_layerwise"] == 8
         _check_early(llm, expected)
 
@@ -235,7 +238,7 @@ def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
         tokens, cached = generate(llm, HYBRID_PROMPTS)
         assert cached == [0, 0, 0]
         assert llm.reset_prefix_cache()
-        assert generate(llm, HYBRID_PROMPTS) == (tokens, [288, 128, 64])
+        assert generate(llm, HYBRID_PROMPTS) == (tokens, HYBRID_HITS)
         assert llm.reset_prefix_cache()
         assert generate(llm, [*HYBRID_PROMPTS, *prompts(9, 40)])[0][:3] == tokens
         counted = _worker(llm).counters()
@@ -250,17 +253,13 @@ def test_hybrid(kind: str, load: str, request: pytest.FixtureRequest) -> None:
 def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A new engine reads what the last one has stored, and the same tokens come out."""
     model = request.getfixturevalue(kind)
-    options = transfer(
-        load="async",
-        storage={"backend": "segments", "path": str(tmp_path), "max_bytes": "1GiB"},
-        prefetch={"policy": "wait_complete"},
-    )
+    options = transfer(**stored(tmp_path))
     with cpu_engine(model, **HYBRID) as llm:
         tokens = generate(llm, HYBRID_PROMPTS)[0]
     with cpu_engine(model, kv_transfer_config=options, **HYBRID) as llm:
         assert generate(llm, HYBRID_PROMPTS) == (tokens, [0, 0, 0])
     with cpu_engine(model, kv_transfer_config=options, **HYBRID) as llm:
-        assert generate(llm, HYBRID_PROMPTS) == (tokens, [288, 128, 64])
+        assert generate(llm, HYBRID_PROMPTS) == (tokens, HYBRID_HITS)
         assert metrics(llm)["hit_tokens_storage"] == 480
         assert llm.reset_prefix_cache(reset_connector=True)
         assert generate(llm, HYBRID_PROMPTS) == (tokens, [0, 0, 0])
@@ -270,7 +269,7 @@ def test_write_policies(llama: Path, expected: list[list[int]]) -> None:
     """Selective keeps pages from the second request on, write-back when requests have ended."""
     options = transfer(load="async", write_policy="write_through_selective")
     with cpu_engine(llama, kv_transfer_config=options) as llm:
-        for cached in ([0, 0, 0, 0], [0, 0, 0, 0], [192, 96, 64, 32]):
+        for cached in (NONE, NONE, HITS):
             assert generate(llm, PROMPTS) == (expected, cached)
             assert llm.reset_prefix_cache()
     options = transfer(load="async", write_policy="write_back")
@@ -288,22 +287,13 @@ def test_failed_loads_end_requests_where_vllm_is_told_so(
     with cpu_engine(llama, kv_transfer_config=options) as llm:
         assert generate(llm, PROMPTS)[0] == expected
         assert llm.reset_prefix_cache()
-        engine = _worker(llm).engine
-        stock = engine._copies
-
-        def broken(operation: Any) -> Any:
-            if operation.direction is Direction.LOAD:
-                raise OSError("injected")
-            return stock(operation)
-
-        engine._copies = broken
-        outputs = llm.generate(PROMPTS, use_tqdm=False)
-        engine._copies = stock
+        with _broken_loads(_worker(llm).engine):
+            outputs = llm.generate(PROMPTS, use_tqdm=False)
         assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 4
         # Blocks of failed requests were not kept.
         llm.llm_engine.engine_core.engine_core.step_fn()
         assert llm.reset_prefix_cache()
-        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert generate(llm, PROMPTS) == (expected, NONE)
         report = llm.collective_rpc("graft_info")[0]
         assert report["parts"] == ["hicache"]
         assert report["counters"]["hicache"]["failed_loads"] == 4
@@ -346,7 +336,7 @@ def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
         assert llm.reset_prefix_cache()
         engine = _worker(llm).engine
         with _broken_loads(engine, times=1):
-            assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+            assert generate(llm, PROMPTS) == (expected, HITS)
         assert engine.second_tries == 1
         assert metrics(llm).get("failed_loads", 0) == 0
 
@@ -363,9 +353,9 @@ def test_failed_layerwise_loads(llama: Path, expected: list[list[int]]) -> None:
         # Neither the device nor the host keeps these blocks.
         for _ in range(2):
             llm.llm_engine.engine_core.engine_core.step_fn()
-        assert generate(llm, PROMPTS) == (expected, [0, 0, 0, 0])
+        assert generate(llm, PROMPTS) == (expected, NONE)
         assert llm.reset_prefix_cache()
-        assert generate(llm, PROMPTS) == (expected, [192, 96, 64, 32])
+        assert generate(llm, PROMPTS) == (expected, HITS)
         assert _is_idle(llm)
 
 

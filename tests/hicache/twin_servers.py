@@ -43,7 +43,6 @@ ENVIRONMENT = {
 
 
 def prompts(count: int, seed: int = 11) -> list[list[int]]:
-    """Make prompts of token ids; many share a prefix with others."""
     numbers = random.Random(seed)
     stems = [[numbers.randrange(5, 500) for _ in range(200)] for _ in range(max(1, count // 6))]
     return [
@@ -89,14 +88,11 @@ class Answer(NamedTuple):
 
 
 def answer(address: str, prompt: Sequence[int]) -> Answer:
-    """Ask a server, and return its answer."""
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "logprobs": 2}
     body |= {"return_tokens_as_token_ids": True}
     request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=120) as reply:
@@ -133,7 +129,6 @@ def meeting(twins: Sequence[VllmServer]) -> Iterator[None]:
 
 
 def signal_all(server: VllmServer, number: int) -> None:
-    """Send a signal to all processes of a server."""
     assert server._process is not None
     os.killpg(server._process.pid, number)
 

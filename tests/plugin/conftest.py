@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.hooks import manager
+from vllm_graft.seams import post_import
+from vllm_graft.seams.wrap import BuiltClasses
+
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -40,18 +44,16 @@ def vllm_config() -> Any:
 
 
 def make_vllm_config() -> Any:
+    off = "is_hybrid is_attention_free use_mla is_encoder_decoder uses_alibi return_sampling_mask"
     target = SimpleNamespace(
-        is_hybrid=False,
-        is_attention_free=False,
-        use_mla=False,
-        is_encoder_decoder=False,
-        uses_alibi=False,
-        return_sampling_mask=False,
-        enable_trace_replay=False,
+        **dict.fromkeys((*off.split(), "enable_trace_replay"), False),
         logits_processors=None,
         hf_text_config=SimpleNamespace(),
         get_vocab_size=lambda: 1000,
     )
+    scheduler = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    ranks = ("data", "pipeline", "decode_context", "prefill_context")
+    unasked = "use_local_argmax_reduction parallel_drafting enable_adaptive_verification"
     return SimpleNamespace(
         additional_config={"graft": {"tree": {}}},
         model_config=target,
@@ -64,16 +66,10 @@ def make_vllm_config() -> Any:
             cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
         ),
         scheduler_config=SimpleNamespace(
-            max_num_seqs=256,
-            max_num_batched_tokens=2048,
-            max_num_scheduled_tokens=None,
-            long_prefill_token_threshold=0,
+            **scheduler, max_num_scheduled_tokens=None, long_prefill_token_threshold=0
         ),
         parallel_config=SimpleNamespace(
-            data_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
+            **{f"{name}_parallel_size": 1 for name in ranks},
             use_ubatching=False,
             enable_batch_sharded_sampling=None,
             worker_extension_cls="",
@@ -87,9 +83,7 @@ def make_vllm_config() -> Any:
             draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(), use_mla=False),
             draft_sample_method="greedy",
             rejection_sample_method="standard",
-            use_local_argmax_reduction=False,
-            parallel_drafting=False,
-            enable_adaptive_verification=False,
+            **dict.fromkeys(unasked.split(), False),
         ),
     )
 
@@ -129,3 +123,31 @@ def fake_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
         return module
 
     return make
+
+
+@pytest.fixture
+def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
+    """Run on another platform."""
+
+    def choose(platform: Any, batch_invariant: bool = False) -> None:
+        envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=batch_invariant)
+        fake_module("vllm", envs=envs)
+        fake_module("vllm.platforms", current_platform=platform)
+
+    return choose
+
+
+@pytest.fixture
+def unhooked_part(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, Any], manager.Manager]:
+    """Stand a part in a process where nothing is hooked, without third parties; return those."""
+
+    def prepare(module: ModuleType, part: Any) -> manager.Manager:
+        monkeypatch.setattr(module, "require_seams", lambda *parts: None)
+        monkeypatch.setattr(part, "built", BuiltClasses("drafts"))
+        monkeypatch.setattr(post_import, "_finder", post_import._Finder())
+        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        plugins = manager.Manager()
+        monkeypatch.setattr(manager, "manager", lambda: plugins)
+        return plugins
+
+    return prepare

@@ -19,7 +19,7 @@ from vllm_graft.base.errors import ConfigError, HookError, NotActiveError, SeamE
 from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import Drafter
 from vllm_graft.seams import post_import
-from vllm_graft.seams.wrap import BuiltClasses, is_hooked, wrap
+from vllm_graft.seams.wrap import is_hooked, wrap
 from vllm_graft.spec_decode import tree_part
 from vllm_graft.spec_decode.verification.context import Counters
 
@@ -28,12 +28,10 @@ EAGLE = f"{SPECULATORS}.eagle.speculator"
 WORKER = "vllm.v1.worker.worker_base"
 
 
-class Stack(SimpleNamespace):
+@pytest.fixture
+def unhooked(fake_module: Any, unhooked_part: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fake vLLM of one test."""
 
-
-@pytest.fixture
-def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Stack:
     class Platform:
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -77,37 +75,30 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
     fake_module(WORKER, WorkerWrapperBase=WorkerWrapperBase)
     fake_module("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
     fake_module("vllm.v1.worker.gpu.cudagraph_utils", CudaGraphManager=CudaGraphManager)
-    plugins = manager.Manager()
+    plugins = unhooked_part(tree_part, tree_part.TREES)
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, Tree))
-    monkeypatch.setattr(manager, "manager", lambda: plugins)
     monkeypatch.setattr(activation, "_registered", False)
-    monkeypatch.setattr(tree_part.TREES, "built", BuiltClasses("drafts"))
-    monkeypatch.setattr(tree_part, "require_seams", lambda *parts: None)
-    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     log.info_once.cache_clear()
     log.warning_once.cache_clear()
-    return Stack(platform=Platform, stock=EagleSpeculator, tree=Tree, wrapper=WorkerWrapperBase)
+    classes = {"platform": Platform, "stock": EagleSpeculator, "tree": Tree}
+    return SimpleNamespace(**classes, wrapper=WorkerWrapperBase)
+
+
+@pytest.fixture
+def vllm(unhooked: Any) -> Any:
+    """The same, after `register()`."""
+    vllm_graft.register()
+    return unhooked
 
 
 def _entries(plugins: manager.Manager, tree: type[Any]) -> Callable[..., Any]:
     real = plugins._entries
 
-    def entries(hook: str, provider: manager.Provider) -> Any:
-        return (
-            [Drafter("eagle", lambda: tree, "", methods=("eagle", "eagle3"))]
-            if hook == "graft_drafters"
-            else real(hook, provider)
-        )
-
-    return entries
+    ours = [Drafter("eagle", lambda: tree, "", methods=("eagle", "eagle3"))]
+    return lambda hook, provider: ours if hook == "graft_drafters" else real(hook, provider)
 
 
-# --- register() and the platform hook ---------------------------------------------------------
-
-
-def test_register_is_idempotent(vllm: Stack) -> None:
-    vllm_graft.register()
+def test_register_is_idempotent(vllm: Any) -> None:
     hooked = vllm.platform.__dict__["check_and_update_config"]
     built, initialize = vllm.stock.__new__, vllm.wrapper.initialize_from_config
     vllm_graft.register()
@@ -117,44 +108,41 @@ def test_register_is_idempotent(vllm: Stack) -> None:
     assert vllm.platform.check_and_update_config.__doc__ == "The platform's own."
 
 
-def test_without_our_key_nothing_changes(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
-    vllm_config.additional_config = {"other": 1}
+@pytest.mark.parametrize("additional", [{"other": 1}, {"graft": {}}])
+def test_without_our_key_nothing_changes(
+    vllm: Any, vllm_config: Any, additional: dict[str, Any]
+) -> None:
+    vllm_config.additional_config = additional
     vllm_config.speculative_config = None
     vllm.platform.check_and_update_config(vllm_config)
     assert vllm_config.seen_by is vllm.platform
-    assert vllm_config.parallel_config.worker_extension_cls == ""
+    assert bool(vllm_config.parallel_config.worker_extension_cls) is ("graft" in additional)
     assert type(vllm.stock(vllm_config, "cpu")) is vllm.stock
     wrapper = vllm.wrapper(SimpleNamespace(), vllm_config)
     wrapper.initialize_from_config([])
     assert wrapper.initialized
 
 
-def test_an_empty_key_asks_for_nothing(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
-    vllm_config.additional_config = {"graft": {}}
-    vllm.platform.check_and_update_config(vllm_config)
-    assert type(vllm.stock(vllm_config, "cpu")) is vllm.stock
-
-
-def test_the_frontend_refuses(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
-    vllm_config.additional_config = {"graft": {"tree": {"topkk": 8}}}
-    with pytest.raises(ConfigError, match=r"tree\.topkk"):
-        vllm.platform.check_and_update_config(vllm_config)
-    vllm_config.additional_config = {"graft": {"tree": {"policy": "dinamic"}}}
-    with pytest.raises(HookError, match=r"graft\.tree\.policy: no graft_tree_policies"):
-        vllm.platform.check_and_update_config(vllm_config)
-    vllm_config.additional_config = {"graft": {"tree": {}}}
-    vllm_config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size"):
+@pytest.mark.parametrize(
+    ("tree", "ranks", "error", "words"),
+    [
+        ({"topkk": 8}, 1, ConfigError, r"tree\.topkk"),
+        ({"policy": "dinamic"}, 1, HookError, r"graft\.tree\.policy: no graft_tree_policies"),
+        ({}, 2, ConfigError, "--pipeline-parallel-size"),
+    ],
+)
+def test_the_frontend_refuses(
+    vllm: Any, vllm_config: Any, tree: dict[str, Any], ranks: int, error: Any, words: str
+) -> None:
+    vllm_config.additional_config = {"graft": {"tree": tree}}
+    vllm_config.parallel_config.pipeline_parallel_size = ranks
+    with pytest.raises(error, match=words):
         vllm.platform.check_and_update_config(vllm_config)
 
 
 def test_each_hook_reads_the_configuration_once(
-    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vllm_graft.register()
     read: list[str] = []
     monkeypatch.setattr(options, "require_plain", lambda value, path: read.append(path))
     vllm.platform.apply_config_platform_defaults(vllm_config)
@@ -163,8 +151,7 @@ def test_each_hook_reads_the_configuration_once(
     assert read == ["--additional-config.graft"] * 2
 
 
-def test_all_that_is_wrong_is_said_before_vllm_reads_any(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
+def test_all_that_is_wrong_is_said_before_vllm_reads_any(vllm: Any, vllm_config: Any) -> None:
     vllm_config.additional_config = {
         "graft": {"tree": {"topkk": 8}, "vit": {"memory": 1}, "tre": {}}
     }
@@ -175,9 +162,8 @@ def test_all_that_is_wrong_is_said_before_vllm_reads_any(vllm: Stack, vllm_confi
 
 
 def test_the_frontend_says_so_once_and_extends_the_worker(
-    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+    vllm: Any, vllm_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vllm_graft.register()
     with caplog.at_level(logging.INFO, logger="vllm.graft"):
         vllm.platform.check_and_update_config(vllm_config)
         vllm.platform.check_and_update_config(vllm_config)
@@ -188,9 +174,8 @@ def test_the_frontend_says_so_once_and_extends_the_worker(
 
 
 def test_another_worker_extension_is_kept(
-    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+    vllm: Any, vllm_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vllm_graft.register()
     vllm_config.parallel_config.worker_extension_cls = "mine.Extension"
     vllm.platform.check_and_update_config(vllm_config)
     assert vllm_config.parallel_config.worker_extension_cls == "mine.Extension"
@@ -198,9 +183,8 @@ def test_another_worker_extension_is_kept(
 
 
 def test_a_misspelt_top_level_is_refused_or_warned_about(
-    vllm: Stack, vllm_config: Any, caplog: pytest.LogCaptureFixture
+    vllm: Any, vllm_config: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vllm_graft.register()
     hooks = ("apply_config_platform_defaults", "check_and_update_config")
     for additional in ({"graff": {"tree": {}}}, {"graft": {"tree": {}}, "graft.tree.topk": 4}):
         vllm_config.additional_config = additional
@@ -213,19 +197,14 @@ def test_a_misspelt_top_level_is_refused_or_warned_about(
     assert caplog.text.count("--additional-config.graff is not read by vllm-graft") == 1
 
 
-# --- the speculator ---------------------------------------------------------------------------
-
-
-def test_the_stock_class_builds_the_chosen_one(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
+def test_the_stock_class_builds_the_chosen_one(vllm: Any, vllm_config: Any) -> None:
     built = vllm.stock(vllm_config, "cpu")
     assert type(built) is vllm.tree
     assert isinstance(built, vllm.stock)
     assert built.built_with == (vllm_config, "cpu")
 
 
-def test_a_subclass_builds_itself(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
+def test_a_subclass_builds_itself(vllm: Any, vllm_config: Any) -> None:
 
     class Other(vllm.stock):  # type: ignore[name-defined]
         pass
@@ -234,15 +213,14 @@ def test_a_subclass_builds_itself(vllm: Stack, vllm_config: Any) -> None:
     assert type(vllm.tree(vllm_config, "cpu")) is vllm.tree
 
 
-def test_one_process_serves_both_kinds(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
+def test_one_process_serves_both_kinds(vllm: Any, vllm_config: Any) -> None:
     assert type(vllm.stock(vllm_config, "cpu")) is vllm.tree
     vllm_config.additional_config = {}
     assert type(vllm.stock(vllm_config, "cpu")) is vllm.stock
 
 
 def test_moved_seams_stop_the_worker(
-    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*parts: str) -> None:
         raise SeamError(", ".join(parts))
@@ -254,7 +232,7 @@ def test_moved_seams_stop_the_worker(
 
 
 def test_an_untested_vllm_is_named(
-    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vllm: Any, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tree_part, "vllm_version", lambda: "0.34.0")
     vllm_graft.register()
@@ -263,37 +241,32 @@ def test_an_untested_vllm_is_named(
 
 
 def test_a_drafter_must_be_a_subclass(
-    vllm: Stack, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+    vllm: Any, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vllm_graft.register()
     plugins = manager.manager()
     monkeypatch.setattr(plugins, "_entries", _entries(plugins, dict))
     with pytest.raises(HookError, match="must be a subclass of vLLM's EagleSpeculator"):
         vllm.stock(vllm_config, "cpu")
 
 
-# --- asked for but not active -----------------------------------------------------------------
-
-
-def _wrapper(vllm: Stack, vllm_config: Any, speculator: Any) -> Any:
+def _wrapper(vllm: Any, vllm_config: Any, speculator: Any) -> Any:
     runner = SimpleNamespace(
         speculator=speculator, prompt_logprobs_worker=None, execute_model=lambda output: None
     )
     return vllm.wrapper(SimpleNamespace(model_runner=runner), vllm_config)
 
 
-def test_an_active_worker_goes_on(vllm: Stack, vllm_config: Any) -> None:
-    vllm_graft.register()
+def test_an_active_worker_goes_on(vllm: Any, vllm_config: Any) -> None:
     wrapper = _wrapper(vllm, vllm_config, vllm.stock(vllm_config, "cpu"))
     wrapper.initialize_from_config([])
     assert wrapper.initialized
 
 
 @pytest.mark.parametrize("what", ["stock", "none", "no runner"])
-def test_an_inactive_worker_stops(vllm: Stack, vllm_config: Any, what: str) -> None:
-    stock = vllm.stock(vllm_config, "cpu")  # before register(): what vLLM would have built
+def test_an_inactive_worker_stops(unhooked: Any, vllm_config: Any, what: str) -> None:
+    stock = unhooked.stock(vllm_config, "cpu")
     vllm_graft.register()
-    wrapper = _wrapper(vllm, vllm_config, stock if what == "stock" else None)
+    wrapper = _wrapper(unhooked, vllm_config, stock if what == "stock" else None)
     if what == "no runner":
         wrapper.worker = SimpleNamespace()
     with pytest.raises(NotActiveError, match=r"graft\.tree asks for tree drafts"):
@@ -302,9 +275,11 @@ def test_an_inactive_worker_stops(vllm: Stack, vllm_config: Any, what: str) -> N
 
 
 def test_a_vllm_without_the_class_stops_only_who_asked(
-    vllm: Stack, vllm_config: Any, fake_module: Callable[..., ModuleType]
+    unhooked: Any, vllm_config: Any, fake_module: Callable[..., ModuleType]
 ) -> None:
     fake_module(EAGLE)
+    vllm_graft.register()
+    vllm = unhooked
     vllm_graft.register()
     with pytest.raises(NotActiveError):
         _wrapper(vllm, vllm_config, vllm.stock(vllm_config, "cpu")).initialize_from_config([])
@@ -334,11 +309,8 @@ def test_an_extension_without_register_is_refused(
         _ = vllm_graft.WorkerExtension
 
 
-# --- waiting for an import --------------------------------------------------------------------
-
-
 def test_after_import_waits_then_calls_once(
-    vllm: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unhooked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "awaited_module.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -356,7 +328,7 @@ def test_after_import_waits_then_calls_once(
 
 
 def test_several_may_wait_for_one_module_and_each_waits_once(
-    vllm: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unhooked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shared_module.py").write_text("calls = []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -396,7 +368,7 @@ def test_several_may_be_put_around_one_function_each_once() -> None:
     assert Stock().say() == "STOCKSTOCK"
 
 
-def test_after_import_of_a_missing_module_stays_an_import_error(vllm: Stack) -> None:
+def test_after_import_of_a_missing_module_stays_an_import_error(unhooked: Any) -> None:
     post_import.after_import("no_such_module_at_all", lambda module: None)
     with pytest.raises(ModuleNotFoundError):
         import no_such_module_at_all  # type: ignore[import-not-found]  # noqa: F401

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.metadata
 import json
 import logging
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 # Some tests replace the module `vllm`, behind which a preset asks this one for a state's bytes.
 import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
 
+from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
 from vllm_graft.base.decision import decision_of, told
@@ -24,57 +25,31 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
 
 
-def platform(device_type: str = "cuda", capability: tuple[int, int] = (9, 0)) -> Any:
-    """A stand-in for vLLM's, which asks NVML."""
-    major, minor = capability
-    found = SimpleNamespace(major=major, minor=minor, as_version_str=lambda: f"{major}.{minor}")
-    return SimpleNamespace(
-        device_type=device_type,
-        is_cuda=lambda: device_type == "cuda",
-        get_device_capability=lambda: found if device_type == "cuda" else None,
-        get_device_total_memory=lambda: 80 << 30,
-        support_static_graph_mode=lambda: device_type == "cuda",
-    )
-
-
 @pytest.fixture
-def on(
-    fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Any], None]:
-    """Run on another platform; the fixture itself is Hopper with a vLLM that fits."""
-
-    def choose(current: Any) -> None:
-        envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=False)
-        fake_module("vllm", envs=envs)
-        fake_module("vllm.platforms", current_platform=current)
-
+def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``, on a Hopper."""
     monkeypatch.setattr(automatic, "moved", lambda *parts: "")
     log.info_once.cache_clear()
     log.warning_once.cache_clear()
     info.clear()
-    choose(platform())
-    return choose
-
-
-@pytest.fixture
-def config(vllm_config: Any, on: Any) -> Any:
-    """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``."""
-    vllm_config.additional_config = {"graft": "auto"}
-    vllm_config.model_config.enforce_eager = False
-    vllm_config.model_config.max_model_len = 8192
-    vllm_config.model_config.multimodal_config = None
-    vllm_config.model_config.is_mm_prefix_lm = False
-    vllm_config.parallel_config.data_parallel_size = 1
-    vllm_config.scheduler_config.scheduler_cls = None
-    vllm_config.compilation_config.cudagraph_mm_encoder = False
-    vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
-    vllm_config.lora_config = None
-    speculative = vllm_config.speculative_config
-    speculative.num_speculative_tokens = 7
-    speculative.num_speculative_tokens_per_batch_size = None
-    speculative.enforce_eager = None
-    speculative.attention_backend = None
-    speculative.draft_model_config = SimpleNamespace(
+    on(platform())
+    change(
+        vllm_config,
+        {
+            "additional_config": {"graft": "auto"},
+            "model_config.enforce_eager": False,
+            "model_config.max_model_len": 8192,
+            "model_config.multimodal_config": None,
+            "model_config.is_mm_prefix_lm": False,
+            "scheduler_config.scheduler_cls": None,
+            "compilation_config.cudagraph_mm_encoder": False,
+            "lora_config": None,
+            "speculative_config.num_speculative_tokens": 7,
+            "speculative_config.enforce_eager": None,
+            "speculative_config.attention_backend": None,
+        },
+    )
+    vllm_config.speculative_config.draft_model_config = SimpleNamespace(
         **{**vars(vllm_config.model_config), "hf_text_config": SimpleNamespace()},
         hf_config=SimpleNamespace(draft_vocab_size=32_000),
         dtype="torch.bfloat16",
@@ -82,11 +57,25 @@ def config(vllm_config: Any, on: Any) -> Any:
     return vllm_config
 
 
+Changes = dict[str, Any]
+"""Values by their dotted paths within vLLM's configuration."""
+
+
+def change(config: Any, changes: Changes) -> None:
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        setattr(functools.reduce(getattr, parents, config), name, value)
+
+
 def start(config: Any) -> Any:
     """Call both hooks as vLLM does; return the decisions."""
     activation.on_defaults(config)
     activation.on_config(config)
     return decision_of(config)
+
+
+def drafts(config: Any) -> Any:
+    return config.speculative_config.num_speculative_tokens
 
 
 def tree_of(config: Any) -> Any:
@@ -99,9 +88,6 @@ def own_sentences(name: str, config: Any) -> str:
     named = copy.copy(config)
     named.additional_config = {"graft": {name: {}}}
     return " ".join(part.refuses(part.section(GraftConfig.from_vllm(named), named), named))
-
-
-# --- what is on -------------------------------------------------------------------------------
 
 
 def test_a_tree_is_on_and_its_values_are_filled_in(config: Any) -> None:
@@ -189,40 +175,27 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     config.speculative_config.method = "draft_model"
     decided = start(config)
     assert set(decided.on) == {"draft"}
-    assert (
-        "'draft_model': set speculative_config.method to 'dflash', 'dspark', 'eagle'"
-        in decided.off["tree"]
-    )
-    assert (
-        "measured yet how fast its trees are: ask for --additional-config.graft.tree"
-        in decided.off["tree"]
-    )
-    assert config.speculative_config.num_speculative_tokens == 7
+    off = decided.off["tree"]
+    assert "'draft_model': set speculative_config.method to 'dflash', 'dspark', 'eagle'" in off
+    assert "measured yet how fast its trees are: ask for --additional-config.graft.tree" in off
+    assert drafts(config) == 7
 
 
-def test_a_method_without_trees_leaves_stock_vllm(config: Any) -> None:
-    config.speculative_config.method = "suffix"
-    decided = start(config)
-    assert decided.on == {}
-    assert decided.off["tree"].endswith("'dspark', 'eagle', 'eagle3' or 'mtp'.")
-
-
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])
+@pytest.mark.parametrize("method", ["suffix", "ngram", "ngram_gpu"])
 def test_trees_whose_speed_is_unknown_are_left_to_who_names_them(config: Any, method: str) -> None:
+    """A method without trees leaves stock vLLM as well."""
     config.speculative_config.method = method
     decided = start(config)
     assert decided.on == {}
     says = decided.off["tree"]
-    beginning = (
-        f"speculative_config.method is '{method}': set speculative_config.method to 'dflash', "
-    )
-    assert says.startswith(beginning)
+    if method == "suffix":
+        assert says.endswith("'dspark', 'eagle', 'eagle3' or 'mtp'.")
+        return
+    advice = "set speculative_config.method to 'dflash', "
+    assert says.startswith(f"speculative_config.method is '{method}': {advice}")
     assert "'ngram'" not in says.partition("set it to")[2]
-    assert (
-        "measured yet how fast its trees are: ask for --additional-config.graft.tree by name"
-        in says
-    )
-    assert config.speculative_config.num_speculative_tokens == 7
+    assert "yet how fast its trees are: ask for --additional-config.graft.tree by name" in says
+    assert drafts(config) == 7
 
 
 def test_trees_of_a_refiner_are_left_to_who_names_them(config: Any) -> None:
@@ -254,66 +227,50 @@ def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
     assert "tree" in decided.on
 
 
-# --- what is made to fit ----------------------------------------------------------------------
+LONG = "scheduler_config.long_prefill_token_threshold"
+ROWS = "scheduler_config.max_num_batched_tokens"
+DEPTH = "speculative_config.num_speculative_tokens"
 
 
-def test_a_tree_is_made_narrower_where_its_levels_would_not_fit(config: Any) -> None:
-    config.scheduler_config.max_num_batched_tokens = 1024
-    decided = start(config)
-    assert tree_of(config)["topk"] == 4
-    assert "but: A level of the draft has 2048 rows" in decided.on["tree"]
-    assert config.scheduler_config.max_num_batched_tokens == 1024
-
-
-def test_no_tree_of_one_branch(config: Any) -> None:
-    config.scheduler_config.max_num_batched_tokens = 511
-    assert start(config).off["tree"].startswith("A level of the draft has 2048 rows")
-    assert config.speculative_config.num_speculative_tokens == 7
-
-
-def test_a_shallow_tree_has_the_nodes_that_it_holds(config: Any) -> None:
-    config.speculative_config.num_speculative_tokens = 1
-    start(config)
-    assert tree_of(config)["nodes"] == config.speculative_config.num_speculative_tokens == 8
-
-
-def test_with_lora_a_tree_has_the_rows_that_fit(config: Any) -> None:
-    config.lora_config = object()
-    assert "tree" in start(config).on
-    assert tree_of(config)["nodes"] == 7
-
-
-def test_a_fixed_tree_has_the_rows_that_the_threshold_leaves_whole(config: Any) -> None:
-    config.additional_config = {"graft": "latency"}
-    config.scheduler_config.long_prefill_token_threshold = 32
-    decided = start(config)
-    assert {"shape": "fixed", "nodes": 31}.items() <= tree_of(config).items()
-    assert "but: --long-prefill-token-threshold is 32." in decided.on["tree"]
-
-
-@pytest.mark.parametrize(("preset", "threshold"), [("latency", 64), ("auto", 32)])
-def test_other_trees_are_as_large_as_without_a_threshold(
-    config: Any, preset: str, threshold: int
+@pytest.mark.parametrize(
+    ("preset", "path", "value", "tree", "words"),
+    [
+        ("auto", ROWS, 1024, {"topk": 4}, "but: A level of the draft has 2048 rows"),
+        ("auto", DEPTH, 1, {"nodes": 8}, ""),
+        ("auto", "lora_config", object(), {"nodes": 7}, ""),
+        ("latency", LONG, 32, {"shape": "fixed", "nodes": 31},
+         "but: --long-prefill-token-threshold is 32."),
+        ("latency", LONG, 64, {"nodes": 63}, None),
+        ("auto", LONG, 32, {"nodes": 63}, None),
+        ("auto", "parallel_config.data_parallel_size", 2, {"shape": "fixed", "nodes": 15},
+         "shape is 'auto' and --data-parallel-size is 2. vLLM"),
+    ],
+)  # fmt: skip
+def test_a_tree_is_made_to_fit(
+    config: Any, preset: str, path: str, value: Any, tree: dict[str, Any], words: str | None
 ) -> None:
-    config.additional_config = {"graft": preset}
-    config.scheduler_config.long_prefill_token_threshold = threshold
-    assert "the preset wants" not in start(config).on["tree"].lower()
-    assert tree_of(config)["nodes"] == 63
+    """Without `words` it is as large as without the limit."""
+    change(config, {"additional_config": {"graft": preset}, path: value})
+    told = start(config).on["tree"]
+    assert tree.items() <= tree_of(config).items()
+    assert drafts(config) == tree_of(config)["nodes"]
+    assert words in told if words is not None else "the preset wants" not in told.lower()
+    assert path == DEPTH or value == functools.reduce(getattr, path.split("."), config)
 
 
-def test_no_tree_where_the_threshold_leaves_no_row_for_a_node(config: Any) -> None:
-    config.additional_config = {"graft": "latency"}
-    config.scheduler_config.long_prefill_token_threshold = 1
+@pytest.mark.parametrize(
+    ("preset", "path", "value", "words"),
+    [
+        ("auto", ROWS, 511, "A level of the draft has 2048 rows"),
+        ("latency", LONG, 1, "--long-prefill-token-threshold is 1, but a full tree has 2 rows. "),
+        ("auto", DEPTH, 40, "got 40: set it to 1..32"),
+    ],
+)
+def test_no_tree_fits(config: Any, preset: str, path: str, value: int, words: str) -> None:
+    change(config, {"additional_config": {"graft": preset}, path: value})
     off = start(config).off["tree"]
-    assert off.startswith("--long-prefill-token-threshold is 1, but a full tree has 2 rows. ")
-    assert config.speculative_config.num_speculative_tokens == 7
-
-
-def test_replicas_get_a_small_fixed_tree(config: Any) -> None:
-    config.parallel_config.data_parallel_size = 2
-    decided = start(config)
-    assert {"shape": "fixed", "nodes": 15}.items() <= tree_of(config).items()
-    assert "shape is 'auto' and --data-parallel-size is 2. vLLM" in decided.on["tree"]
+    assert words in off if path == DEPTH else off.startswith(words)
+    assert drafts(config) == (value if path == DEPTH else 7)
 
 
 @pytest.mark.parametrize(
@@ -385,12 +342,13 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     ("method", "asked"), [("eagle", True), ("mtp", True), ("dflash", False), ("draft_model", True)]
 )
 def test_n_grams_join_drafts_that_grow_by_levels(config: Any, method: str, asked: bool) -> None:
-    from vllm_graft.spec_decode.presets.ngram_room import ngram_room
+    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+    from vllm_graft.spec_decode.presets.tree_preset import ngram_room
 
     config.speculative_config.method = method
     config.speculative_config.draft_model_config.architectures = []
     found = ngram_room(config)
-    assert (found.ngram is not None, found.says) == (asked, "")
+    assert found == (NgramConfig() if asked else "")
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "nemotron_h"])
@@ -446,49 +404,42 @@ def test_the_gated_delta_rule_gets_small_trees(
     assert ("of recurrent states per node and request" in decided.on["tree"]) is is_smaller
 
 
-def test_nothing_is_filled_in_for_recurrent_layers_on_other_devices(config: Any, on: Any) -> None:
-    on(platform("xpu"))
-    _delta_rule(config)
-    assert "whose trees need an NVIDIA GPU" in start(config).off["tree"]
-    assert config.speculative_config.num_speculative_tokens == 4
-
-
-def test_other_drafts_of_the_gated_delta_rule_were_not_measured(config: Any) -> None:
-    _delta_rule(config, "eagle3")
-    decided = start(config)
-    assert "speculative_config.method is 'eagle3': set it to 'mtp'" in decided.off["tree"]
-    assert config.speculative_config.num_speculative_tokens == 4
-
-
-def _with_experts(config: Any) -> None:
-    config.model_config.is_moe = True
-
-
-def _without_an_fp8_head(config: Any) -> None:
-    config.speculative_config.draft_model_config.dtype = "torch.float32"
-
-
-def _crowded(config: Any) -> None:
-    config.scheduler_config.max_num_seqs = 256
+@pytest.mark.parametrize(
+    ("device", "method", "words"),
+    [
+        ("xpu", "mtp", "whose trees need an NVIDIA GPU"),
+        # Other drafts were not measured.
+        ("cuda", "eagle3", "speculative_config.method is 'eagle3': set it to 'mtp'"),
+    ],
+)
+def test_other_devices_and_drafts_of_the_gated_delta_rule_get_no_trees(
+    config: Any, on: Any, device: str, method: str, words: str
+) -> None:
+    on(platform(device))
+    _delta_rule(config, method)
+    assert words in start(config).off["tree"]
+    assert drafts(config) == 4
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("path", "value", "says"),
     [
-        (_with_experts, "not always faster than chains where there are experts: ask for"),
-        (_without_an_fp8_head, "in FP8 alone: ask for --additional-config.graft.tree by name. The"),
-        (_crowded, "With 7 nodes and --max-num-seqs 256 that is 118 GB, more than a quarter of"),
+        ("model_config.is_moe", True, "not always faster than chains where there are experts: ask"),
+        ("speculative_config.draft_model_config.dtype", "torch.float32",
+         "in FP8 alone: ask for --additional-config.graft.tree by name. The"),
+        ("scheduler_config.max_num_seqs", 256,
+         "With 7 nodes and --max-num-seqs 256 that is 118 GB, more than a quarter of"),
     ],
-)
+)  # fmt: skip
 def test_the_gated_delta_rule_is_left_to_vllm_where_trees_may_not_pay(
-    config: Any, change: Callable[[Any], None], says: str
+    config: Any, path: str, value: Any, says: str
 ) -> None:
     _delta_rule(config)
-    change(config)
-    decided = start(config)
-    assert says in decided.off["tree"]
-    assert "by name" in decided.off["tree"]
-    assert config.speculative_config.num_speculative_tokens == 4
+    change(config, {path: value})
+    off = start(config).off["tree"]
+    assert says in off
+    assert "by name" in off
+    assert drafts(config) == 4
 
 
 def test_several_modules_on_the_gated_delta_rule_stay_refused(config: Any) -> None:
@@ -497,26 +448,19 @@ def test_several_modules_on_the_gated_delta_rule_stay_refused(config: Any) -> No
     assert "The draft has 2 MTP modules" in start(config).off["tree"]
 
 
-# --- what is refused stays stock --------------------------------------------------------------
+SPOILED = pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.is_hybrid", True),
+        ("parallel_config.pipeline_parallel_size", 2),
+        ("speculative_config.enable_adaptive_verification", True),
+    ],
+)
 
 
-def _hybrid(config: Any) -> None:
-    config.model_config.is_hybrid = True
-
-
-def _pipeline(config: Any) -> None:
-    config.parallel_config.pipeline_parallel_size = 2
-
-
-def _adaptive(config: Any) -> None:
-    config.speculative_config.enable_adaptive_verification = True
-
-
-@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive])
-def test_a_refused_tree_leaves_stock_vllm_and_says_why(
-    config: Any, spoil: Callable[[Any], None]
-) -> None:
-    spoil(config)
+@SPOILED
+def test_a_refused_tree_leaves_stock_vllm_and_says_why(config: Any, path: str, value: Any) -> None:
+    change(config, {path: value})
     reason = own_sentences("tree", config)
     decided = start(config)
     assert decided.on == {}
@@ -527,10 +471,9 @@ def test_a_refused_tree_leaves_stock_vllm_and_says_why(
     assert config.additional_config["graft"].keys() == {"decided"}
 
 
-@pytest.mark.parametrize("spoil", [_hybrid, _pipeline, _adaptive])
-def test_a_named_tree_still_refuses(config: Any, spoil: Callable[[Any], None]) -> None:
-    """Negative control."""
-    spoil(config)
+@SPOILED
+def test_a_named_tree_still_refuses(config: Any, path: str, value: Any) -> None:
+    change(config, {path: value})
     config.additional_config = {"graft": {"tree": {"nodes": 63, "fallback": "refuse"}}}
     with pytest.raises(ConfigError, match=r"graft\.tree asks for tree drafts"):
         start(config)
@@ -543,77 +486,51 @@ def test_a_table_of_the_users_counts_drafts_of_a_chain(config: Any) -> None:
     assert config.speculative_config.num_speculative_tokens_per_batch_size is table
 
 
-def test_a_depth_that_no_tree_has(config: Any) -> None:
-    config.speculative_config.num_speculative_tokens = 40
-    assert "got 40: set it to 1..32" in start(config).off["tree"]
-
-
-def test_a_draft_with_mla_gets_trees(config: Any, on: Any) -> None:
-    on(platform())
-    _mla_draft(config)
+def test_a_draft_with_mla_gets_trees(config: Any) -> None:
+    change(config, MLA_DRAFT)
     assert "tree" in start(config).on
 
 
 def test_a_vllm_that_has_moved(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "moved", lambda *parts: f"moved: {parts}")
     assert start(config).off["tree"] == "moved: ('core', 'tree')"
-    assert config.speculative_config.num_speculative_tokens == 7
+    assert drafts(config) == 7
 
 
-def _fp8_cache(config: Any) -> None:
-    config.cache_config.cache_dtype = "fp8"
+MLA_DRAFT = {"speculative_config.draft_model_config.use_mla": True}
+FP8 = {"cache_config.cache_dtype": "fp8"}
+BACKEND = "speculative_config.attention_backend"
+TEXT = "model_config.hf_text_config"
 
 
-def _uneven_heads(config: Any) -> None:
-    vars(config.model_config.hf_text_config).update(head_dim=192, v_head_dim=128)
-
-
-def _mla_draft(config: Any) -> None:
-    config.speculative_config.draft_model_config.use_mla = True
-
-
-def _mla_draft_backend(config: Any) -> None:
-    _mla_draft(config)
-    config.speculative_config.attention_backend = SimpleNamespace(name="TRITON_ATTN")
-
-
-def _soft_cap(config: Any) -> None:
-    config.model_config.hf_text_config.attn_logit_softcapping = 50.0
-
-
-def _draft_backend(config: Any) -> None:
-    config.speculative_config.attention_backend = SimpleNamespace(name="FLASHINFER")
-
-
-def _prefix(config: Any) -> None:
-    config.model_config.is_mm_prefix_lm = True
-
-
-def _nothing(config: Any) -> None:
-    pass
-
-
-LATE = [
-    (platform("cuda", (10, 0)), _nothing, "TRITON_ATTN, CPU_ATTN on compute capability 10.0. "),
-    (platform("cuda", (8, 9)), _fp8_cache, "on compute capability 8.9 with K/V in fp8. "),
-    (platform(), _prefix, "for a model whose images are read in both directions. "),
-    (platform("xpu"), _nothing, "on the platform xpu. The tree kernels"),
-    (platform(), _draft_backend, ": drop speculative_config.attention_backend, or"),
-    (platform("cpu"), _fp8_cache, "--kv-cache-dtype is fp8 on a CPU. "),
-    (platform("cpu"), _soft_cap, "The target caps its attention logits at 50.0. "),
-    (platform(), _uneven_heads, "heads of different sizes (192 and 128)"),
-    (platform(), _mla_draft_backend, "none of TRITON_MLA, FLASH_ATTN_MLA, FLASHMLA, CPU_MLA. "),
+# fmt: off
+LATE: list[tuple[Any, Changes, str]] = [
+    (platform("cuda", (10, 0)), {}, "TRITON_ATTN, CPU_ATTN on compute capability 10.0. "),
+    (platform("cuda", (8, 9)), FP8, "on compute capability 8.9 with K/V in fp8. "),
+    (platform(), {"model_config.is_mm_prefix_lm": True},
+     "for a model whose images are read in both directions. "),
+    (platform("xpu"), {}, "on the platform xpu. The tree kernels"),
+    (platform(), {BACKEND: SimpleNamespace(name="FLASHINFER")},
+     ": drop speculative_config.attention_backend, or"),
+    (platform("cpu"), FP8, "--kv-cache-dtype is fp8 on a CPU. "),
+    (platform("cpu"), {f"{TEXT}.attn_logit_softcapping": 50.0},
+     "The target caps its attention logits at 50.0. "),
+    (platform(), {f"{TEXT}.head_dim": 192, f"{TEXT}.v_head_dim": 128},
+     "heads of different sizes (192 and 128)"),
+    (platform(), {**MLA_DRAFT, BACKEND: SimpleNamespace(name="TRITON_ATTN")},
+     "none of TRITON_MLA, FLASH_ATTN_MLA, FLASHMLA, CPU_MLA. "),
 ]
+# fmt: on
 
 
-@pytest.mark.parametrize(("current", "spoil", "words"), LATE)
+@pytest.mark.parametrize(("current", "changes", "words"), LATE)
 def test_what_a_worker_would_refuse_later_is_left_off_now(
-    config: Any, on: Any, current: Any, spoil: Callable[[Any], None], words: str
+    config: Any, on: Any, current: Any, changes: Changes, words: str
 ) -> None:
     on(current)
-    spoil(config)
+    change(config, changes)
     assert words in start(config).off["tree"]
-    assert config.speculative_config.num_speculative_tokens == 7
+    assert drafts(config) == 7
 
 
 def test_layers_with_heads_of_different_sizes_are_not_asked_for_one(config: Any) -> None:
@@ -646,9 +563,6 @@ def test_an_installed_logits_processor(config: Any, monkeypatch: pytest.MonkeyPa
     assert "A plugin brings the logits processor mine:Processor. " in start(config).off["tree"]
 
 
-# --- what only the complete configuration tells -----------------------------------------------
-
-
 def test_graphs_are_taken_off_again(config: Any) -> None:
     config.speculative_config.method = "draft_model"
     config.compilation_config.cudagraph_mode = None  # Not chosen yet.
@@ -664,7 +578,7 @@ def test_graphs_are_taken_off_again(config: Any) -> None:
 
 def test_a_tree_that_is_taken_off_gives_the_numbers_back(config: Any) -> None:
     activation.on_defaults(config)
-    assert config.speculative_config.num_speculative_tokens == 63
+    assert drafts(config) == 63
     config.use_v2_model_runner = False
     activation.on_config(config)
     assert "Model Runner V1" in decision_of(config).off["tree"]
@@ -680,7 +594,7 @@ def test_another_part_that_is_taken_off_leaves_the_tree_its_numbers(config: Any)
     config.model_config.multimodal_config.language_model_only = True
     activation.on_config(config)
     assert set(decision_of(config).on) == {"tree"}
-    assert config.speculative_config.num_speculative_tokens == 63
+    assert drafts(config) == 63
 
 
 def test_a_derived_configuration_is_not_decided_again(config: Any) -> None:
@@ -690,7 +604,7 @@ def test_a_derived_configuration_is_not_decided_again(config: Any) -> None:
     derived.model_config = config.speculative_config.draft_model_config
     assert start(derived) == decided
     assert derived.additional_config is given
-    assert config.speculative_config.num_speculative_tokens == 63
+    assert drafts(config) == 63
 
 
 def test_what_crosses_to_other_processes_is_plain(config: Any) -> None:
@@ -706,9 +620,6 @@ def test_the_users_mapping_makes_another_engine(config: Any) -> None:
     assert config.additional_config["other"] == 1
 
 
-# --- what is no preset ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["outo", "Auto", "", "eagle", "on"])
 def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> None:
     config.additional_config = {"graft": text}
@@ -718,7 +629,7 @@ def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> 
         message = str(caught.value)
         assert message.startswith(f"--additional-config.graft: {text!r} is no preset.")
         assert "Allowed: auto, latency, throughput, or a mapping with the keys tree" in message
-    assert config.speculative_config.num_speculative_tokens == 7
+    assert drafts(config) == 7
 
 
 @pytest.mark.parametrize(
@@ -745,9 +656,6 @@ def test_a_preset_below_a_misspelt_key_is_refused(config: Any) -> None:
 def test_a_preset_that_nobody_decided_is_not_passed_over(config: Any) -> None:
     with pytest.raises(ConfigError, match="did not ask this platform for its defaults"):
         activation.on_config(config)
-
-
-# --- graft_info -------------------------------------------------------------------------------
 
 
 def test_graft_info_tells_the_decisions_and_what_the_worker_found(config: Any) -> None:

@@ -15,32 +15,28 @@ from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
+def tree(**values: Any) -> TreeConfig:
+    """Parse a section."""
+    found = GraftConfig.parse({"tree": values}).tree
+    assert found is not None
+    return found
+
+
 def test_defaults() -> None:
     assert GraftConfig.parse({}) == GraftConfig(tree=None)
-    eagle = GraftConfig.parse({"tree": {}}).tree
-    assert eagle == TreeConfig(
-        topk=8,
-        steps=6,
-        hot_tokens=None,
-        head_dtype="auto",
-        drafter=None,
-        policy="dynamic",
-        graph_runner="cuda_graph",
-    )
+    told = {"topk": 8, "steps": 6, "hot_tokens": None, "head_dtype": "auto", "drafter": None}
+    assert tree() == TreeConfig(**told, policy="dynamic", graph_runner="cuda_graph")
 
 
 def test_digits_as_strings_are_numbers() -> None:
-    parsed = GraftConfig.parse({"tree": {"topk": "4", "steps": "3"}})
-    assert parsed == GraftConfig(tree=TreeConfig(topk=4, steps=3))
+    assert tree(topk="4", steps="3") == TreeConfig(topk=4, steps=3)
 
 
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, None), (512, 512), ("512", 512), ("a/hot.json", "a/hot.json")]
 )
 def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> None:
-    config = GraftConfig.parse({"tree": {"hot_tokens": value}})
-    assert config.tree is not None
-    assert config.tree.hot_tokens == expected
+    assert tree(hot_tokens=value).hot_tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -60,9 +56,7 @@ def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> N
     ],
 )
 def test_ngrams_are_on_off_or_two_lengths(value: object, expected: object) -> None:
-    config = GraftConfig.parse({"tree": {"ngram": value}})
-    assert config.tree is not None
-    assert config.tree.ngram == expected
+    assert tree(ngram=value).ngram == expected
 
 
 @pytest.mark.parametrize(
@@ -81,37 +75,28 @@ def test_ngrams_are_on_off_or_two_lengths(value: object, expected: object) -> No
 )
 def test_wrong_ngrams_are_explained(value: object, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        GraftConfig.parse({"tree": {"ngram": value}})
+        tree(ngram=value)
     assert words in str(caught.value)
     assert str(caught.value).startswith("--additional-config.graft.tree.ngram")
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])
-def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
+def test_num_candidates_counts_a_full_tree(topk: int, steps: int) -> None:
     # Level by level: every expanded node gets topk children, topk of each level are expanded.
     expanded, nodes = 1, 0
     for _ in range(steps):
         children = expanded * topk
         nodes += children
         expanded = min(topk, children)
-    assert TreeConfig(topk=topk, steps=steps).max_nodes == nodes
+    assert TreeConfig(topk=topk, steps=steps).num_candidates == nodes
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (
-            {"tree": {"topkk": 8}},
-            ["--additional-config.graft.tree.topkk: unknown key", "Did you mean 'topk'?"],
-        ),
+        ({"tree": {"topkk": 8}}, ["-config.graft.tree.topkk: unknown key", "mean 'topk'?"]),
         ({"tre": {}}, ["--additional-config.graft.tre", "Did you mean 'tree'?"]),
-        (
-            {"tree": {"zzz": 1}},
-            [
-                "graft.tree.zzz",
-                "Known: attention, coupled, draft_window, drafter, fallback, fit_graphs",
-            ],
-        ),
+        ({"tree": {"zzz": 1}}, ["graft.tree.zzz", "Known: attention, coupled, draft_window, d"]),
         ({"tree": {"topk": 33}}, ["graft.tree.topk", "33", "Allowed: 1 to 32"]),
         ({"tree": {"topk": 0}}, ["graft.tree.topk", "0", "Allowed: 1 to 32"]),
         ({"tree": {"steps": "0"}}, ["graft.tree.steps", "'0'", "Allowed: 1 to 32"]),
@@ -145,8 +130,7 @@ def test_max_nodes_counts_a_full_tree(topk: int, steps: int) -> None:
 def test_refusals(values: object, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         GraftConfig.parse(values)
-    for word in words:
-        assert word in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_every_wrong_key_is_named_at_once() -> None:

@@ -6,10 +6,8 @@ import email
 import json
 import os
 import re
-import subprocess
 import sys
 import tarfile
-import urllib.request
 import venv
 import zipfile
 from importlib.metadata import requires
@@ -18,8 +16,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.engines.pair_server import MODEL, server_settings, speculate
+from tests.plugin.metrics.served_load import ask
+from tests.support.engines.pair_server import server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.processes import finished
 from vllm_graft.testing.vllm_server import VllmServer, sum_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,18 +28,11 @@ PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
 
 HARNESS = ("PYTHONPATH", "TRITON_", "VLLM_")
 
-# A proxy of the environment must not see the loopback interface.
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 def package(folder: Path) -> Path:
     """Build what would be uploaded; `twine check --strict` is part of it."""
     variables = {"PYTHON": sys.executable, "SOURCE_DATE_EPOCH": "1700000000"}
-    command = [str(ROOT / ".ci" / "package"), str(folder)]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    finished(ROOT / ".ci" / "package", folder, env={**os.environ, **variables})
     return folder
 
 
@@ -87,17 +80,14 @@ def test_the_page_of_the_index_leads_somewhere(wheel: Path) -> None:
 def test_the_wheel_has_no_tests_and_no_benchmarks_of_the_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
-    assert {name.split("/")[0] for name in names} == {
-        "vllm_graft",
-        next(name.split("/")[0] for name in names if ".dist-info" in name),
-    }
+    folders = {name.split("/")[0] for name in names}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {"vllm_graft"}
+    assert len(folders) == 2
     assert [name for name in names if re.search(r"(^|/)(test_|conftest|lab/)", name)] == []
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
-    texts = {
-        f"vllm_graft/scaffold/{file.name}" for file in (ROOT / "plugin/scaffold").glob("*.txt")
-    }
+    texts = [file.name for file in (ROOT / "plugin/scaffold").glob("*.txt")]
     assert len(texts) == 8
-    assert texts <= {*names}
+    assert {f"vllm_graft/scaffold/{name}" for name in texts} <= {*names}
 
 
 def test_the_sdist_has_every_module(built: Path) -> None:
@@ -136,12 +126,10 @@ def python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     [own] = (home / "lib").glob("python*/site-packages")
     # A path, and not the files of links in it: vllm-graft's editable install stays out of sight.
     (own / "beside.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
-    pip = [sys.executable, "-m", "pip", "--python", str(made), "install", "--quiet"]
+    pip = (sys.executable, "-m", "pip", "--python", made, "install", "--quiet")
     # A checkout on the path has metadata, by which pip would take it for installed.
     own_path = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(
-        [*pip, "--no-deps", "--no-index", str(wheel)], env=own_path, check=True, timeout=120
-    )
+    finished(*pip, "--no-deps", "--no-index", wheel, env=own_path)
     run(made, "-m", "vllm_graft.testing.environment")
     return made
 
@@ -150,16 +138,7 @@ def run(python: Path, *arguments: str, status: int = 0) -> str:
     variables = {"VLLM_GRAFT_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     # What the harness has set for engines in its own process is not a user's.
     own = {name: text for name, text in os.environ.items() if not name.startswith(HARNESS)}
-    done = subprocess.run(
-        [str(python), "-P", *arguments],
-        env={**own, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+    return finished(python, "-P", *arguments, status=status, env={**own, **variables})
 
 
 @pytest.mark.engine
@@ -178,20 +157,11 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
     command = (str(python), "-P", "-m", "vllm.entrypoints.cli.main")
     with VllmServer(flags, tmp_path / "log", environment, command, report=lambda _: None) as server:
         server.wait_ready()
-        body = {"model": MODEL, "prompt": "def main", "max_tokens": 8, "temperature": 0}
-        request = urllib.request.Request(
-            f"{server.address}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with DIRECT.open(request, timeout=120) as answer:
-            assert json.loads(answer.read())["usage"]["completion_tokens"] == 8
+        answer = ask(server, {"prompt": "def main", "max_tokens": 8, "ignore_eos": False})
+        assert answer["usage"]["completion_tokens"] == 8
         talk = run(python, str(EXAMPLES / "client.py"), "--url", server.address).splitlines()
-        info = json.loads(
-            run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
-        )
-        with DIRECT.open(f"{server.address}/metrics", timeout=60) as answer:
-            metrics = answer.read().decode()
+        told = run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
+        metrics = server.metrics()
     assert sum_of("vllm:spec_decode_num_drafts_total", metrics) > 0
     assert sum_of("vllm:graft_tree_trees_total", metrics) > 0
     # The example's client: the same text at once and in a stream, and one of two answers.
@@ -201,4 +171,5 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
     assert streamed.startswith(whole)
     assert talk[2].partition(":")[2].strip() in ("'quick'", "'slow'")
     assert float(talk[3].partition(":")[2]) > 1
+    info = json.loads(told)
     assert info

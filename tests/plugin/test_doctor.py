@@ -166,10 +166,9 @@ def test_support_and_its_exit_status(version: str, found: str, detail: str, stat
 @pytest.fixture(scope="module")
 def next_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pack the installed vLLM's sources into a wheel of the next minor version."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    root = Path(spec.origin).parent
+    import vllm
+
+    root = Path(vllm.__file__).parent
     wheel = tmp_path_factory.mktemp("wheel") / "vllm-0.34.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         for source in root.rglob("*.py"):

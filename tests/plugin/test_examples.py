@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from compose_spec import PyCompose
 
 from tests.support.engines.pair_server import server_settings
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.processes import finished, pip_install
 from vllm_graft.base.decision import PRESETS
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.config.connector_options import parse_options
@@ -42,27 +42,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Copies are built, because building writes beside the source.
         copies.append(source / plugin.name)
         shutil.copytree(plugin, copies[-1], ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--target", str(target), *map(str, copies)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
+    return pip_install(target, *copies)
 
 
 def run(*arguments: object, **variables: str) -> str:
     """Run a Python program as a user on a CPU does; return what it printed."""
     _, environment = server_settings(SHIPPED, cuda=False)
     environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables}
-    done = subprocess.run(
-        [sys.executable, "-P", *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=570,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    variables = {**os.environ, **environment}
+    return finished(sys.executable, "-P", *arguments, env=variables, timeout=570)
 
 
 def test_the_plugins_tests_pass(site: Path) -> None:
@@ -228,13 +216,8 @@ def test_the_script_of_the_server_is_one() -> None:
     script = EXAMPLES / "serve.sh"
     assert os.access(script, os.X_OK)
     shown = "vllm() { :; }; exec() { printf '%s\\n' \"$@\"; }; "
-    told = subprocess.run(
-        ["bash", "-c", f"{shown} . {shlex.quote(str(script))} TARGET DRAFT --port 1"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    ).stdout.splitlines()
+    script_of = f"{shown} . {shlex.quote(str(script))} TARGET DRAFT --port 1"
+    told = finished("bash", "-c", script_of, timeout=30).splitlines()
     assert told[:4] == ["vllm", "serve", "TARGET", "--speculative-config"]
     assert json.loads(told[4])["model"] == "DRAFT"
     assert told[5:] == ["--additional-config.graft", "auto", "--port", "1"]

@@ -87,9 +87,8 @@ def test_rows_of_lora_are_checked_for_the_nodes(vllm_config: Any) -> None:
     vllm_config.scheduler_config.max_num_batched_tokens = 256 * 64 - 1
     validate(GraftConfig.from_vllm(vllm_config), vllm_config)
     vllm_config.lora_config = object()
-    with pytest.raises(
-        ConfigError, match=r"With LoRA .* has 16384 rows .* is 16383.*lower --.*nodes"
-    ):
+    words = r"With LoRA .* has 16384 rows .* is 16383.*lower --.*nodes"
+    with pytest.raises(ConfigError, match=words):
         validate(GraftConfig.from_vllm(vllm_config), vllm_config)
     vllm_config.scheduler_config.max_num_batched_tokens += 1
     validate(GraftConfig.from_vllm(vllm_config), vllm_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import finished
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("plugin", "graph_runners", "spec_decode", "hicache")
@@ -31,14 +32,9 @@ def test_every_folder_is_a_package() -> None:
 def test_a_checkout_works_without_an_install(tmp_path: Path) -> None:
     """A new file needs no new install: the path alone finds it."""
     code = "from vllm_graft.spec_decode.trees import shape; print(shape.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={"PYTHONPATH": f"{ROOT}:{Path(pytest.__file__).parents[1]}"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert Path(done.stdout.strip()) == ROOT / "vllm_graft/spec_decode/trees/shape.py", done.stderr
+    variables = {"PYTHONPATH": f"{ROOT}:{Path(pytest.__file__).parents[1]}"}
+    told = finished(sys.executable, "-S", "-c", code, env=variables, cwd=tmp_path)
+    assert Path(told.strip()) == ROOT / "vllm_graft/spec_decode/trees/shape.py"
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
@@ -51,10 +47,8 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     (source / "vllm_graft").symlink_to("plugin")
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    flags = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", tmp_path)
+    finished(sys.executable, "-m", "pip", "wheel", *flags, source)
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name.endswith("py3-none-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -84,12 +78,6 @@ def test_unknown_attributes_stay_attribute_errors() -> None:
         _ = vllm_graft.Worker
 
 
-def test_module_command_runs(run_python: Callable[..., Any]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "vllm_graft", "--version"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout.startswith("vllm-graft 0.32."), done.stderr
+def test_module_command_runs() -> None:
+    told = finished(sys.executable, "-P", "-m", "vllm_graft", "--version")
+    assert told.startswith("vllm-graft 0.32.")

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import pip_install
 
 SAMPLE = Path(__file__).parents[1] / "sample_plugin"
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 CHOOSE = """
 import logging; logging.basicConfig(level=logging.INFO)
-from vllm_graft.hooks.manager import choose, resolve
-print(choose("graft_tree_policies", "dynamic", "tree", "policy").load)
+from vllm_graft.hooks.manager import manager, resolve
+print(manager().choose("graft_tree_policies", "dynamic", "--flag").entry.load)
 """
 RESOLVE = """
 print(resolve("graft_tree_policies", "dynamic", "tree", "policy").__name__)
@@ -27,17 +28,12 @@ print(resolve("graft_tree_policies", "dynamic", "tree", "policy").__name__)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sample distribution installed."""
-    target = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source") / "sample"
     # A copy is built, because building writes beside the source.
     source.mkdir()
     for file in ("pyproject.toml", "graft_sample.py"):
         (source / file).write_bytes((SAMPLE / file).read_bytes())
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--no-index", "--target", str(target), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
+    return pip_install(tmp_path_factory.mktemp("site"), source)
 
 
 @pytest.fixture
@@ -92,11 +88,8 @@ def test_hooks_command_says_who_provides(run_python: RunPython, site: Path) -> N
     code = "from vllm_graft.cli import main; raise SystemExit(main(['hooks', '--json']))"
     done = run_python(code, PYTHONPATH=str(site))
     rows = json.loads(done.stdout)["graft_tree_policies"]
-    assert [(row["name"], row["provider"].split()[0]) for row in rows] == [
-        ("dynamic", "graft-sample"),
-        ("dynamic", "vllm-graft"),
-        ("whole", "vllm-graft"),
-    ]
+    found = [f"{row['name']} {row['provider'].split()[0]}" for row in rows]
+    assert found == ["dynamic graft-sample", "dynamic vllm-graft", "whole vllm-graft"]
 
 
 def test_doctor_lists_it_and_runs_its_check(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,22 +14,17 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.graph_runners.vision import vision_part
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.graph_runners.vision.vision_part import VISION
-from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import VisionAdapter, VitGraphRunner
-from vllm_graft.seams import post_import
-from vllm_graft.seams.wrap import BuiltClasses
 
 MANAGER = "vllm.v1.worker.encoder_cudagraph"
 V2 = "vllm.v1.worker.gpu.model_states.interface"
 V1 = "vllm.v1.worker.gpu_model_runner"
 
 
-class Stack(SimpleNamespace):
+@pytest.fixture
+def unhooked(fake_module: Any, unhooked_part: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fake vLLM of one test."""
 
-
-@pytest.fixture
-def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Stack:
     class EncoderCudaGraphManager:
         def __init__(self, vllm_config: Any, device: str, dtype: str, model: Any) -> None:
             self.model = model
@@ -41,14 +34,10 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 
     class ModelState:
         def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: str) -> None:
-            speaks = getattr(model, "speaks", False) and encoder_cache is not None
-            found = (
-                EncoderCudaGraphManager(
-                    vllm_config=vllm_config, device=device, dtype="bf16", model=model
-                )
-                if speaks
-                else None
-            )
+            found = None
+            if getattr(model, "speaks", False) and encoder_cache is not None:
+                given = {"vllm_config": vllm_config, "device": device, "dtype": "bf16"}
+                found = EncoderCudaGraphManager(**given, model=model)
             self.encoder_runner = SimpleNamespace(cudagraph_manager=found)
 
     class GPUModelRunner:
@@ -86,25 +75,21 @@ def vllm(fake_module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
         VisionAdapter=Adapter,
         attach=lambda model, adapter: setattr(model, "speaks", True),
     )
-    plugins = manager.Manager()
     entries = {
         "graft_vit_graph_runners": [VitGraphRunner("cuda_graph", lambda: Runner, "")],
         "graft_vision_adapters": [VisionAdapter("Adapted", lambda: Adapter, "")],
     }
+    plugins = unhooked_part(vision_part, VISION)
     monkeypatch.setattr(plugins, "_entries", lambda hook, provider: entries.get(hook, []))
-    monkeypatch.setattr(manager, "manager", lambda: plugins)
-    monkeypatch.setattr(VISION, "built", BuiltClasses("encodes"))
-    monkeypatch.setattr(vision_part, "require_seams", lambda *parts: None)
-    monkeypatch.setattr(post_import, "_finder", post_import._Finder())
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    return Stack(
-        stock=EncoderCudaGraphManager,
-        runner=Runner,
-        state=ModelState,
-        v1=GPUModelRunner,
-        entries=entries,
-        platform=graphs,
-    )
+    classes = {"stock": EncoderCudaGraphManager, "runner": Runner, "v1": GPUModelRunner}
+    return SimpleNamespace(**classes, state=ModelState, entries=entries, platform=graphs)
+
+
+@pytest.fixture
+def vllm(unhooked: Any) -> Any:
+    """The same, with the part in it."""
+    VISION.install()
+    return unhooked
 
 
 class Adapted(SimpleNamespace):
@@ -136,8 +121,7 @@ def worker(model_runner: Any) -> Any:
     return SimpleNamespace(model_runner=model_runner)
 
 
-def test_the_stock_class_builds_the_chosen_one(vllm: Stack, config: Any) -> None:
-    VISION.install()
+def test_the_stock_class_builds_the_chosen_one(vllm: Any, config: Any) -> None:
     VISION.install()
     model = SimpleNamespace(speaks=True)
     state = vllm.state(config, model, object(), "cuda")
@@ -146,8 +130,7 @@ def test_the_stock_class_builds_the_chosen_one(vllm: Stack, config: Any) -> None
     assert type(vllm.v1(config, model)._create_encoder_cudagraph_manager()) is vllm.runner
 
 
-def test_without_our_key_nothing_changes(vllm: Stack, config: Any) -> None:
-    VISION.install()
+def test_without_our_key_nothing_changes(vllm: Any, config: Any) -> None:
     config.additional_config = {}
     model = Adapted()
     assert vllm.state(config, model, object(), "cuda").encoder_runner.cudagraph_manager is None
@@ -156,8 +139,7 @@ def test_without_our_key_nothing_changes(vllm: Stack, config: Any) -> None:
     verify(worker(None), config)
 
 
-def test_a_model_without_the_protocol_gets_its_adapter(vllm: Stack, config: Any) -> None:
-    VISION.install()
+def test_a_model_without_the_protocol_gets_its_adapter(vllm: Any, config: Any) -> None:
     state = vllm.state(config, Adapted(), object(), "cuda")
     assert type(state.encoder_runner.cudagraph_manager) is vllm.runner
     model = Adapted()
@@ -168,8 +150,7 @@ def test_a_model_without_the_protocol_gets_its_adapter(vllm: Stack, config: Any)
     vision_part.adapt(Unknown(), config)
 
 
-def test_a_model_without_an_adapter_is_refused(vllm: Stack, config: Any) -> None:
-    VISION.install()
+def test_a_model_without_an_adapter_is_refused(vllm: Any, config: Any) -> None:
     with pytest.raises(ConfigError, match=r"Unknown does not speak .*\(there are: Adapted\)"):
         vllm.state(config, Unknown(), object(), "cuda")
     with pytest.raises(ConfigError, match="Unknown does not speak"):
@@ -187,9 +168,8 @@ def by_preset(config: Any) -> Any:
 
 @pytest.mark.parametrize("model", [Unknown(), Adapted(refused="its tower is odd")])
 def test_a_preset_leaves_a_model_that_is_refused_as_it_is(
-    vllm: Stack, config: Any, model: Any
+    vllm: Any, config: Any, model: Any
 ) -> None:
-    VISION.install()
     info.clear()
     state = vllm.state(by_preset(config), model, object(), "cuda")
     assert state.encoder_runner.cudagraph_manager is None
@@ -203,32 +183,29 @@ def test_a_preset_leaves_a_model_that_is_refused_as_it_is(
     info.clear()
 
 
-def test_a_preset_notes_a_worker_that_encodes_otherwise(vllm: Stack, config: Any) -> None:
+def test_a_preset_notes_a_worker_that_encodes_otherwise(vllm: Any, config: Any) -> None:
     info.clear()
     verify(worker(SimpleNamespace(is_first_pp_rank=True)), by_preset(config))
     assert "asks for vision graphs, but" in info.declined()["vit"]
     info.clear()
 
 
-def test_an_adapter_of_a_data_parallel_tower_is_refused(vllm: Stack, config: Any) -> None:
-    VISION.install()
+def test_an_adapter_of_a_data_parallel_tower_is_refused(vllm: Any, config: Any) -> None:
     multimodal = config.model_config.multimodal_config
     config.parallel_config = SimpleNamespace(tensor_parallel_size=2)
-    for mode, refused in (("weights", False), ("data", True)):
-        multimodal.mm_encoder_tp_mode = mode
-        if not refused:
-            vllm.state(config, Adapted(), object(), "cuda")
-            continue
-        with pytest.raises(ConfigError, match=r"Adapted .* data spreads images over 2 ranks"):
-            vllm.state(config, Adapted(), object(), "cuda")
-        # The protocol itself spreads a model that speaks it.
-        vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
+    multimodal.mm_encoder_tp_mode = "weights"
+    vllm.state(config, Adapted(), object(), "cuda")
+    multimodal.mm_encoder_tp_mode = "data"
+    with pytest.raises(ConfigError, match=r"Adapted .* data spreads images over 2 ranks"):
+        vllm.state(config, Adapted(), object(), "cuda")
+    # The protocol itself spreads a model that speaks it.
+    vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
     config.parallel_config.tensor_parallel_size = 1
     vllm.state(config, Adapted(), object(), "cuda")
 
 
-def test_a_worker_that_encodes_otherwise_stops(vllm: Stack, config: Any) -> None:
-    state = vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")  # Before install().
+def test_a_worker_that_encodes_otherwise_stops(unhooked: Any, config: Any) -> None:
+    state = unhooked.state(config, SimpleNamespace(speaks=True), object(), "cuda")
     for runner in (SimpleNamespace(model_state=state), SimpleNamespace(), None):
         with pytest.raises(NotActiveError, match=r"graft\.vit asks for vision graphs"):
             verify(worker(runner), config)
@@ -236,8 +213,7 @@ def test_a_worker_that_encodes_otherwise_stops(vllm: Stack, config: Any) -> None
     verify(worker(later), config)
 
 
-def test_what_hooks_give_is_checked(vllm: Stack, config: Any) -> None:
-    VISION.install()
+def test_what_hooks_give_is_checked(vllm: Any, config: Any) -> None:
     vllm.entries["graft_vit_graph_runners"] = [VitGraphRunner("cuda_graph", lambda: dict, "")]
     with pytest.raises(HookError, match="must be a subclass of vLLM's EncoderCudaGraphManager"):
         vllm.state(config, SimpleNamespace(speaks=True), object(), "cuda")
@@ -246,20 +222,24 @@ def test_what_hooks_give_is_checked(vllm: Stack, config: Any) -> None:
         vllm.state(config, Adapted(), object(), "cuda")
 
 
-def test_the_frontend_turns_vllms_graphs_on(vllm: Stack, config: Any) -> None:
+def test_the_frontend_turns_vllms_graphs_on(vllm: Any, config: Any) -> None:
     said = VISION.describe(GraftConfig.parse({"vit": {}}).vit, config)  # type: ignore[arg-type]
     assert config.compilation_config.cudagraph_mm_encoder is True
     assert said.startswith("vision graphs in 512 MiB; runner cuda_graph (vllm-graft")
 
 
+def serve(config: Any) -> None:
+    validate(GraftConfig.parse({"vit": {}}), config)
+
+
 def refusal(config: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        validate(GraftConfig.parse({"vit": {}}), config)
+        serve(config)
     return str(caught.value)
 
 
-def test_what_the_frontend_refuses(vllm: Stack, config: Any) -> None:
-    validate(GraftConfig.parse({"vit": {}}), config)
+def test_what_the_frontend_refuses(vllm: Any, config: Any) -> None:
+    serve(config)
     config.model_config.enforce_eager = True
     assert "--enforce-eager" in refusal(config)
     config.model_config.enforce_eager = False
@@ -269,18 +249,18 @@ def test_what_the_frontend_refuses(vllm: Stack, config: Any) -> None:
     assert "takes text only" in refusal(config)
     config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
     config.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
-    validate(GraftConfig.parse({"vit": {}}), config)
+    serve(config)
     config.use_v2_model_runner = False
     assert "cudagraph_mode is NONE" in refusal(config)
     vllm.platform.support_static_graph_mode = lambda: False
     assert "The platform cuda has no CUDA graphs" in refusal(config)
 
 
-def test_a_drafts_configuration_is_judged_by_its_target(vllm: Stack, config: Any) -> None:
+def test_a_drafts_configuration_is_judged_by_its_target(vllm: Any, config: Any) -> None:
     target = config.model_config
     config.speculative_config = SimpleNamespace(target_model_config=target)
     config.model_config = SimpleNamespace(multimodal_config=None, enforce_eager=False)
-    validate(GraftConfig.parse({"vit": {}}), config)
+    serve(config)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +287,7 @@ def test_wrong_keys(key: str, value: Any, words: str) -> None:
     ],
 )
 def test_a_model_without_an_adapter_is_foreseen(
-    vllm: Stack, config: Any, fake_module: Any, name: str, speaks: bool, words: str
+    vllm: Any, config: Any, fake_module: Any, name: str, speaks: bool, words: str
 ) -> None:
     registry = SimpleNamespace(_run_in_subprocess=lambda look: (name, speaks))
     fake_module("vllm.model_executor.models", registry=registry)

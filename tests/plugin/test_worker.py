@@ -14,7 +14,7 @@ from vllm_graft import activation
 from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
 from vllm_graft.seams import compare as seams
-from vllm_graft.seams.compose import compose
+from vllm_graft.seams.wrap import compose
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,8 @@ def test_graft_info_without_our_key(extension: type[Any], vllm_config: Any) -> N
 
 def test_the_extension_adds_two_public_names(extension: type[Any]) -> None:
     # vLLM refuses an extension that shares a name with its worker.
-    assert [name for name in dir(extension) if not name.startswith("__")] == [
-        "graft_info",
-        "graft_states",
-    ]
+    names = [name for name in dir(extension) if not name.startswith("__")]
+    assert names == ["graft_info", "graft_states"]
 
 
 def test_one_failing_counter_does_not_hide_the_others() -> None:
@@ -90,7 +88,7 @@ def test_a_weak_provider_keeps_nothing_alive() -> None:
 
 
 class Default:
-    """A stand-in for vLLM's ModelState, with the methods that a mixin sees."""
+    """A stand-in for vLLM's ModelState."""
 
     def hook(self) -> list[str]:
         return ["default"]

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_graft.base import log
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.presets.chain_fallback import fall_back
+from vllm_graft.spec_decode.presets.node_count import fall_back
 from vllm_graft.spec_decode.targets.recurrent import recurrent_features
 
 

@@ -23,7 +23,7 @@ from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.window_models import with_windows
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters import tree_drafting
-from vllm_graft.spec_decode.presets import chain_fallback
+from vllm_graft.spec_decode.presets import node_count
 from vllm_graft.spec_decode.refusals import tree_refusals
 from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.targets.dense.layer import TreeAttentionMixin
@@ -253,7 +253,7 @@ def test_a_chain_of_a_target_that_trees_refuse(
     windows = Pair(str(target), str(SHIPPED / "eagle3"), [])
     with windows.engine() as llm:
         alone = answer_all(llm, samples)
-    for module in (tree_refusals, chain_fallback):
+    for module in (tree_refusals, node_count):
         monkeypatch.setattr(module, "served_features", set)
     # Negative control: no chain for whoever wants none.
     words = r"set --additional-config\.graft\.tree\.topk to 1 for a chain"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from vllm_graft.testing.models.llama import write_checkpoint
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -34,3 +38,21 @@ def change_a_tensor(path: Path) -> None:
     content = {f"0.{name}": one for name, one in tensors(0).items()}
     content["0.layer.7"] += 0.01
     save_file(content, path / "model-0.safetensors")
+
+
+def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 3) -> Path:
+    """Copy what `write_llama` wrote with noise in its matrices: a draft that is often right.
+
+    The noise's deviation is ``noise`` times that of each matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: tensor
+        if tensor.ndim < 2
+        else tensor + torch.randn(tensor.shape, generator=generator) * tensor.std() * noise
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    write_checkpoint(folder, weights, json.loads((source / "config.json").read_text()))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder / name)
+    return folder

@@ -7,9 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, shared_bytes, staged_plan
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    Plan,
+    Sizes,
+    Tile,
+    shared_bytes,
+    staged_plan,
+)
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 SHARED_BYTES = 220 << 10

@@ -17,8 +17,7 @@ from benchmarks.attention.search.candidates import plain, short
 from benchmarks.attention.search.compiling import Built, outcome
 from benchmarks.attention.search.points import Batch, Problem
 from benchmarks.attention.shapes import DTYPE, moved_bytes
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -22,9 +23,8 @@ from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.timing import Deadline
-from vllm_graft.bench.trees.arm_engines import engine_options
 from vllm_graft.bench.trees.arm_names import read_arm
+from vllm_graft.bench.trees.command import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -152,7 +152,7 @@ def test_nothing_is_profiled_before_the_windows(
 def test_large_batches_come_last() -> None:
     chain, ours = Pipe(*[100] * 4), Pipe(*[110] * 4)
     found = bars(chain, ours)
-    found.measure([Cell(1.0, 64, 3, 96), Cell(1.0, 16, 5, 64)], 2, Deadline(None))
+    found.measure([Cell(1.0, 64, 3, 96), Cell(1.0, 16, 5, 64)], 2, math.inf)
     batches = [(window.cell.batch, window.number) for window in found.windows]
     assert batches == [(16, 0), (16, 1), (64, 0), (64, 1)]
 
@@ -166,7 +166,7 @@ def test_other_engines_take_their_turn() -> None:
     chain, ours, fp8, tree = Pipe(100, 100), Pipe(120, 130), Pipe(105, 104), Pipe(125, 125)
     pipes: Any = {"chain": chain, "ours": ours, "sampled:3,5+fp8": fp8, "auto:63": tree}
     found = contest.Bars(pipes, 256, None)
-    found.measure([Cell(0.6, 4, 5, 40)], 2, Deadline(None))
+    found.measure([Cell(0.6, 4, 5, 40)], 2, math.inf)
     # A chain is told its drafts, a tree chooses; all have the same prompts.
     assert fp8.of(Case) == chain.of(Case)
     assert tree.of(Case) == ours.of(Case)
@@ -184,7 +184,7 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     chain, ours = Pipe(100, 200, 110, 210), Pipe(120, 230, 143, 220, host=1100.0)
     cells = [Cell(0.6, 1, 5, 14), Cell(0.0, 4, 7, 40)]
     found = bars(chain, ours, str(tmp_path / "bars.json"))
-    found.measure(cells, 2, Deadline(None))
+    found.measure(cells, 2, math.inf)
     # Stock's engine alone is told how many drafts; the second round has other prompts.
     assert ours.of(Case) == [
         Case(0.6, 1, 14, 256),
@@ -282,15 +282,6 @@ def test_what_the_tuner_chose() -> None:
     assert node_counts.nodes_used(None, 2) == {}
 
 
-def test_a_tuner_that_is_held_stays_held_behind_a_watch() -> None:
-    tuner: Any = NodeTuner([0, 1, 3, 7], 64)
-    tuner.observe = silent = lambda *args, **rest: None
-    watch = node_counts.Watch(tuner)
-    tuner.observe(3, [4, 2], 0.010)
-    assert watch.end().observe is silent
-    assert [step.tokens for step in watch.steps] == [6]
-
-
 class Core:
     """Make an engine core with a scheduler that is told steps of `counts` rows and drafts."""
 
@@ -368,7 +359,7 @@ def test_windows_that_do_not_fit_are_left_out() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: now))
         # 20 seconds a window: the fourth would not end in time.
-        found.measure([Cell(1.0, 1, 5, 14), Cell(1.0, 4, 5, 40)], 4, Deadline(75.0, lambda: now))
+        found.measure([Cell(1.0, 1, 5, 14), Cell(1.0, 4, 5, 40)], 4, 75.0)
     assert [window.cell.batch for window in found.windows] == [1, 4, 1]
     assert now == 60.0
 

@@ -12,16 +12,9 @@ K = TypeVar("K", bound=Hashable)
 class Admission(Generic[K]):
     """Counts keys, and decides which get a graph and which give theirs up.
 
-    Counts are halved every `half_life` steps, so a key that was hot an hour ago makes room. A new
-    key takes the place of another only if its count is higher. Plain LRU would capture at nearly
-    every step if the budget is tight; TinyLFU (arXiv:1512.00727) solves this in the same way.
-
-    Args:
-        min_hits: how often a key is seen before it is captured.
-        half_life: number of steps after which counts are halved.
-
-    Attributes:
-        refused: the keys that get no graph, and why.
+    Counts are halved every `half_life` steps. A new key takes the place of another only if its
+    count is higher (TinyLFU, arXiv:1512.00727): plain LRU would capture at nearly every step if the
+    budget is tight. `refused` has the keys that get no graph, and why.
     """
 
     def __init__(self, min_hits: int, half_life: int = 4096) -> None:
@@ -43,17 +36,12 @@ class Admission(Generic[K]):
             self._for_now.clear()
 
     def wants(self, key: K) -> bool:
-        """Whether the key was seen often enough and was not refused."""
         return self._counts[key] >= self.min_hits and key not in self.refused
 
     def is_hottest(self, key: K, live: Container[K]) -> bool:
         """Whether no other key that may still get a graph has a higher count.
 
         Captures are rationed, and the key that happens to come first is seldom the best one.
-
-        Args:
-            key: a key without a graph.
-            live: the keys that have a graph.
         """
         mine = self._counts[key]
         return not any(

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-
-class Rate(Protocol):
-    """How often captures may happen."""
-
-    @property
-    def plenty(self) -> bool:
-        """Whether a capture may happen even if a better key could come."""
-
-    def start(self, now: float) -> None:
-        """Serving begins at `now`, in seconds of a monotonic clock."""
-
-    def ready(self, now: float) -> bool:
-        """Whether a capture may start at `now`, by the same clock."""
-
-    def spent(self, seconds: float) -> None:
-        """Count a capture that took so many seconds."""
-
 
 class TimeShare:
     """Captures take at most a share of the wall time since `start`, idle time included.
 
     Credit starts at zero, so the share is a bound from the first second on. If a capture takes
-    longer than expected, the difference is a debt. Ranks that have to agree cannot use this, as
+    longer than expected, the difference is a debt. Ranks that have to agree get a share of 0, as
     their clocks differ.
 
     Args:
-        share: fraction of the wall time, 0 to 1; 1 sets no limit.
+        share: 0 allows no capture, 1 sets no limit.
         burst: seconds of captures that may follow each other after an idle time.
         expected: estimated seconds of the first capture.
     """
@@ -47,7 +28,7 @@ class TimeShare:
         return self.share >= 1 or self._credit >= self.burst
 
     def start(self, now: float) -> None:
-        """Begin to earn credit at `now`."""
+        """Begin to earn credit at `now`, in seconds of a monotonic clock."""
         self._credit, self._last = 0.0, now
 
     def ready(self, now: float) -> bool:
@@ -62,21 +43,6 @@ class TimeShare:
         return self.share > 0 and self._credit >= min(self._expected, self.burst)
 
     def spent(self, seconds: float) -> None:
-        """Pay for a capture; credit may become negative."""
+        """Pay for a capture, in seconds; credit may become negative."""
         self._credit -= seconds
         self._expected = max(seconds, 0.5 * (self._expected + seconds))
-
-
-class Never:
-    """Allows no capture while serving, for ranks that have to agree."""
-
-    plenty = False
-
-    def start(self, now: float) -> None:
-        pass
-
-    def ready(self, now: float) -> bool:
-        return False
-
-    def spent(self, seconds: float) -> None:
-        pass

@@ -1,7 +1,8 @@
-"""A cache of tensors that evicts the least requested ones."""
+"""A cache of tensors that evicts the least requested ones, and the ranges of its block."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
@@ -9,22 +10,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+ALIGNMENT = 64
+"""Ranges start at multiples of so many bytes."""
+
 _HALF_LIFE = 4096
 """Number of requests after which counts are halved."""
 
 
 class TensorCache:
-    """Keeps pytrees of tensors by key, within a number of bytes; they are only to be read.
+    """Keeps pytrees of tensors by key, within `limit` bytes; they are only to be read.
 
     A new key takes the place of another only if it was requested more often (TinyLFU,
     arXiv:1512.00727). LRU would fail if more keys take turns than there is room for: it would evict
     the very key that comes next.
-
-    Args:
-        limit: bytes.
-
-    Attributes:
-        bytes: bytes of what is kept.
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,10 +41,9 @@ class TensorCache:
         return self._entries.get(key)
 
     def evict_for(self, key: Hashable) -> Hashable | None:
-        """Evict the least requested entry.
+        """Evict the least requested entry, and return its key.
 
-        Returns:
-            the key of that entry; None if every entry was requested at least as often as `key`.
+        None if every entry was requested at least as often as `key`.
         """
         least = min(self._entries, key=self._asked.__getitem__, default=None)
         if least is None or self._asked[least] >= self._asked[key]:
@@ -64,7 +61,7 @@ class TensorCache:
         return True
 
     def clear(self) -> None:
-        """Drop all entries; counts stay."""
+        # Counts stay.
         self._entries.clear()
         self.bytes = 0
 
@@ -73,3 +70,39 @@ def num_bytes(tensors: Any) -> int:
     """Bytes of all tensors in a pytree."""
     leaves = pytree.tree_leaves(tensors)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+class Slab:
+    """Knows which bytes of a block are free, and hands out the first gap that is large enough."""
+
+    def __init__(self, size: int) -> None:
+        self.free = size
+        self._gaps = [(0, size)] if size else []
+
+    def take(self, size: int) -> int | None:
+        """The start of a new range of `size` bytes; None if no gap is that large."""
+        size = aligned(size)
+        for place, (start, end) in enumerate(self._gaps):
+            if end - start >= size:
+                self._gaps[place : place + 1] = [(start + size, end)] if end - start > size else []
+                self.free -= size
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Give back the range that :meth:`take` has returned the start of."""
+        size = aligned(size)
+        self.free += size
+        insort(self._gaps, (start, start + size))
+        merged: list[tuple[int, int]] = []
+        for gap in self._gaps:
+            if merged and merged[-1][1] == gap[0]:
+                merged[-1] = (merged[-1][0], gap[1])
+            else:
+                merged.append(gap)
+        self._gaps = merged
+
+
+def aligned(size: int) -> int:
+    """Bytes that a range of `size` bytes takes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,4 @@
 """Vision blocks whose small operators are fused into fewer kernels, with the same bits."""
 
-PART = "fused"
-"""The part of the ledger that the fused blocks need."""
-
 UNKNOWN_BLOCKS = "the tower has no blocks that we know"
 """Why most towers have no fused blocks."""

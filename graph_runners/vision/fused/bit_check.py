@@ -20,18 +20,14 @@ Same = Callable[[torch.Tensor, torch.Tensor], bool]
 def agreed_blocks(
     model: Any, same: Same = torch.equal, agree: Callable[[bool], bool] = bool
 ) -> FusedBlocks | str:
-    """Fuse as many operators as keep the bits of a model's blocks.
+    """Fuse as many operators as keep the bits of a model's blocks, or say why nothing is fused.
 
     Compiles the kernels, runs some of the blocks on noise with and without them, and waits for the
     device.
 
     Args:
-        model: the loaded model.
         same: compares two tensors.
         agree: tells whether all ranks that share the tower say yes; each runs the same blocks.
-
-    Returns:
-        the fused blocks, or why nothing is fused.
     """
     blocks = find_blocks(model)
     if blocks is None:
@@ -54,7 +50,6 @@ def agreed_blocks(
 def _outputs(
     blocks: Sequence[Any], x: torch.Tensor, attention: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """The output of each block, given that of the block before."""
     found = []
     for block in blocks:
         x = block(x, **attention)

@@ -20,26 +20,23 @@ from vllm.model_executor.models.qwen2_5_vl import (
 )
 from vllm.model_executor.models.qwen3_vl import Qwen3_VisionBlock
 
-from vllm_graft.graph_runners.vision.fused.forwards import replaced_forwards
-from vllm_graft.graph_runners.vision.fused.gate_kernel import silu_mul
 from vllm_graft.graph_runners.vision.fused.norm_kernel import (
     FEWEST_ROWS,
     MOST_COLUMNS,
     add_layer_norm,
     add_rms_norm,
 )
-from vllm_graft.graph_runners.vision.fused.rotary_kernel import rotate_qk
-from vllm_graft.graph_runners.vision.fused.side_mergers import SideMergers
+from vllm_graft.graph_runners.vision.fused.pointwise_kernels import rotate_qk, silu_mul
+from vllm_graft.graph_runners.vision.fused.side_mergers import SideMergers, replaced_forwards
 
 Normed = tuple[torch.Tensor, torch.Tensor]
 """The normalised rows, and the sum that was normalised."""
 
 
 class FusedBlocks:
-    """The fused blocks of one tower.
+    """The fused blocks of one tower, all of one class that :func:`find_blocks` knows.
 
     Args:
-        blocks: the blocks, all of one class that :func:`find_blocks` knows.
         norms: whether norms are fused with the additions before them.
         gates: whether the gate of a SwiGLU is our kernel.
 
@@ -62,11 +59,7 @@ class FusedBlocks:
 
     @contextmanager
     def installed(self, aside: bool = True) -> Iterator[None]:
-        """Run the blocks fused in the body.
-
-        Args:
-            aside: whether the mergers run beside the blocks.
-        """
+        """Run the blocks fused in the body, with the mergers beside them if `aside`."""
         pairs = zip(self.blocks, [*self.blocks[1:], None], strict=True)
         forwards = [(block, self._forward_of(block, following)) for block, following in pairs]
         mergers = self.mergers.installed() if self.mergers and aside else nullcontext()
@@ -85,7 +78,9 @@ class FusedBlocks:
             else:
                 normed, _ = self._norm(block.norm1, x, None, True)
             attended = _attend(block.attn, normed, **attention)
-            normed, total = self._norm(block.norm2, x, attended, _rounds(block.norm2))
+            # RMSNorm adds by itself, in float32; the sum before another norm is rounded.
+            rounded = not isinstance(block.norm2, RMSNorm)
+            normed, total = self._norm(block.norm2, x, attended, rounded)
             product = _gated(block.mlp, normed) if self.gates else block.mlp(normed)
             if following is None or not self.norms:
                 return total + product
@@ -98,13 +93,9 @@ class FusedBlocks:
     def _norm(
         self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None, rounded: bool
     ) -> Normed:
-        """The norm of ``x + residual``, and the sum.
+        """The norm of ``x + residual``, ``[rows, 1, width]`` each, and the sum.
 
-        Args:
-            norm: a norm of the block.
-            x: ``[rows, 1, width]``.
-            residual: a tensor of the same shape, or None to add nothing.
-            rounded: whether the sum is rounded to its dtype before it is normalised.
+        With `rounded`, the sum is rounded to its dtype before it is normalised.
         """
         if isinstance(norm, RMSNorm):
             if self.norms and x.shape[0] >= FEWEST_ROWS:
@@ -152,11 +143,6 @@ def _is_rms_norm(norm: Any) -> bool:
     return norm.variance_size_override is None and norm.hidden_size % 128 == 0
 
 
-def _rounds(norm: Any) -> bool:
-    """Whether the sum before this norm is rounded; RMSNorm adds by itself, in float32."""
-    return not isinstance(norm, RMSNorm)
-
-
 def _attend(
     attn: Any,
     x: torch.Tensor,
@@ -166,21 +152,11 @@ def _attend(
     max_seqlen: torch.Tensor,
     sequence_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A block's attention, with the arguments of the block's own.
+    """A block's attention over ``[rows, 1, width]``, with the arguments of the block's own.
 
-    One kernel reads queries and keys from the projection's output and rotates them.
-
-    Args:
-        attn: the block's attention module.
-        x: ``[rows, 1, width]``.
-        cu_seqlens: int32 ``[segments + 1]``, offsets of the segments in rows.
-        rotary_pos_emb_cos: ``[rows, size / 2]``, where size is that of a head.
-        rotary_pos_emb_sin: likewise.
-        max_seqlen: rows of the longest segment, a number on the host.
-        sequence_lengths: rows of each segment; only FlashInfer needs them.
-
-    Returns:
-        ``[rows, 1, width]``.
+    One kernel reads queries and keys from the projection's output and rotates them. `cu_seqlens` is
+    int32 ``[segments + 1]``, and cosines and sines are ``[rows, size / 2]``, with the size of a
+    head. `max_seqlen` lies on the host. Only FlashInfer needs `sequence_lengths`.
     """
     qkv, _ = attn.qkv(x)
     rows = qkv.shape[0]
@@ -205,5 +181,5 @@ def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     if type(mlp) is not Qwen2_5_VisionMLP or type(mlp.act_fn) is not SiluAndMul:
         return torch.as_tensor(mlp(x))
     gate_up, _ = mlp.gate_up_proj(x)
-    down, _ = mlp.down_proj(silu_mul(gate_up, gate_up.shape[-1] // 2))
+    down, _ = mlp.down_proj(silu_mul(gate_up))
     return torch.as_tensor(down)

@@ -22,6 +22,9 @@ THREADS = 128
 MOST_COLUMNS = 12 * THREADS
 """The widest row that the LayerNorm kernel takes."""
 
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
+"""Compiler options: only the multiply-adds written as `fma` are contracted."""
+
 FEWEST_ROWS = 16
 """The fewest rows that the RMSNorm kernel takes: with fewer, torch splits a row among warps."""
 
@@ -133,40 +136,13 @@ def _layer_norm_kernel(
     scale = tl.rsqrt(tl.math.div_rn(square, 1.0 * WIDTH) + eps)
     start = row * WIDTH
     _layer_norm_store(
-        block0,
-        mean,
-        scale,
-        weight0,
-        bias0,
-        residual_ptr,
-        sum_ptr,
-        out_ptr,
-        start + columns0,
-        live0,
+        block0, mean, scale, weight0, bias0, residual_ptr, sum_ptr, out_ptr, start + columns0, live0
     )
     _layer_norm_store(
-        block1,
-        mean,
-        scale,
-        weight1,
-        bias1,
-        residual_ptr,
-        sum_ptr,
-        out_ptr,
-        start + columns1,
-        live1,
+        block1, mean, scale, weight1, bias1, residual_ptr, sum_ptr, out_ptr, start + columns1, live1
     )
     _layer_norm_store(
-        block2,
-        mean,
-        scale,
-        weight2,
-        bias2,
-        residual_ptr,
-        sum_ptr,
-        out_ptr,
-        start + columns2,
-        live2,
+        block2, mean, scale, weight2, bias2, residual_ptr, sum_ptr, out_ptr, start + columns2, live2
     )
 
 
@@ -211,17 +187,11 @@ def add_layer_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``layer_norm(x + residual)``, and the sum rounded to its dtype.
+    """``layer_norm(x + residual)`` and the sum rounded to its dtype, ``[..., width]`` each.
 
-    Args:
-        x: ``[..., width]``, contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`.
-        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the sum.
-        weight: ``[width]``, of x's dtype.
-        bias: likewise.
-        eps: added to the variance.
-
-    Returns:
-        the normalised rows and the sum, contiguous, ``[..., width]``.
+    `x` is contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`. `residual` is a tensor
+    like `x`, or None to normalise `x` itself, which is then the sum. `weight` and `bias` are
+    ``[width]``, of x's dtype.
     """
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
@@ -242,23 +212,12 @@ def add_layer_norm(
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    rounded: bool,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rms_norm(x + residual)``, and the sum.
+    """``rms_norm(x + residual)`` and the sum, ``[..., width]`` each.
 
-    Args:
-        x: ``[..., width]``, contiguous, at least `FEWEST_ROWS` rows; width is a multiple of 128.
-        residual: a tensor like `x`; None normalises `x` itself, which is then returned as the sum.
-        weight: ``[width]``, of x's dtype.
-        eps: added to the mean of squares.
-        rounded: whether the sum is rounded to its dtype before it is normalised.
-
-    Returns:
-        the normalised rows and the sum, contiguous, ``[..., width]``.
+    As `add_layer_norm`, with at least `FEWEST_ROWS` rows and a width that is a multiple of 128.
+    With `rounded`, the sum is rounded to its dtype before it is normalised.
     """
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
@@ -276,7 +235,3 @@ def add_rms_norm(
         **NO_FUSION,
     )
     return out, total
-
-
-NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
-"""Compiler options: only the multiply-adds written as `fma` are contracted."""

@@ -1,8 +1,7 @@
 """Runs the mergers of a tower's inner layers on a second stream, beside the blocks that follow.
 
 Qwen3-VL takes features of three inner layers. Each goes through a merger whose result is needed
-only at the end of the pass. With small images neither a merger nor a block fills the device, so
-they can run at the same time.
+only at the end of the pass. With small images neither a merger nor a block fills the device.
 """
 
 from __future__ import annotations
@@ -13,26 +12,34 @@ from typing import Any
 
 import torch
 
-from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
-from vllm_graft.graph_runners.vision.fused.forwards import replaced_forwards
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 
 MOST_ROWS = 1024
 """The largest pass, in patches, with mergers aside.
 
-In larger passes the blocks fill the device alone, and mergers beside them only need more memory.
-"""
+In larger passes the blocks fill the device alone, and mergers only need more memory."""
+
+
+@contextmanager
+def replaced_forwards(forwards: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Replace each module's ``forward`` in the body."""
+    before = [vars(module).get("forward") for module, _ in forwards]
+    for module, forward in forwards:
+        # `setattr` would be slow, as a module first searches its parameters and children.
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for (module, _), own in zip(forwards, before, strict=True):
+            del vars(module)["forward"]
+            if own is not None:
+                vars(module)["forward"] = own
 
 
 class SideMergers:
-    """The mergers of one tower.
+    """The mergers of a tower's inner layers, and the `last` block's, which runs after them."""
 
-    Args:
-        side_stream: the second stream.
-        mergers: the mergers of the inner layers.
-        last: the merger of the last block, which runs after all others.
-    """
-
-    def __init__(self, side_stream: SideStream, mergers: Sequence[Any], last: Any) -> None:
+    def __init__(self, side_stream: CaptureStream, mergers: Sequence[Any], last: Any) -> None:
         self._side_stream, self._mergers, self._last = side_stream, list(mergers), last
         self._held: list[torch.Tensor] = []
 
@@ -70,16 +77,11 @@ class SideMergers:
 
 
 def find_side_mergers(
-    model: Any, side_stream: Callable[[], SideStream | None]
+    model: Any, side_stream: Callable[[], CaptureStream | None]
 ) -> SideMergers | None:
-    """The mergers of a model's tower.
+    """The mergers of a model's tower; None if no inner layer has one, or without a second stream.
 
-    Args:
-        model: the loaded model.
-        side_stream: gives a second stream; called only if there are mergers.
-
-    Returns:
-        None if no inner layer has a merger, or if there is no second stream.
+    `side_stream` gives that stream; it is called only if there are mergers.
     """
     visual = getattr(model, "visual", None)
     mergers = getattr(visual, "deepstack_merger_list", None)

@@ -9,9 +9,7 @@ import torch
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 """The relative error that is allowed, by dtype.
 
-The kernels of a padded batch sum in another order, which costs less than this. Wrong metadata cause
-errors of tens of percent.
-"""
+Kernels of a padded batch sum in another order, which costs less. Wrong metadata cost far more."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -27,14 +25,9 @@ def same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
 
 
 def disagreement(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
-    """How the embeddings that were found differ from the expected ones. Waits for the device.
+    """How embeddings differ from the expected ones, ``[tokens, hidden]`` per item, in a sentence.
 
-    Args:
-        found: a tensor ``[tokens, hidden]`` per item.
-        expected: likewise.
-
-    Returns:
-        a sentence with figures; None if shapes and dtypes agree and errors are within `TOLERANCE`.
+    None if shapes and dtypes agree and errors are within `TOLERANCE`. Waits for the device.
     """
     if len(found) != len(expected):
         return f"{len(found)} items instead of {len(expected)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_graft.graph_runners.vision.capture.arena import Arena
+from vllm_graft.graph_runners.vision.capture.device_memory import Arena
 from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, GraphBackend
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, Tower
 
@@ -16,11 +16,8 @@ class TowerGraph:
     """A captured `Tower.forward`, and the static buffers that it reads.
 
     Graphs share the data buffers, which the arena holds, and the memory of their outputs, which lie
-    in the pool. So the caller loads, replays and clones without another replay in between.
-
-    Attributes:
-        buffers: the tensors that the region reads, by name.
-        own: bytes of each buffer that is not shared.
+    in the pool. So the caller loads, replays and clones without another replay in between. `own`
+    are the bytes of each buffer that is not shared.
     """
 
     def __init__(self, tower: Tower, buffers: Buffers, own: Sequence[int]) -> None:
@@ -30,30 +27,16 @@ class TowerGraph:
         self._captured: Captured | None = None
 
     def capture(self, backend: GraphBackend) -> None:
-        """Capture the forward pass."""
         self._captured = backend.capture(lambda: self._tower.forward(self.buffers))
 
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of the buffers that are not shared."""
-        return sum(self.own)
-
     def replay(self) -> Any:
-        """Replay the graph.
-
-        Returns:
-            the static output, valid until the next replay of any graph.
-
-        Raises:
-            RuntimeError: if the graph was dropped.
-        """
+        """The static output, valid until the next replay of any graph."""
         if self._captured is None:
             raise RuntimeError("the graph was dropped")
         self._captured.replay()
         return self._captured.output
 
     def drop(self) -> None:
-        """Free the graph and the buffers that it does not share."""
         if self._captured is not None:
             self._captured.reset()
         self._captured = None
@@ -61,11 +44,7 @@ class TowerGraph:
         self.own = ()
 
     def _load_data(self, pieces: Pieces) -> int | None:
-        """Copy data into the buffers.
-
-        Returns:
-            the rows that were written; None if the data do not fit.
-        """
+        """Copy data into the buffers: the rows that were written, or None if they do not fit."""
         written = 0
         for name, tensors in pieces.items():
             buffer = self.buffers.get(name)
@@ -84,17 +63,14 @@ class TowerGraph:
 
 
 class ExactGraph(TowerGraph):
-    """A graph for items of known layouts; the constants that follow from layouts are frozen."""
+    """A graph for items of known layouts; the constants that follow from layouts are frozen.
+
+    Args:
+        pieces: data of the items that the graph is captured with.
+        constants: tensors that follow from their layouts; they are copied.
+    """
 
     def __init__(self, tower: Tower, arena: Arena, pieces: Pieces, constants: Buffers) -> None:
-        """Allocate the static buffers.
-
-        Args:
-            tower: the tower to capture.
-            arena: holds the data buffers.
-            pieces: data of the items that the graph is captured with.
-            constants: tensors that follow from their layouts; they are copied.
-        """
         frozen = {
             name: value if _on_host(value) else value.clone() for name, value in constants.items()
         }
@@ -116,8 +92,11 @@ class PaddedGraph(TowerGraph):
     segments than a capture uses; unused segments are empty. Numbers that kernels read on the host
     are frozen at an upper bound.
 
-    Attributes:
-        rows: patches of the bucket.
+    Args:
+        arena: holds all buffers but the offsets.
+        pieces: data of any items, as examples of shapes and dtypes.
+        constants: what :meth:`filled` returned.
+        segments: attention segments that the bucket has to hold at least.
     """
 
     def __init__(
@@ -129,16 +108,6 @@ class PaddedGraph(TowerGraph):
         constants: Buffers,
         segments: int,
     ) -> None:
-        """Allocate the static buffers.
-
-        Args:
-            tower: the tower to capture.
-            arena: holds all buffers but the offsets.
-            rows: patches of the bucket.
-            pieces: data of any items, as examples of shapes and dtypes.
-            constants: what :meth:`filled` returned.
-            segments: attention segments that the bucket has to hold at least.
-        """
         self.rows = rows
         self._offsets: set[str] = set()
         buffers = {}
@@ -161,10 +130,7 @@ class PaddedGraph(TowerGraph):
     def filled(tower: Tower, rows: int, like: Item) -> Buffers:
         """The constants of a bucket that holds padding alone; host numbers are at their bounds.
 
-        Args:
-            tower: the tower.
-            rows: patches of the bucket.
-            like: an item of the bucket's modality and dtype.
+        `like` is an item of the bucket's modality and dtype.
 
         Raises:
             ValueError: if the tower has no padding for so many rows.
@@ -183,15 +149,10 @@ class PaddedGraph(TowerGraph):
         return self._tower.constants([*items, *fill])
 
     def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
-        """Copy metadata and data into the buffers.
+        """Copy metadata and data in; False if they do not fit, and it must not be replayed.
 
-        Args:
-            constants: what :meth:`metadata` returned; they are only read.
-            used: patches of the items.
-            pieces: data of the items.
-
-        Returns:
-            False if they do not fit; the graph must not be replayed then.
+        `constants` are what :meth:`metadata` returned, only to be read; the items have `used`
+        patches.
         """
         if any(not self._fits(name, value) for name, value in constants.items()):
             return False

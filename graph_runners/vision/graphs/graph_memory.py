@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_graft.graph_runners.vision.capture.allocator import LARGE, scratch_bytes, segment_bytes
-from vllm_graft.graph_runners.vision.capture.arena import Arena
-from vllm_graft.graph_runners.vision.capture.budget import ByteBudget
+from vllm_graft.graph_runners.vision.capture.device_memory import (
+    LARGE,
+    Arena,
+    ByteBudget,
+    scratch_bytes,
+    segment_bytes,
+)
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
-from vllm_graft.graph_runners.vision.graphs.memory_need import MemoryNeed
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
+from vllm_graft.graph_runners.vision.towers.tower import Tower
 
 _EXACT_ROOM, _MORE_ROOM, _TIGHT = 0.15, 0.35, 128 << 20
 """The largest bucket leaves at least 15 % of the budget, and 35 % of what exceeds 128 MiB.
 
-Exact graphs need this room, and so do smaller buckets, which cut the pool into other pieces. An
-exact graph of a pass over few patches gains more than a padded graph of one over many.
-"""
+Exact graphs need this room, and so do smaller buckets, which cut the pool into other pieces."""
 
 _SPARE = 0.03
 """The fraction of the budget that is never given away, as the pool fragments."""
+
+
+class MemoryNeed(NamedTuple):
+    """Device memory of a pass over so many patches; to a good approximation it grows with them.
+
+    Attributes:
+        static: bytes of each static buffer that the graph of such a pass allocates.
+        peak: bytes that the pass takes beyond those already in use, its output included.
+    """
+
+    rows: int
+    static: Sequence[int]
+    peak: int
+
+    def scaled(self, rows: int) -> MemoryNeed:
+        times = rows / self.rows
+        return MemoryNeed(rows, [int(times * size) for size in self.static], int(times * self.peak))
+
+
+def measure_need(tower: Tower, backend: GraphBackend, rows: int) -> MemoryNeed | None:
+    """Run eager passes on noise of at most `rows` patches; None if the tower has no noise."""
+    inputs = tower.sample(rows)
+    if inputs is None:
+        return None
+    batch = VisionBatch.read(tower, inputs)
+    tower.eager(inputs, batch.indices)
+    _, peak = backend.peak(lambda: tower.eager(inputs, batch.indices))
+    static = [value.nbytes for value in tower.constants(batch.items).values()]
+    static += [sum(t.nbytes for t in ts) for ts in tower.data(inputs, batch.indices).values()]
+    return MemoryNeed(batch.rows, static, peak)
 
 
 class GraphMemory:
@@ -30,12 +63,10 @@ class GraphMemory:
     Args:
         backend: knows what torch has reserved.
         limit: bytes of static buffers and pool together.
-        roomy: whether the largest bucket leaves much of the budget to other graphs; it need not if
-            the user has asked for its size.
+        roomy: whether the largest bucket leaves much of the budget to other graphs.
 
     Attributes:
         budget: bytes by owner: ``pool``, ``static``, ``overhead``, and ``spoilt`` pools.
-        arena: the static buffers that graphs share.
         peak: bytes that the largest captured pass took at once.
         margin: factor on estimates, for fragments; an overflow raises it.
     """
@@ -50,15 +81,14 @@ class GraphMemory:
         self._covered = 0
 
     def open(self, pool: Any) -> None:
-        """Open the back end's pool, and account for what that takes."""
         before = self._backend.reserved() - self._backend.overhead
         self._backend.open(pool)
-        self.budget.set("pool", self._backend.reserved() - self._backend.overhead - before)
+        self.budget.owners["pool"] = self._backend.reserved() - self._backend.overhead - before
 
     def close(self) -> None:
         """Free the shared buffers and the pool; the estimates' margin is kept."""
         self.arena.clear()
-        self.budget.clear()
+        self.budget.owners.clear()
         self.peak = self._covered = 0
         self._backend.close()
 
@@ -66,24 +96,18 @@ class GraphMemory:
 
     def charge(self, own: Sequence[int]) -> None:
         """Account for the overhead and for all static buffers."""
-        self.budget.set("overhead", self._backend.overhead)
+        self.budget.owners["overhead"] = self._backend.overhead
         if self._backend.pools_static:
-            self.budget.set("static", self._backend.reserved_static)
+            self.budget.owners["static"] = self._backend.reserved_static
         else:
-            self.budget.set("static", sum(own) + self.arena.bytes)
+            self.budget.owners["static"] = sum((*own, *self.arena.sizes))
 
     def add_capture(self, grown: int, peak: int, leave: int) -> bool:
-        """Account for a capture.
+        """Account for a capture; False if less than `leave` bytes are left.
 
-        Args:
-            grown: bytes that the pool grew by.
-            peak: bytes that the captured pass takes at once.
-            leave: bytes of the budget that have to be left.
-
-        Returns:
-            False if less is left.
+        The pool grew by `grown` bytes, and the captured pass takes `peak` bytes at once.
         """
-        self.budget.add("pool", grown)
+        self.budget.owners["pool"] += grown
         self.peak = max(self.peak, peak)
         if self.budget.free < leave:
             return False
@@ -92,8 +116,8 @@ class GraphMemory:
 
     def spoil_pool(self, grown: int) -> None:
         """A capture failed, so its pool stays as it is and the next capture opens another one."""
-        self.budget.add("spoilt", self.budget.of("pool") + grown)
-        self.budget.set("pool", 0)
+        self.budget.owners["spoilt"] += self.budget.owners["pool"] + grown
+        self.budget.owners["pool"] = 0
         self.peak = self._covered = 0
 
     # What is left
@@ -110,7 +134,6 @@ class GraphMemory:
 
     @property
     def holds_smaller_bucket(self) -> bool:
-        """Whether enough is left to capture one bucket more."""
         return self.budget.free >= max(self.spare, self._more / 3)
 
     def fits_bucket(self, need: MemoryNeed, own: Sequence[int]) -> bool:
@@ -137,4 +160,4 @@ class GraphMemory:
         pool counts as at least as large as was estimated for the graphs that it holds.
         """
         found = scratch_bytes(self.margin * max(need.peak, self.peak) + room)
-        return max(0, found - max(self.budget.of("pool"), self._covered))
+        return max(0, found - max(self.budget.owners["pool"], self._covered))

@@ -8,22 +8,26 @@ from typing import Any
 
 from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend, SideStream
-from vllm_graft.graph_runners.vision.graphs.eager_pass import EagerPass, Outputs
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream, GraphBackend
 from vllm_graft.graph_runners.vision.graphs.embedding_check import disagreement, same_bits
 from vllm_graft.graph_runners.vision.graphs.graph import ExactGraph, PaddedGraph, TowerGraph
-from vllm_graft.graph_runners.vision.graphs.graph_memory import GraphMemory
-from vllm_graft.graph_runners.vision.graphs.memory_need import MemoryNeed, measure_need
+from vllm_graft.graph_runners.vision.graphs.graph_memory import (
+    GraphMemory,
+    MemoryNeed,
+    measure_need,
+)
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
-from vllm_graft.graph_runners.vision.graphs.replay import (
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
+    EagerPass,
     ExactReplay,
     LayoutKey,
+    Outputs,
     PaddedReplay,
     Replay,
+    VisionBatch,
 )
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
-from vllm_graft.graph_runners.vision.towers.tower import Buffers, Pieces, Tower
+from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, Tower
 
 MIN_GAIN = 0.97
 """A graph is kept if its replay takes at most this fraction of the eager pass's time."""
@@ -41,8 +45,8 @@ class StoreRules:
 
     Attributes:
         verify: compare the first replay of each graph with the eager pass.
-        timing: drop a graph that is not faster than the eager pass. False where several ranks share
-            the tower, as their clocks may disagree.
+        timing: drop a graph that is not faster than the eager pass. False where several ranks
+            share the tower, as their clocks may disagree.
         lockstep: every rank that shares the tower has to hold the same graphs.
         roomy: the largest bucket leaves much of the budget to other graphs.
     """
@@ -56,19 +60,8 @@ class StoreRules:
 class GraphStore:
     """Captures, verifies, measures, replays and evicts the graphs of one tower.
 
-    All graphs share one pool and one set of buffers for data.
-
-    Args:
-        tower: the tower to capture.
-        backend: captures and replays.
-        limit: bytes of static buffers and pool together.
-        admission: says which layout gives its graph up for another.
-        stats: counts captures and drops.
-        rules: the demands on each graph.
-
-    Attributes:
-        exact: the exact graphs.
-        buckets: the padded graphs, by their number of patches.
+    All graphs share one pool and one set of buffers for data, in `limit` bytes. `buckets` are the
+    padded graphs, by their number of patches.
     """
 
     def __init__(
@@ -90,11 +83,7 @@ class GraphStore:
         self._needs: dict[int, MemoryNeed | None] = {}
 
     def open(self, pool: Any) -> None:
-        """Begin without graphs.
-
-        Args:
-            pool: torch's handle of the pool to use; None makes one.
-        """
+        """Begin without graphs, in a pool by torch's handle; None makes one."""
         self.memory.open(pool)
         self.metadata.open()
         self._charge()
@@ -113,7 +102,7 @@ class GraphStore:
         self.clear()
         self.open(None)
 
-    def side_stream(self) -> SideStream | None:
+    def side_stream(self) -> CaptureStream | None:
         """A second stream for captured work; None if it would take too much of the budget.
 
         There is none where ranks share a tower: work on both streams would sum over the ranks, and
@@ -128,11 +117,7 @@ class GraphStore:
     # Replays
 
     def run(self, replays: Sequence[Replay], batch: VisionBatch) -> Outputs | None:
-        """The embeddings of all items, by these replays.
-
-        Returns:
-            one tensor per item, in the order of the batch; None if a graph does not take its items.
-        """
+        """The embeddings of all items, in their order; None if a graph does not take its items."""
         outputs: list[Any] = [None] * len(batch.items)
         for replay in replays:
             parts = self.replay(replay, batch)
@@ -145,36 +130,23 @@ class GraphStore:
     def replay(self, replay: Replay, batch: VisionBatch) -> Outputs | None:
         """The embeddings of the replay's items, in the order of its indices.
 
-        Returns:
-            None if the graph does not take the items: an exact graph takes only data like those of
-            its capture, and a padded graph only what fits into its bucket.
+        None if the graph does not take the items: an exact graph takes only data like those of its
+        capture, and a padded graph only what fits into its bucket.
         """
+        pieces = self.tower.data(batch.inputs, replay.indices)
         if isinstance(replay, ExactReplay):
-            graph = self._load_exact(replay, batch)
+            graph: TowerGraph = self.exact[replay.key]
+            loaded = self.exact[replay.key].load(pieces)
         else:
-            graph = self._load_padded(replay, batch)
-        if graph is None:
+            graph = self.buckets[replay.bucket]
+            constants = self._metadata(graph, batch.pick(replay.indices))
+            loaded = constants is not None and graph.load(constants, replay.rows, pieces)
+        if not loaded:
             return None
         parts = self.tower.split(graph.replay(), batch.inputs, replay.indices, batch.items)
         return _clones(parts)
 
-    def _load_exact(self, replay: ExactReplay, batch: VisionBatch) -> TowerGraph | None:
-        graph = self.exact[replay.key]
-        pieces = self.tower.data(batch.inputs, replay.indices)
-        return graph if graph.load(pieces) else None
-
-    def _load_padded(self, replay: PaddedReplay, batch: VisionBatch) -> TowerGraph | None:
-        graph = self.buckets[replay.bucket]
-        constants = self._metadata(graph, replay, batch)
-        pieces = self.tower.data(batch.inputs, replay.indices)
-        if constants is None or not graph.load(constants, replay.rows, pieces):
-            return None
-        return graph
-
-    def _metadata(
-        self, graph: PaddedGraph, replay: PaddedReplay, batch: VisionBatch
-    ) -> Buffers | None:
-        items = batch.pick(replay.indices)
+    def _metadata(self, graph: PaddedGraph, items: Sequence[Item]) -> Buffers | None:
         key = (graph.rows, *(item.layout for item in items))
         found = self.metadata.get(key)
         if found is None:
@@ -203,15 +175,10 @@ class GraphStore:
     # Captures
 
     def capture_bucket(self, rows: int, segments: int, gain: bool) -> Reason | None:
-        """Capture the padded graph of a bucket, with noise for inputs.
+        """Capture the padded graph of a bucket of `rows` patches, with noise for inputs.
 
-        Args:
-            rows: patches of the bucket.
-            segments: attention segments that the bucket has to hold at least.
-            gain: whether the bucket has to be faster than the eager pass.
-
-        Returns:
-            why the graph was not kept; None if it was.
+        It holds at least so many attention segments. With `gain`, it has to be faster than the
+        eager pass. Returns why the graph was not kept; None if it was.
         """
         inputs = self.tower.sample(rows)
         if inputs is None:
@@ -239,15 +206,10 @@ class GraphStore:
     def capture_exact(
         self, replay: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
     ) -> Reason | None:
-        """Capture an exact graph.
+        """Capture an exact graph with a replay's items of a batch; why it was not kept, if it was
+        not.
 
-        Args:
-            replay: the graph's key, and the items to capture it with.
-            batch: the batch of these items.
-            eager: the eager pass over these items, if there was one.
-
-        Returns:
-            why the graph was not kept; None if it was.
+        `eager` is the eager pass over these items, if there was one.
         """
         if eager is None:
             eager = self.measure(batch, replay.indices)
@@ -275,7 +237,6 @@ class GraphStore:
         self._charge()
 
     def _missing(self, pieces: Pieces) -> list[int]:
-        """Bytes that the shared buffers have to grow by, one entry per buffer."""
         return [
             self.arena.missing(name, sum(len(tensor) for tensor in tensors), tensors[0])
             for name, tensors in pieces.items()
@@ -322,7 +283,7 @@ class GraphStore:
     def fits(self, rows: int) -> bool:
         """Whether a bucket of so many patches leaves room for other graphs.
 
-        The answer is an estimate from eager passes on noise over fewer patches, which run once.
+        It is an estimate from eager passes on noise over fewer patches, which run once.
         """
         sample = min(rows, _SAMPLE_ROWS)
         if sample not in self._needs:
@@ -341,7 +302,6 @@ class GraphStore:
         return True
 
     def _charge(self, *more: ExactGraph | PaddedGraph) -> None:
-        """Account for the graphs that are kept, and for `more`."""
         self.memory.charge(self._own_sizes(*more))
 
     def _own_sizes(self, *more: ExactGraph | PaddedGraph) -> list[int]:
@@ -354,7 +314,6 @@ class GraphStore:
     # Checks of what was captured
 
     def _judge(self, replay: Replay, eager: EagerPass, gain: bool) -> Reason | None:
-        """Replay the new graph, and compare the embeddings and the time with the eager pass."""
         found = self.replay(replay, eager.batch)
         why = self._compare(replay, found, eager.outputs)
         if why is not None or not (self.rules.timing and gain):
@@ -368,20 +327,17 @@ class GraphStore:
         if found is None:
             return "mismatch"
         if self.rules.verify and (wrong := disagreement(found, expected)):
-            cause = f"{replay}: {wrong}"
-            self.stats.fail(cause)
-            logger.warning("vision graph %s; it is not used", cause)
+            self.stats.fail(f"{replay}: {wrong}", "vision graph %s; it is not used")
             return "mismatch"
         exact = isinstance(replay, ExactReplay)
         if exact and self.tower.fused and not same_bits(found, expected):
             cause = f"{replay}: not bit for bit what the model gives"
             self.tower.unfuse(cause)
-            self.stats.fail(cause)
-            logger.warning("vision graph %s: graphs to come have nothing fused", cause)
+            self.stats.fail(cause, "vision graph %s: graphs to come have nothing fused")
             return "bits"
         return None
 
 
 def _clones(parts: Outputs) -> Outputs:
-    """Copies, as the next replay of any graph writes to the static output."""
+    # The next replay of any graph writes to the static output.
     return [part.clone() for part in parts]

@@ -8,24 +8,15 @@ import torch
 
 from vllm_graft.base.log import logger
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
-from vllm_graft.graph_runners.vision.capture.slab import Slab, aligned
-from vllm_graft.graph_runners.vision.capture.tensor_cache import TensorCache
+from vllm_graft.graph_runners.vision.capture.tensor_cache import Slab, TensorCache, aligned
 from vllm_graft.graph_runners.vision.towers.tower import Buffers
 
 
 class MetadataCache:
     """Keeps tensors by key in one block of host memory, pinned where there is a GPU.
 
-    The device's copy engine reads the tensors: 2 MB, for an image of 450 by 450 pixels, in about 40
-    microseconds. All copies from and to the block run on one stream, so they are in order.
-
-    Args:
-        backend: allocates the block.
-        limit: bytes of the block.
-
-    Attributes:
-        hits: requests that found their key.
-        misses: requests that did not.
+    The device's copy engine reads them. All copies from and to the block run on one stream, so they
+    are in order. The block has `limit` bytes.
     """
 
     def __init__(self, backend: GraphBackend, limit: int) -> None:
@@ -37,7 +28,6 @@ class MetadataCache:
         self._ranges: dict[Hashable, tuple[int, int]] = {}
 
     def report(self) -> dict[str, int]:
-        """Counters and bytes of host memory, as plain values."""
         return {
             "hits": self.hits,
             "misses": self.misses,
@@ -73,8 +63,7 @@ class MetadataCache:
     def keep(self, key: Hashable, tensors: Buffers) -> bool:
         """Copy tensors into the block under a new key.
 
-        Returns:
-            False if there is no room, as the other keys are requested as often.
+        False if there is no room, as the other keys are requested as often.
         """
         if self._block is None:
             return False

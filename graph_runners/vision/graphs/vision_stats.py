@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_graft.base.log import logger
+
 Reason = str
 """A word to count by: why a batch was declined, or why a graph was not kept."""
 
@@ -16,15 +18,15 @@ class VitStats:
 
     Attributes:
         items: images and videos, by what served them: exact, bucket, fused, eager.
-        replays: replays, by kind of graph: exact, bucket.
+        replays: by kind of graph: exact, bucket.
         declines: batches left to the engine's own path, by reason.
-        cuts: batches that were larger than any graph, and were served by several.
+        cuts: batches larger than any graph that several graphs served.
         captures: graphs that were captured and kept, by kind.
         dropped: graphs that were not kept, by reason.
         failures: the causes of the latest failures, as text.
         rows: patches of the items in replays of padded graphs.
         padded_rows: patches of these replays, including padding.
-        capture_seconds: wall time that captures and measurements of cut batches took while serving.
+        capture_seconds: wall time of captures and measurements while serving.
     """
 
     items: Counter[str] = field(default_factory=Counter)
@@ -38,20 +40,15 @@ class VitStats:
     padded_rows: int = 0
     capture_seconds: float = 0.0
 
-    def fail(self, cause: str) -> None:
-        """Keep the cause with the latest few."""
+    def fail(self, cause: str, warning: str = "") -> None:
+        """Keep the cause with the latest few, and log it in a warning if there is one."""
         self.failures = [*self.failures[-7:], cause]
+        if warning:
+            logger.warning(warning, cause)
 
     def report(self) -> dict[str, Any]:
-        return {
-            "items": dict(self.items),
-            "replays": dict(self.replays),
-            "declines": dict(self.declines),
-            "cuts": self.cuts,
-            "captures": dict(self.captures),
-            "dropped": dict(self.dropped),
-            "failures": list(self.failures),
-            "rows": self.rows,
-            "padded_rows": self.padded_rows,
-            "capture_seconds": round(self.capture_seconds, 6),
+        plain = {
+            name: dict(found) if isinstance(found, Counter) else found
+            for name, found in vars(self).items()
         }
+        return {**plain, "capture_seconds": round(self.capture_seconds, 6)}

@@ -1,40 +1,42 @@
 """Adapters: towers of models that do not speak vLLM's ``SupportsEncoderCudaGraph``.
 
 An adapter is an entry of the hook ``graft_vision_adapters``, named after the model's architecture.
-It is attached while the model is loaded. vLLM then takes the model for one that speaks the
-protocol, so both model runners profile, capture and clear as usual.
+Once it is attached, vLLM takes the model for one that speaks the protocol, so both model runners
+profile, capture and clear as usual.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item, Pieces, Tower
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
+from vllm_graft.seams.compare import require_seams
 
 _ATTRIBUTE = "_graft_vision_adapter"
 
 
 class VisionAdapter(Tower):
-    """Base of the adapters.
+    """Base of the adapters of a loaded model; it is built before memory is profiled.
 
-    Attributes:
-        model: the loaded model.
+    Raises:
+        SeamError: if the installed vLLM differs in one of the adapter's `seams`.
     """
 
+    seams = ""
+    """The room of the ledger whose symbols the adapter needs, if any."""
+
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Read what is needed from the model; this runs before memory is profiled."""
-        self.model = model
-        self.vllm_config = vllm_config
+        if self.seams:
+            require_seams(self.seams)
+        self.model, self.vllm_config = model, vllm_config
 
     @classmethod
     def refuses(cls, model: Any) -> str | None:
@@ -46,7 +48,6 @@ class VisionAdapter(Tower):
         """Keyword arguments of ``embed_multimodal`` with these items only."""
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The embeddings from the model's own ``embed_multimodal``."""
         return list(self.model.embed_multimodal(**self.select(inputs, indices)))
 
 
@@ -69,14 +70,7 @@ class FixedSizeAdapter(VisionAdapter):
 
     @abstractmethod
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Run tower and projector.
-
-        Args:
-            pixels: ``[images, channels, height, width]``.
-
-        Returns:
-            ``[images, tokens, hidden]``.
-        """
+        """Run tower and projector: ``[images, tokens, hidden]``."""
 
     def startup(self) -> list[Inputs]:
         """Inputs of 1, 2, 4 and 8 images, if their size is known."""
@@ -99,7 +93,6 @@ class FixedSizeAdapter(VisionAdapter):
         return None
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per image; all have the same layout."""
         pixels = inputs[self.pixels]
         height, width = pixels.shape[-2:]
         rows = (height // self.patch_size) * (width // self.patch_size)
@@ -107,23 +100,19 @@ class FixedSizeAdapter(VisionAdapter):
         return [Item(layout, rows)] * pixels.shape[0]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The images as views of the inputs; neighbours are one slice."""
         return {
             self.pixels: row_slices(inputs[self.pixels], [1] * len(inputs[self.pixels]), indices)
         }
 
     def forward(self, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Encode the whole batch."""
         return self.encode(buffers[self.pixels])
 
     def split(
         self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """One embedding matrix per image."""
         return list(output.unbind(0))
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """The images at `indices`."""
         return {self.pixels: inputs[self.pixels][list(indices)]}
 
 
@@ -132,10 +121,7 @@ def row_slices(
 ) -> list[torch.Tensor]:
     """The rows of some items as views of a tensor; neighbours are one view.
 
-    Args:
-        tensor: ``[sum(lengths), ...]``, the rows of all items one after the other.
-        lengths: rows of each item.
-        indices: the items to return.
+    The tensor is ``[sum(lengths), ...]``, the rows of all items one after the other.
     """
     starts = [0]
     for length in lengths:
@@ -151,14 +137,10 @@ def row_slices(
 
 
 def attach(model: Any, adapter: VisionAdapter) -> None:
-    """Make this instance of a model pass for one that speaks vLLM's protocol.
+    """Make this instance of a model pass for one that speaks vLLM's protocol: it gets methods.
 
     vLLM then builds an ``EncoderCudaGraphManager`` for it, which is our runner. The runner uses the
     adapter, so the model answers only the protocol's methods that the manager's constructor calls.
-
-    Args:
-        model: the loaded model; methods are added to it.
-        adapter: the adapter of the model.
 
     Raises:
         GraftError: if the model speaks the protocol itself.

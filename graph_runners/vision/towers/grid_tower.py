@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.attention.ops import vit_attn_wrappers
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
-from vllm_graft.graph_runners.vision.fused.fusion import fused_blocks
+from vllm_graft.base.errors import SeamError
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
-from vllm_graft.graph_runners.vision.towers.encoder_attention import all_rows_written
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces, Tower
+from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
-
-    from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks
 
 PIXELS = "pixel_values"
@@ -38,15 +38,13 @@ class GridTower(Tower):
         self._model = model
         self._device, self._dtype = device, dtype
         self.modalities = tuple(config.modalities)
-        merge = int(model.visual.spatial_merge_size)
-        self._merge = merge
-        self.unit = merge * merge
+        self._merge = int(model.visual.spatial_merge_size)
+        self.unit = self._merge**2
         self._blocks: FusedBlocks | None = None
 
     def fuse(
-        self, side_stream: Callable[[], SideStream | None], agree: Callable[[bool], bool]
+        self, side_stream: Callable[[], CaptureStream | None], agree: Callable[[bool], bool]
     ) -> None:
-        """Compile the fused kernels, and compare them with the blocks on noise."""
         found = fused_blocks(self._model, side_stream, agree)
         if isinstance(found, str):
             self.unfuse(found)
@@ -54,7 +52,6 @@ class GridTower(Tower):
             self._blocks, self.fused = found, found.parts
 
     def unfuse(self, why: str) -> None:
-        """Capture the blocks as they are from now on."""
         super().unfuse(why)
         self._blocks = None
 
@@ -73,7 +70,6 @@ class GridTower(Tower):
         return None if rows == pixels.shape[0] else "rows_mismatch"
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per grid; its layout is modality, grid and dtype."""
         modality = self._model.get_input_modality(inputs)
         dtype = str(self._pixels(inputs).dtype)
         return [
@@ -82,7 +78,6 @@ class GridTower(Tower):
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The patches of the items."""
         grids = self._model._get_grid_thw_by_modality(inputs)
         return {PIXELS: row_slices(self._pixels(inputs), [t * h * w for t, h, w in grids], indices)}
 
@@ -102,7 +97,6 @@ class GridTower(Tower):
         }
 
     def forward(self, buffers: Buffers) -> Any:
-        """Run the whole tower."""
         fused = self._blocks.installed() if self._blocks else nullcontext()
         with all_rows_written(), fused:
             # A copy, as the model removes entries from the dictionary.
@@ -116,7 +110,6 @@ class GridTower(Tower):
         return list(output[: sum(sizes)].split(sizes))
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The embeddings of the model's own pass over these items."""
         items = self.items(inputs)
         if list(indices) != list(range(len(items))):
             inputs = self._model.select_encoder_cudagraph_items(inputs, list(indices))
@@ -186,3 +179,60 @@ class GridTower(Tower):
     def _pixels(self, inputs: Inputs) -> torch.Tensor:
         pixels: torch.Tensor = self._model._get_pixel_values_by_modality(inputs)
         return pixels
+
+
+def fused_blocks(
+    model: Any, side_stream: Callable[[], CaptureStream | None], agree: Callable[[bool], bool]
+) -> FusedBlocks | str:
+    """Fuse as many operators of a model's vision blocks as keep their bits, or say why not any.
+
+    Runs blocks on noise, and waits for the device. Never raises: a vLLM that differs from the
+    ledger, for example, only means that the blocks run as they are.
+
+    Args:
+        side_stream: gives a second stream; called only if there is work to run beside the
+            blocks.
+        agree: tells whether all ranks that share the tower say yes.
+    """
+    try:
+        require_seams("fused")
+        from vllm_graft.graph_runners.vision.fused.bit_check import agreed_blocks
+        from vllm_graft.graph_runners.vision.fused.side_mergers import find_side_mergers
+
+        found = agreed_blocks(model, agree=agree)
+        if not isinstance(found, str):
+            found.mergers = find_side_mergers(model, side_stream)
+        return found
+    except SeamError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def all_rows_written() -> Iterator[None]:
+    """Keep vLLM from zeroing the output of each captured attention in the body.
+
+    vLLM's own graphs need the zeros: their padded rows belong to no segment, so attention does not
+    write them (vLLM #57136). In our graphs every row belongs to a segment and is written, so the
+    zeros would be one useless kernel per layer.
+    """
+    platform = vit_attn_wrappers.current_platform
+    vit_attn_wrappers.current_platform = _NotCuda(platform)
+    try:
+        yield
+    finally:
+        vit_attn_wrappers.current_platform = platform
+
+
+class _NotCuda:
+    """The platform, but not CUDA: vLLM's attention module asks that only to decide about zeros."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cuda(self) -> bool:
+        return False

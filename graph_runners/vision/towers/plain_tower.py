@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces, Tower
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 
 class PlainTower(Tower):
@@ -33,10 +32,7 @@ class PlainTower(Tower):
         return "capture_axes" if self._axes else super().decline(inputs)
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per input; its layout is the sizes that the protocol tells.
-
-        The shapes of the buffers show what else differs.
-        """
+        """One item per input; its layout is the sizes that the protocol tells."""
         modality = self._model.get_input_modality(inputs)
         return [
             Item((modality, spec.input_size, *self._tokens(spec)), spec.input_size)
@@ -44,7 +40,6 @@ class PlainTower(Tower):
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """Return every buffer of every path that the items use."""
         chosen = self._select(inputs, indices)
         pieces: Pieces = {}
         for path in self._used(chosen):
@@ -57,7 +52,6 @@ class PlainTower(Tower):
         return pieces
 
     def forward(self, buffers: Buffers) -> Any:
-        """Run each path, and return its output under the path's name."""
         paths: dict[str, Buffers] = {}
         for name, buffer in buffers.items():
             path, _, key = name.partition("/")
@@ -70,7 +64,6 @@ class PlainTower(Tower):
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """Split by the model's own post-processing."""
         tokens = [
             spec.output_tokens for spec in self._model.get_encoder_cudagraph_item_specs(inputs)
         ]
@@ -86,7 +79,6 @@ class PlainTower(Tower):
         return [found[index] for index in indices]
 
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The embeddings of the model's own pass over these items."""
         chosen = self._select(inputs, indices)
         output = {
             path: self._model.encoder_eager_forward(chosen, path) for path in self._used(chosen)
@@ -104,7 +96,4 @@ class PlainTower(Tower):
         ]
 
     def _tokens(self, spec: Any) -> tuple[int, ...]:
-        return (
-            spec.output_tokens,
-            *(spec.get_path_output_tokens(path) for path in self._paths),
-        )
+        return (spec.output_tokens, *(spec.get_path_output_tokens(path) for path in self._paths))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.graph_runners.vision.towers.adapter import adapter_of
 from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower
 from vllm_graft.graph_runners.vision.towers.plain_tower import PlainTower
 from vllm_graft.graph_runners.vision.towers.tower import Tower
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 
 def tower_of(
@@ -28,13 +26,7 @@ def tower_of(
 ) -> Tower:
     """The tower of a model: its adapter, or the tower that fits its protocol methods.
 
-    Args:
-        model: the loaded model.
-        config: the model's description of itself, by the protocol.
-        device: the device of the model.
-        dtype: the dtype of the model.
-        max_items: vLLM's limit of items per batch.
-        max_frames: vLLM's limit of frames per batch.
+    `config` is how the model describes itself. vLLM limits a batch's items and frames.
     """
     if (adapter := adapter_of(model)) is not None:
         return adapter
@@ -48,10 +40,7 @@ def tower_of(
 def obstacles(model: Any, tower: Tower, reads_device: bool) -> str | None:
     """Why no batch of this model may be captured, in a word; None if it may.
 
-    Args:
-        model: the loaded model.
-        tower: the model's tower.
-        reads_device: whether captured regions may read device values on the host.
+    With `reads_device`, captured regions may read device values on the host.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, MMEncoderAttention)]
     # Dynamic FP8 attention updates its scales and a Python counter in each pass.

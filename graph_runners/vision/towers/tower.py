@@ -1,10 +1,9 @@
 """What the runner has to know of a vision encoder, and nothing about graphs.
 
 A *tower* turns the multimodal keyword arguments of a batch (``inputs``) into embeddings. The items
-of a batch are images or videos. They do not attend to each other, so a batch may be cut anywhere.
-The embeddings of an item depend on its *layout*, which is host values such as a grid, and on its
-*data*, which is tensors such as pixels. A graph is captured for given layouts; a replay copies data
-in.
+of a batch do not attend to each other, so it may be cut anywhere. The embeddings of an item depend
+on its *layout*, which is host values such as a grid, and on its *data*, which is tensors such as
+pixels. A graph is captured for given layouts; a replay copies data in.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.fused import UNKNOWN_BLOCKS
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_graft.graph_runners.vision.capture.graph_backend import SideStream
 
 Inputs = Mapping[str, Any]
 """Keyword arguments of the model's ``embed_multimodal``."""
 
-Pieces = dict[str, "list[torch.Tensor]"]
+Pieces = dict[str, list[torch.Tensor]]
 """The data of some items, by the name of the buffer that they are copied to."""
 
-Buffers = dict[str, "torch.Tensor"]
+Buffers = dict[str, torch.Tensor]
 """Tensors by name."""
 
 
@@ -36,8 +33,8 @@ class Item:
     """One image or video.
 
     Attributes:
-        layout: all that the embeddings depend on besides the data: modality, grid, and the shape
-            and dtype of the data. The same graph serves all items of one layout.
+        layout: all that the embeddings depend on besides the data: modality, grid, and the
+            shape and dtype of the data. The same graph serves all items of one layout.
         rows: patches, which measure the work.
     """
 
@@ -57,7 +54,7 @@ class Tower(ABC):
     """The reason, if there are none."""
 
     def fuse(
-        self, side_stream: Callable[[], SideStream | None], agree: Callable[[bool], bool]
+        self, side_stream: Callable[[], CaptureStream | None], agree: Callable[[bool], bool]
     ) -> None:
         """Fuse the operators that keep their bits.
 
@@ -70,11 +67,7 @@ class Tower(ABC):
         self.unfuse(UNKNOWN_BLOCKS)
 
     def unfuse(self, why: str) -> None:
-        """Fuse nothing in the graphs that are captured from now on.
-
-        Args:
-            why: becomes `why_not_fused`.
-        """
+        """Fuse nothing in the graphs that are captured from now on; `why` is kept."""
         self.fused, self.why_not_fused = "", why
 
     def decline(self, inputs: Inputs) -> str | None:
@@ -109,31 +102,19 @@ class Tower(ABC):
 
     @abstractmethod
     def forward(self, buffers: Buffers) -> Any:
-        """The region to capture.
+        """The region to capture, of data and constants by name; it returns a pytree of tensors.
 
         It must neither wait for the device nor read a device value on the host.
-
-        Args:
-            buffers: data and constants, by name.
-
-        Returns:
-            any pytree of tensors.
         """
 
     @abstractmethod
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """The embeddings of each item, which must equal those of ``embed_multimodal``.
+        """The embeddings ``[tokens, hidden]`` of each item of `indices`; views are allowed.
 
-        Args:
-            output: what `forward` returned.
-            inputs: the inputs of the whole batch.
-            indices: places of the items that were encoded, in the order of the rows.
-            items: all items of the batch.
-
-        Returns:
-            ``[tokens, hidden]`` per item of `indices`; views are allowed.
+        They must equal those of ``embed_multimodal``. `output` is what `forward` returned for these
+        items, and `inputs` and `items` are those of the whole batch.
         """
 
     @abstractmethod
@@ -160,10 +141,7 @@ class Tower(ABC):
         """Items of exactly `rows` patches that fill a batch up; None if there are none.
 
         Their segments are short. A tower with buckets also gives `unit`, `sample` and `bounds`.
-
-        Args:
-            like: an item of the batch, for its modality and dtype.
-            rows: patches to fill.
+        `like` is an item of the batch, for its modality and dtype.
         """
         return None
 

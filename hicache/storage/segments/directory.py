@@ -1,26 +1,28 @@
-"""The directory of a namespace, which one process at a time has open.
+"""The directories of a store: the root of all namespaces, and that of one namespace.
 
-Its parent directory, the root, is shared with other namespaces.
+One process at a time has a namespace's directory open. Files of other users are refused one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.locks import lock_patiently, locked
+from vllm_graft.base.locks import foreign, lock_patiently, locked
+from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.config.connector_options import option_flag
-from vllm_graft.hicache.storage.folder import make_folder, warn_of_others
 from vllm_graft.hicache.storage.segments.neighbours import (
     LOCK_NAME,
     Held,
     Neighbours,
     bytes_of,
     claim_times,
-    delete_files,
     neighbours,
     segment_files,
     write_claim,
@@ -34,15 +36,10 @@ SHARE_SECONDS = 0.5
 
 
 class Directory:
-    """``<root>/<namespace in hex>``, locked until :meth:`close` or the end of the process.
-
-    Args:
-        root: the option ``path``. The directory is created if it is missing.
-        namespace: 16 bytes.
+    """``<root>/<namespace in hex>``, made if missing, locked until :meth:`close`.
 
     Raises:
-        ConfigError: if the directory cannot be created or written to, or another process has it
-            open.
+        ConfigError: if it cannot be created or written to, or another process has it open.
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
@@ -50,7 +47,7 @@ class Directory:
         self._seen: dict[str, int] = {}
         self._lock: int | None = None
         try:
-            warn_of_others(root)
+            _warn_of_others(root)
             self._open(OPEN_SECONDS)
         except OSError as error:
             raise ConfigError(
@@ -64,11 +61,6 @@ class Directory:
             )
 
     def _open(self, seconds: float) -> None:
-        """Make the directory if it is missing, and lock it if no other process has.
-
-        Raises:
-            OSError: if that is impossible.
-        """
         make_folder(self.path)
         with self.root_locked(seconds):
             # Other processes lock a namespace for a moment, to see whether it is open. So the
@@ -103,7 +95,7 @@ class Directory:
     def root_locked(
         self, seconds: float = SHARE_SECONDS
     ) -> contextlib.AbstractContextManager[bool]:
-        """Hold the root's lock, under which claims are made; yields whether it was acquired."""
+        """Hold the root's lock, under which claims are made; it yields whether it was acquired."""
         return locked(self.path.parent / LOCK_NAME, seconds)
 
     def neighbours(self) -> Neighbours:
@@ -116,28 +108,125 @@ class Directory:
         return claim_times(self.path) != self._seen
 
     def claim(self, held: Held) -> None:
-        """Publish this namespace's claim and wish. Call it under the root's lock.
-
-        Raises:
-            OSError: if the lock file cannot be written.
-        """
+        """Publish this namespace's claim and wish. Call it under the root's lock."""
         if self._lock is not None:
             write_claim(self._lock, held)
 
     def bytes_besides(self, numbers: Collection[int]) -> int:
-        """Bytes of all segments but those with these numbers.
-
-        The others are unreadable, of a foreign format, or could not be deleted.
-        """
+        """Bytes of other segments: unreadable, of a foreign format, or not to be deleted."""
         files = segment_files(self.path)
         return bytes_of([file for file in files if segment_number(file) not in numbers])
 
     def delete_files(self) -> bool:
         """Delete all segment files of this namespace, even unknown ones; False if one remains."""
-        return delete_files(segment_files(self.path))
+        try:
+            for file in segment_files(self.path):
+                file.unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             fd, self._lock = self._lock, None
             os.close(fd)
+
+
+def require_folder(path: Path, max_bytes: int) -> None:
+    """Refuse a root, which may be missing, that a store could not use. It leaves nothing behind.
+
+    Raises:
+        ConfigError: if it cannot be created or written to, its lock file is another user's, or its
+            file system is smaller than ``max_bytes``.
+    """
+    if problem := _problem(path):
+        raise ConfigError(
+            f"{option_flag('storage', 'path')}: {str(path)!r} cannot be used: {problem}. Give a "
+            "directory that the engine may write to."
+        )
+    if problem := _lock_problem(path / LOCK_NAME):
+        raise ConfigError(
+            f"{option_flag('storage', 'path')}: {path / LOCK_NAME} {problem}. Give each user's "
+            "servers a directory of their own, or delete what is in this one."
+        )
+    _warn_of_others(path)
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    status = os.statvfs(there)
+    if max_bytes > (size := status.f_blocks * status.f_frsize) > 0:
+        raise ConfigError(
+            f"{option_flag('storage', 'max_bytes')} is {max_bytes}, but the file system of "
+            f"{str(there)!r} has {size} bytes: lower it."
+        )
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those above it, for this user alone. An existing one is narrowed."""
+    for folder in reversed((path, *path.parents)):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "is no directory", str(path))
+    if problem := foreign(status):
+        raise PermissionError(errno.EPERM, problem, str(path))
+    if status.st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def _warn_of_others(path: Path) -> None:
+    """Say so once if others than this user and root can change what is in an existing directory."""
+    try:
+        status = path.stat()
+    except OSError:
+        return
+    problem = foreign(status) if status.st_uid else None
+    if status.st_mode & 0o022:
+        problem = f"may be written to by others (mode {stat.S_IMODE(status.st_mode):o})"
+    if problem:
+        warning_once(
+            f"{option_flag('storage', 'path')}: {str(path)!r} {problem}: they can remove "
+            "pages. Give one that belongs to the server's user and that no other may write to."
+        )
+
+
+def _lock_problem(lock: Path) -> str | None:
+    try:
+        status = lock.lstat()
+    except OSError:
+        return None
+    problem = foreign(status)
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is no regular file"
+    return problem
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with the directory, or with its nearest existing parent; None if nothing."""
+    for folder in (path, *path.parents):
+        try:
+            status = folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if folder.is_symlink():
+                return f"{folder} is a link that leads nowhere"
+            continue
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{folder} is no directory"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            owner = foreign(status)
+            return f"{folder} may not be written to" + (f" ({owner})" if owner else "")
+        return None if folder == path else _refuses_folders(folder)
+    return None
+
+
+def _refuses_folders(folder: Path) -> str | None:
+    """Why no directory can be created in one that may be written to, as in ``/proc``; else None."""
+    # It is tried only in file systems without blocks, as a try changes the directory's time.
+    try:
+        if os.statvfs(folder).f_blocks:
+            return None
+        with tempfile.TemporaryDirectory(prefix=".vllm-graft-", dir=folder):
+            return None
+    except OSError as error:
+        return f"no directory can be created in {folder} ({error.strerror})"

@@ -1,10 +1,10 @@
 """The namespaces below one root, and how they share its bytes.
 
-Each namespace has a lock file. A process that has the namespace open holds the lock, and has
-written three numbers into the file: its process id, the most bytes that the namespace may take (its
-*claim*), and the bytes that it would like to take (its *wish*). All processes read and write these
-files under the root's lock. So the claims of open namespaces and the bytes of closed ones together
-never exceed ``max_bytes``.
+A process that has a namespace open holds the lock of its lock file, and has written three numbers
+into it: its process id, the most bytes that the namespace may take (its *claim*), and the bytes
+that it would like to take (its *wish*). All processes read and write these files under the root's
+lock. So the claims of open namespaces and the bytes of closed ones together never exceed
+``max_bytes``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Held:
-    """A namespace that a process has open.
-
-    Attributes:
-        claim: most bytes that it may take.
-        wish: bytes that it would like to take.
-    """
+    """A namespace that a process has open, with its claim and its wish in bytes."""
 
     claim: int
     wish: int
@@ -41,13 +36,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Closed:
-    """A namespace that no process has open.
-
-    Attributes:
-        path: its directory.
-        bytes: bytes of its segments.
-        opened: time at which a process last opened it, in seconds since the epoch.
-    """
+    """A namespace that no process has open; ``opened`` is when one last had, since the epoch."""
 
     path: Path
     bytes: int
@@ -56,21 +45,16 @@ class Closed:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The namespaces below a root, except one.
-
-    Attributes:
-        held: the open ones.
-        closed: the closed ones, the longest unused first.
-    """
+    """The namespaces below a root, except one; of the closed ones the longest unused is first."""
 
     held: tuple[Held, ...]
     closed: tuple[Closed, ...]
 
     def limit(self, max_bytes: int) -> int:
-        """Most bytes that the excepted namespace may take.
+        """Most bytes that the excepted namespace may take: those that the others have not claimed.
 
-        These are the bytes that the others have not claimed. But each open namespace may have an
-        equal part if it wishes, so a namespace with more than that has to give up bytes.
+        But each open namespace may have an equal part if it wishes, so that one with more gives
+        bytes up.
         """
         part = max_bytes // (len(self.held) + 1)
         return max_bytes - sum(max(one.claim, min(part, one.wish)) for one in self.held)
@@ -84,7 +68,7 @@ def neighbours(path: Path) -> Neighbours:
     """The neighbours of the namespace at ``path``. Call it under the root's lock."""
     held, closed = [], []
     for other in _others(path):
-        size = sum(map(_size, segment_files(other)))
+        size = bytes_of(segment_files(other))
         try:
             if problem := foreign(other.lstat()):
                 raise PermissionError(problem)
@@ -111,14 +95,7 @@ def claim_times(path: Path) -> dict[str, int]:
 
 
 def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
-    """Delete ``excess`` bytes of closed namespaces.
-
-    It begins with the oldest segments of the namespace that was unused longest.
-
-    Returns:
-        Bytes deleted. They may exceed ``excess`` by up to a segment, and are fewer if files cannot
-        be deleted.
-    """
+    """Delete ``excess`` bytes of closed namespaces, oldest segments first; return how many."""
     deleted = 0
     for one in closed:
         if deleted >= excess:
@@ -131,23 +108,13 @@ def delete_closed(closed: tuple[Closed, ...], excess: int) -> int:
 
 
 def segment_files(path: Path) -> list[Path]:
-    """List the segment files in a namespace's directory, the oldest first."""
+    """The segment files in a namespace's directory, the oldest first."""
     try:
         files = list(path.iterdir())
     except OSError:
         return []
     # A data file sorts before its index file; unlink_segment says why that order matters.
     return sorted(file for file in files if segment_number(file) is not None)
-
-
-def delete_files(files: list[Path]) -> bool:
-    """Delete files; False if one remains."""
-    try:
-        for file in files:
-            file.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
 
 
 def bytes_of(files: list[Path]) -> int:
@@ -178,15 +145,10 @@ def read_claim(path: Path) -> Held:
 
 
 def write_claim(fd: int, held: Held) -> None:
-    """Write the process's id, claim and wish into an open lock file.
-
-    Raises:
-        OSError: if the medium refuses.
-    """
+    """Write the process's id, claim and wish into an open lock file."""
     # The text always has the same length, so that a full disk accepts an overwritten one.
-    text = f"{os.getpid():020} {held.claim:020} {held.wish:020}\n".encode()
-    assert len(text) == CLAIM_BYTES
-    os.pwrite(fd, text, 0)
+    text = f"{os.getpid():020} {held.claim:020} {held.wish:020}\n"
+    os.pwrite(fd, text.encode(), 0)
 
 
 def _holder(path: Path) -> int | None:

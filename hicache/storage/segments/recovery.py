@@ -1,9 +1,8 @@
 """Recovery of a segment that an earlier process left behind in any state.
 
-Records with an entry in the index file are trusted for now, because they were durable before the
-entry was written. They are checked when they are read. After the last of them there may be records
-that were written but not committed. Each of these is read, and kept if its checksum agrees. At the
-first one that does not agree, the data file is cut.
+Records with an entry in the index file were durable before the entry was written, and are checked
+when they are read. Records after the last of them may be incomplete. Each of these is read, and
+kept if its checksum agrees. At the first one that does not agree, the data file is cut.
 """
 
 from __future__ import annotations
@@ -14,17 +13,19 @@ from pathlib import Path
 
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.files import Files
-from vllm_graft.hicache.storage.record import HEADER_BYTES, decode_header, header_state
 from vllm_graft.hicache.storage.segments.format import (
     DATA_MAGIC,
     ENTRY_BYTES,
     FILE_HEADER_BYTES,
+    HEADER_BYTES,
     INDEX_MAGIC,
     Entry,
     HeaderCheck,
     check_file_header,
     decode_entries,
+    decode_header,
     file_header,
+    header_state,
 )
 from vllm_graft.hicache.storage.segments.segment import Segment, data_path, index_path
 
@@ -37,9 +38,7 @@ class Recovered:
 
     Attributes:
         segment: the open segment. None if nothing of it is usable. Then its files have to be
-            deleted, unless ``foreign``.
-        entries: entries of its pages, by key.
-        foreign: whether its format is newer than this code.
+            deleted, unless ``foreign``: its format is newer than this code.
         salvaged: number of recovered pages that had no entry in the index file.
         cut_bytes: bytes cut off the end of the data file.
     """
@@ -67,9 +66,9 @@ def recover(files: Files, directory: Path, number: int, namespace: bytes) -> Rec
             os.close(fd)
             return Recovered(foreign=check is HeaderCheck.FOREIGN)
         segment = Segment(directory, number, fd, namespace)
-        found = Recovered(segment)
-        _believe_index(files, directory, number, namespace, found, os.fstat(fd).st_size)
-        _salvage_tail(files, fd, namespace, found)
+        size = os.fstat(fd).st_size
+        found = Recovered(segment, _indexed(files, directory, namespace, segment, size))
+        _salvage_tail(files, fd, namespace, segment, found)
         if segment.pending:
             segment.commit(files, segment.pending)
             segment.pending = []
@@ -85,18 +84,16 @@ def _check(files: Files, fd: int, magic: bytes, number: int, namespace: bytes) -
     return check_file_header(bytes(header[:done]), magic, number, namespace)
 
 
-def _believe_index(
-    files: Files, directory: Path, number: int, namespace: bytes, found: Recovered, size: int
-) -> None:
-    """Take the entries of the index file, before the first torn one, whose records exist."""
-    segment = found.segment
-    assert segment is not None
-    fd = files.open(index_path(directory, number), make=True)
+def _indexed(
+    files: Files, directory: Path, namespace: bytes, segment: Segment, size: int
+) -> dict[PageKey, Entry]:
+    """The entries of the index file, before the first torn one, whose records exist."""
+    fd = files.open(index_path(directory, segment.number), make=True)
     try:
-        if _check(files, fd, INDEX_MAGIC, number, namespace) is not HeaderCheck.OURS:
+        if _check(files, fd, INDEX_MAGIC, segment.number, namespace) is not HeaderCheck.OURS:
             # The index is rebuilt by scanning the data file.
             os.truncate(fd, 0)
-            files.write(fd, [file_header(INDEX_MAGIC, number, namespace)], 0)
+            files.write(fd, [file_header(INDEX_MAGIC, segment.number, namespace)], 0)
         content = bytearray(max(0, os.fstat(fd).st_size - FILE_HEADER_BYTES))
         content = content[: files.read(fd, [content], FILE_HEADER_BYTES)]
         entries = decode_entries(bytes(content))
@@ -104,18 +101,20 @@ def _believe_index(
         os.truncate(fd, segment.index_size)
     finally:
         os.close(fd)
+    found: dict[PageKey, Entry] = {}
     for entry in entries:
         if entry.removed:
-            found.entries.pop(entry.key, None)
+            found.pop(entry.key, None)
         elif entry.offset >= FILE_HEADER_BYTES and entry.end <= size:
-            found.entries[entry.key] = entry
+            found[entry.key] = entry
             segment.size = max(segment.size, entry.end)
+    return found
 
 
-def _salvage_tail(files: Files, fd: int, namespace: bytes, found: Recovered) -> None:
+def _salvage_tail(
+    files: Files, fd: int, namespace: bytes, segment: Segment, found: Recovered
+) -> None:
     """Keep complete records after the last indexed one, and cut the rest of the file."""
-    segment = found.segment
-    assert segment is not None
     size = os.fstat(fd).st_size
     while (entry := _record_at(files, fd, segment.size, size, namespace)) is not None:
         found.entries[entry.key] = entry

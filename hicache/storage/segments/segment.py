@@ -13,15 +13,17 @@ from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Files
-from vllm_graft.hicache.storage.record import HEADER_BYTES, encode_header, verify
 from vllm_graft.hicache.storage.segments.format import (
     DATA_MAGIC,
     ENTRY_BYTES,
     FILE_HEADER_BYTES,
+    HEADER_BYTES,
     INDEX_MAGIC,
     Entry,
     encode_entry,
+    encode_header,
     file_header,
+    verify,
 )
 
 DATA_SUFFIX = ".data"
@@ -33,6 +35,11 @@ OVERHEAD_BYTES = HEADER_BYTES + 2 * ENTRY_BYTES
 """Most bytes per page beside its own: a header, its entry, and the entry of its removal."""
 
 
+def bytes_alone(length: int) -> int:
+    """Most bytes of a segment that holds nothing but one page of ``length`` bytes."""
+    return length + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES
+
+
 class Segment:
     """An open segment.
 
@@ -40,13 +47,13 @@ class Segment:
     I/O, so threads call them without the lock, after they were counted in ``users``.
 
     Attributes:
-        number: number of the segment. Newer segments have larger numbers.
+        number: newer segments have larger ones.
         size: offset of the next record in the data file.
         index_size: valid bytes of the index file.
         users: number of threads that read from or write to the data file now.
         dropped: whether the segment was deleted or the store closed. Then none of its pages may be
             returned.
-        tick: value of the store's counter when the segment was last used.
+        tick: value of the store's counter at the last use.
         keys: keys of its records. The current page of a key may be in another segment.
         pending: entries of written records that are not yet in the index file.
         committing: number of entries that are being written to the index file.
@@ -65,17 +72,12 @@ class Segment:
         self.committing = 0
         self.writing = 0
         self._namespace = namespace
-        self._directory = directory
         self._index_path = index_path(directory, number)
         self._fd: int | None = fd
 
     @classmethod
     def create(cls, files: Files, directory: Path, number: int, namespace: bytes) -> Segment:
-        """Create an empty segment, and make the names of its two files durable.
-
-        Raises:
-            OSError: if the medium fails. Then no file is left behind, if it can be deleted.
-        """
+        """Create an empty segment with durable names; if it fails, no file is left."""
         data, index = data_path(directory, number), index_path(directory, number)
         fd = files.create(data)
         try:
@@ -101,15 +103,11 @@ class Segment:
 
     @property
     def most_bytes(self) -> int:
-        """Most bytes that the segment takes without new records.
-
-        They include the entries of records that are being written, and an entry for the removal of
-        each page.
-        """
+        """Most bytes without new records: an entry of each record, and of each page's removal."""
         return self.bytes + ENTRY_BYTES * (len(self.keys) + 2 * self.writing)
 
     def read(self, files: Files, entry: Entry, buffer: memoryview) -> ReadStatus:
-        """Read the page of a record into ``buffer``, which has the page's length, and check it."""
+        """Read a record's page into ``buffer``, which has the page's length, and check it."""
         header = bytearray(HEADER_BYTES)
         try:
             done = files.read(self._file(), [header, buffer], entry.offset)
@@ -120,11 +118,6 @@ class Segment:
         return ReadStatus.HIT if good else ReadStatus.CORRUPT
 
     def write_at(self, files: Files, offset: int, key: PageKey, page: memoryview) -> None:
-        """Write a record at ``offset``.
-
-        Raises:
-            OSError: if the medium fails.
-        """
         header = encode_header(self._namespace, key, page)
         files.write(self._file(), [header, page], offset)
 
@@ -158,17 +151,11 @@ class Segment:
             raise DataLostError(errno.ENOENT, "somebody deleted the data file")
 
     def shorten(self, size: int) -> None:
-        """Cut the data file at ``size`` after a failed write.
-
-        An error does not matter, because the next write overwrites the remains.
-        """
+        """Cut the data file at ``size`` after a failed write."""
         self.size = size
+        # An error does not matter, because the next write overwrites the remains.
         with contextlib.suppress(OSError):
             os.truncate(self._file(), size)
-
-    def unlink(self) -> bool:
-        """Delete both files; False if the medium refused."""
-        return unlink_segment(self._directory, self.number)
 
     def close(self) -> None:
         """Close the data file. No thread may use it any more."""
@@ -184,10 +171,10 @@ class Segment:
 
 
 class DataLostError(OSError):
-    """The system could not make written records durable.
+    """The system could not make written records durable, so the segment has to be dropped.
 
     The kernel may have marked the memory pages clean, so that a second fdatasync would succeed
-    although the data is lost ("fsyncgate", LWN 752063). So the segment has to be dropped.
+    although the data is lost ("fsyncgate", LWN 752063).
     """
 
 

@@ -11,14 +11,14 @@ from vllm_graft.base.counters import Counters
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.files import Files
-from vllm_graft.hicache.storage.record import HEADER_BYTES
 from vllm_graft.hicache.storage.segments.directory import Directory
-from vllm_graft.hicache.storage.segments.format import FILE_HEADER_BYTES, Entry
+from vllm_graft.hicache.storage.segments.format import HEADER_BYTES, Entry
 from vllm_graft.hicache.storage.segments.neighbours import Held, Neighbours, delete_closed
 from vllm_graft.hicache.storage.segments.recovery import recover
 from vllm_graft.hicache.storage.segments.segment import (
     OVERHEAD_BYTES,
     Segment,
+    bytes_alone,
     segment_numbers,
     unlink_segment,
 )
@@ -33,12 +33,9 @@ Location = tuple[Segment, Entry]
 
 
 class Space:
-    """The segments of a namespace, within a byte limit.
-
-    All methods have to be called under the store's lock.
+    """The segments of a namespace, within a byte limit. Call it under the store's lock.
 
     Attributes:
-        index: place of each page, by key.
         active: the segment that gets new records; None before the first write.
         sealed: all other segments, by number.
         dirty: segments with entries to commit.
@@ -72,18 +69,16 @@ class Space:
 
     @property
     def bytes(self) -> int:
-        """Bytes of this namespace on the medium."""
         active = self.active.bytes if self.active is not None else 0
         return active + sum(segment.bytes for segment in self.sealed.values())
 
     @property
     def segments(self) -> int:
-        """Number of segments."""
         return len(self.sealed) + (self.active is not None)
 
     def fits(self, length: int) -> bool:
         """Whether a page of ``length`` bytes fits into an empty segment."""
-        return length + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES <= self._segment_bytes
+        return bytes_alone(length) <= self._segment_bytes
 
     def reserve(self, files: Files, length: int) -> tuple[Segment, int] | None:
         """Reserve room for a page of ``length`` bytes.
@@ -91,9 +86,6 @@ class Space:
         Returns:
             The segment, in whose ``users`` and ``writing`` the caller is counted, and the offset of
             the record. None if a new segment is needed and there is no room for it.
-
-        Raises:
-            OSError: if a new segment cannot be created.
         """
         segment = self.active
         needed = length + OVERHEAD_BYTES
@@ -116,9 +108,8 @@ class Space:
     def relieve(self, files: Files, error: OSError) -> bool:
         """Do what helps after the medium has refused a write; return whether a second try is due.
 
-        If somebody has removed the directory, it is made anew. If a file may not grow any further,
-        records go to the next one. If the disk or a quota is full below our own limit, our segment
-        that was unused longest is deleted.
+        If a file may not grow any further, records go to the next one. If the disk or a quota is
+        full below our own limit, our segment that was unused longest is deleted.
         """
         if self._directory.removed():
             return self._renew(files)
@@ -145,7 +136,6 @@ class Space:
                 self._make_room(0)
 
     def use(self, segment: Segment) -> None:
-        """Note a use of ``segment``."""
         segment.tick = next(self._ticks)
 
     def add(self, segment: Segment, entry: Entry) -> None:
@@ -154,15 +144,7 @@ class Space:
         self._append(segment, entry)
 
     def forget(self, key: PageKey, location: Location | None = None) -> bool:
-        """Remove a page from the index, and append the removal to the segment's entries.
-
-        Args:
-            key: key of the page.
-            location: if given, the page is removed only if it is still there.
-
-        Returns:
-            Whether the page was removed.
-        """
+        """Remove a page, if given a ``location`` only from there; return whether it was removed."""
         found = self.index.get(key)
         if found is None or (location is not None and found != location):
             return False
@@ -193,18 +175,22 @@ class Space:
                 del self.index[key]
                 self._counters.add("dropped_pages")
         self.close_unused(segment)
-        if deleted := (self._directory.removed() or segment.unlink()):
+        place = self._directory
+        if deleted := (place.removed() or unlink_segment(place.path, segment.number)):
             self._counters.add("deleted_segments")
         return deleted
 
     def drop_all(self) -> bool:
         """Delete all segments of the namespace, even unknown ones; False if a file remains."""
-        self.seal()
-        for segment in list(self.sealed.values()):
-            self.drop(segment)
+        self._drop_known()
         if self._directory.removed() and not self._directory.renew():
             return False
         return self._directory.delete_files()
+
+    def _drop_known(self) -> None:
+        self.seal()
+        for segment in list(self.sealed.values()):
+            self.drop(segment)
 
     def close(self) -> None:
         """Forget all pages, and close each file as soon as no thread uses it."""
@@ -235,10 +221,7 @@ class Space:
         self.dirty.add(segment)
 
     def _has_room(self, files: Files) -> bool:
-        """Whether there is room for a new segment.
-
-        If not, later calls return False for a while without looking again.
-        """
+        """Whether there is room for a new segment. After a failure it does not look for a while."""
         if time.monotonic() < self._full_until:
             return False
         # Without the lock of its directory, a store must not make files in it.
@@ -256,8 +239,7 @@ class Space:
     def _make_room(self, needed: int) -> bool:
         """Claim ``needed`` bytes more; False if that is impossible.
 
-        To make room, it first deletes our own surplus, beginning with the segments that were unused
-        longest. Then it deletes segments of namespaces that no process has open.
+        To make room, it deletes our own surplus, and then namespaces that no process has open.
         """
         with self._directory.root_locked() as alone:
             if not alone:
@@ -285,7 +267,6 @@ class Space:
         return most + self._directory.bytes_besides(numbers)
 
     def _evict(self, limit: int) -> None:
-        """Delete our segments until they take at most ``limit`` bytes."""
         while self._most_bytes() > limit and self.segments:
             if not self.sealed:
                 self.seal()
@@ -301,9 +282,7 @@ class Space:
 
     def _renew(self, files: Files) -> bool:
         """Give up what was in a removed directory, and make it anew."""
-        self.seal()
-        for segment in list(self.sealed.values()):
-            self.drop(segment)
+        self._drop_known()
         self._counters.add("renewed_directories")
         logger.warning("%s was removed; it is made anew.", self._directory.path)
         if not self._directory.renew():

@@ -5,41 +5,76 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ByteSize, Field, model_validator
 
 from vllm_graft.base.log import logger, warning_once
-from vllm_graft.hicache.config.connector_options import option_flag, parse_options
+from vllm_graft.hicache.config.connector_options import (
+    Bytes,
+    Folder,
+    Options,
+    option_flag,
+    parse_options,
+)
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Files
-from vllm_graft.hicache.storage.folder import require_folder
-from vllm_graft.hicache.storage.record import as_bytes, storable
-from vllm_graft.hicache.storage.segments.directory import Directory
-from vllm_graft.hicache.storage.segments.format import FILE_HEADER_BYTES, Entry
-from vllm_graft.hicache.storage.segments.neighbours import LOCK_NAME, holders
-from vllm_graft.hicache.storage.segments.segment import OVERHEAD_BYTES, DataLostError, Segment
-from vllm_graft.hicache.storage.segments.segment_options import SegmentsOptions
-from vllm_graft.hicache.storage.segments.space import Location, Space
+from vllm_graft.hicache.storage.segments.directory import Directory, require_folder
+from vllm_graft.hicache.storage.segments.format import Entry, storable
+from vllm_graft.hicache.storage.segments.neighbours import holders
+from vllm_graft.hicache.storage.segments.segment import DataLostError, Segment, bytes_alone
+from vllm_graft.hicache.storage.segments.space import Space
 
 FAILURES_TOLD = 32
 """Failed writes in a row after which the log says so."""
+
+_MIB = 1 << 20
+
+
+class SegmentsOptions(Options):
+    """Keys beside ``"backend": "segments"``."""
+
+    path: Folder
+    """Directory on a local disk, in which each namespace has its own directory."""
+
+    max_bytes: Annotated[Bytes, Field(ge=_MIB)]
+    """Most bytes that all segments in the directory may take: those of all namespaces, whichever
+    process has them open. See `neighbours`."""
+
+    segment_bytes: Annotated[Bytes, Field(ge=64 << 10)] | None = None
+    """Most bytes per segment, at most half of ``max_bytes``. Pages are evicted by whole segments.
+    None stands for 1/256 of ``max_bytes``, but at least 64 MiB and at most 1/8 of ``max_bytes``."""
+
+    sync_bytes: Annotated[Bytes, Field(ge=0)] = ByteSize(64 * _MIB)
+    """Bytes that may be written before they are made durable. A power failure may lose them."""
+
+    @model_validator(mode="after")
+    def _two_segments(self) -> SegmentsOptions:
+        if self.segment_bytes is not None and 2 * self.segment_bytes > self.max_bytes:
+            raise ValueError(
+                f"segment_bytes {int(self.segment_bytes)} is over half of max_bytes "
+                f"{int(self.max_bytes)}"
+            )
+        return self
+
+    @property
+    def segment_size(self) -> int:
+        """``segment_bytes``, or its default."""
+        if self.segment_bytes is not None:
+            return int(self.segment_bytes)
+        return min(max(64 * _MIB, self.max_bytes // 256), self.max_bytes // 8)
 
 
 class SegmentsBackend(StorageBackend):
     """Keeps pages as checked records in append-only segments below one directory.
 
-    Pages are written to the end of the active segment. After ``sync_bytes`` bytes, or on
-    :meth:`flush`, the data is made durable, and then the index. The thread that wrote the last
-    bytes does this while other threads go on. A page can be read as soon as its write has returned.
-
-    Args:
-        namespace: 16 bytes. They name the directory and are part of every record.
-        options: see :class:`SegmentsOptions`.
-        files: the system calls. The fault injector replaces them.
+    After ``sync_bytes`` bytes, or on :meth:`flush`, the data is made durable, and then the index.
+    The thread that wrote the last bytes does this while other threads go on. A page can be read as
+    soon as its write has returned. The fault injector replaces ``files``, the system calls.
     """
 
     OPTIONS: ClassVar[type[SegmentsOptions]] = SegmentsOptions
-    """The model of the options."""
 
     def __init__(
         self, namespace: bytes, options: Mapping[str, Any], files: Files | None = None
@@ -68,20 +103,17 @@ class SegmentsBackend(StorageBackend):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse wrong options, and a directory or size that cannot be had."""
         given = parse_options(cls.OPTIONS, options, "storage")
-        require_folder(given.path, int(given.max_bytes), LOCK_NAME)
+        require_folder(given.path, int(given.max_bytes))
 
     @classmethod
     def open_elsewhere(cls, options: Mapping[str, Any]) -> Mapping[bytes, int]:
-        """The namespaces below the directory that are locked, with the id of the process."""
         return holders(parse_options(cls.OPTIONS, options, "storage").path)
 
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
-        """Say why no page fits into a segment."""
         given = parse_options(cls.OPTIONS, options, "storage")
-        needed = page_bytes + OVERHEAD_BYTES + 2 * FILE_HEADER_BYTES
+        needed = bytes_alone(page_bytes)
         if needed <= given.segment_size:
             return None
         which = "max_bytes" if given.segment_bytes is None else "segment_bytes"
@@ -92,13 +124,12 @@ class SegmentsBackend(StorageBackend):
         )
 
     def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Whether each key is in the index. It takes no lock, because dict lookups are atomic."""
+        # It takes no lock, because dict lookups are atomic.
         index = self._space.index
         return [key in index for key in keys]
 
     def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        """Read the page of ``key`` into ``buffer``, and check it."""
-        buffer = as_bytes(buffer)
+        buffer = _as_bytes(buffer)
         with self._lock:
             location = self._space.index.get(key)
             if location is not None:
@@ -107,9 +138,12 @@ class SegmentsBackend(StorageBackend):
         if location is None:
             self.counters.add("read_misses")
             return ReadStatus.MISS
-        with self._user(location[0]):
-            status = self._read(location, buffer)
-        if location[0].dropped:
+        segment, entry = location
+        status = ReadStatus.CORRUPT
+        with self._user(segment):
+            if entry.length == buffer.nbytes:
+                status = segment.read(self.files, entry, buffer)
+        if segment.dropped:
             # The store was cleared during the read. After clear(), no page may be seen that was
             # written before it.
             self.counters.add("read_misses")
@@ -124,8 +158,7 @@ class SegmentsBackend(StorageBackend):
         return status
 
     def write(self, key: PageKey, page: memoryview) -> bool:
-        """Append a page, unless the store has it."""
-        page = as_bytes(page)
+        page = _as_bytes(page)
         if not storable(key) or not self._space.fits(page.nbytes):
             return self._decline("too_large")
         try:
@@ -142,18 +175,15 @@ class SegmentsBackend(StorageBackend):
             return self._failed(error)
 
     def remove(self, key: PageKey) -> None:
-        """Forget a page. The next commit makes this durable."""
         with self._lock:
             if not self._closed and self._space.forget(key):
                 self.counters.add("removed")
 
     def flush(self) -> bool:
-        """Make all pages durable that were written before the call."""
         with self._commits:
             return self._commit()
 
     def clear(self) -> bool:
-        """Delete all segments of the namespace."""
         with self._commits, self._lock:
             if self._closed:
                 return False
@@ -170,7 +200,6 @@ class SegmentsBackend(StorageBackend):
         return deleted
 
     def close(self) -> None:
-        """Flush, close the files, and release the directory."""
         with self._lock:
             if self._closed:
                 return
@@ -192,11 +221,6 @@ class SegmentsBackend(StorageBackend):
         return self.counters.snapshot() | gauges
 
     def _write(self, key: PageKey, page: memoryview) -> bool:
-        """Append a page.
-
-        Raises:
-            OSError: if the medium refuses.
-        """
         with self._lock:
             if self._closed:
                 return self._decline("closed")
@@ -227,12 +251,6 @@ class SegmentsBackend(StorageBackend):
     def _relieved(self, error: OSError) -> bool:
         with self._lock:
             return not self._closed and self._space.relieve(self.files, error)
-
-    def _read(self, location: Location, buffer: memoryview) -> ReadStatus:
-        segment, entry = location
-        if entry.length != buffer.nbytes:
-            return ReadStatus.CORRUPT
-        return segment.read(self.files, entry, buffer)
 
     @contextlib.contextmanager
     def _user(self, segment: Segment) -> Iterator[None]:
@@ -320,3 +338,7 @@ class SegmentsBackend(StorageBackend):
                 f"{self._directory.path} ({error.strerror}). The engine goes on without them."
             )
         return self._decline("error")
+
+
+def _as_bytes(view: memoryview) -> memoryview:
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")

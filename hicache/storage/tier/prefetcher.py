@@ -1,10 +1,9 @@
 """The prefetcher loads pages from storage into host slots while requests wait to be scheduled.
 
-One thread, the scheduler's, owns the slots. It calls :meth:`Prefetcher.start`,
+The scheduler's thread owns the slots. Only it calls :meth:`Prefetcher.start`,
 :meth:`Prefetcher.poll` and :meth:`Prefetcher.close`, and only these call the allocator. I/O threads
 only fill buffers. So each slot is published or released exactly once, whatever happens at the same
-time, and never while a thread writes to it. :meth:`PrefetchOperation.cancel` may be called from any
-thread.
+time, and never while a thread writes to it.
 
 Requests that want the same page share one load. Each request still waits only as long as its own
 policy and deadline say.
@@ -21,11 +20,8 @@ from typing import Protocol
 from vllm_graft.base.counters import Counters
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
-from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation, PrefetchPolicy
-
-__all__ = ["PrefetchOperation", "PrefetchPolicy", "Prefetcher", "Slot", "SlotAllocator"]
-
+from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Slot
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 
 MOST_LOADS = 256
 """Most loads in flight. More would not be read sooner, as threads are few. But each costs the
@@ -36,17 +32,13 @@ class SlotAllocator(Protocol):
     """The host pool, as the prefetcher sees it. Only the owner's thread calls it."""
 
     def has(self, key: PageKey) -> bool:
-        """Whether ``key`` was loaded meanwhile, for another request or before other shards.
-
-        Then it is not loaded again.
-        """
+        """Whether ``key`` was loaded meanwhile, and so is not loaded again."""
 
     def allocate(self, key: PageKey) -> Slot | None:
-        """Reserve a slot for ``key``, which stays reserved until publish or release is called.
+        """Reserve a slot for ``key`` until publish or release is called.
 
-        Returns:
-            The slot. None if there is no room, or the page need not be loaded. Then the operation
-            ends before this key.
+        None if there is no room, or the page need not be loaded. Then the operation ends before
+        this key.
         """
 
     def publish(self, key: PageKey, slot: Slot) -> None:
@@ -59,13 +51,8 @@ class SlotAllocator(Protocol):
 class Prefetcher:
     """Runs prefetch operations with I/O threads and a budget of bytes.
 
-    Args:
-        backend: the store.
-        allocator: reserves and takes back slots.
-        threads: number of I/O threads, at least 1.
-        budget_bytes: bytes of slots that all operations together may have in flight. A larger page
-            is loaded alone.
-        clock: monotonic seconds. Tests pass their own clock.
+    All operations together have at most ``budget_bytes`` of slots in flight; a larger page is
+    loaded alone. ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -83,45 +70,24 @@ class Prefetcher:
         self._clock = clock
         self._loader = Loader(backend, threads)
         self._loads: dict[PageKey, Load] = {}
-        self._bytes = 0
+        self.bytes_in_flight = 0
         self._active: list[PrefetchOperation] = []
         self._waiting: deque[tuple[PrefetchOperation, int]] = deque()
         self._owner = threading.RLock()
         self._closed = False
 
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes of the slots of all loads in flight."""
-        return self._bytes
-
     def start(
-        self,
-        request_id: str,
-        keys: Sequence[PageKey],
-        policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT,
-        timeout: float | None = None,
+        self, request_id: str, keys: Sequence[PageKey], timeout: float | None = None
     ) -> PrefetchOperation:
-        """Begin to load ``keys`` in this order.
+        """Begin to load ``keys``, which are ordered by block, then by pool.
 
         Loading stops at the first key that is not in the store's index, because the pages after it
-        are useless.
-
-        Args:
-            request_id: the request that wants the pages.
-            keys: keys of pages that are not in host memory, ordered by block, then by pool.
-            policy: how long the request waits.
-            timeout: seconds from now. It is needed with :attr:`PrefetchPolicy.TIMEOUT`, and
-                forbidden with the other policies.
-
-        Raises:
-            ValueError: if policy and timeout do not fit together.
+        are useless. The request waits ``timeout`` seconds from now, or not at all.
         """
-        if (timeout is not None) != (policy is PrefetchPolicy.TIMEOUT):
-            raise ValueError(f"timeout={timeout} does not go with policy {policy.value!r}")
         deadline = None if timeout is None else self._clock() + timeout
         with self._owner:
             found = [] if self._closed else self._loader.contained(keys)
-            operation = PrefetchOperation(request_id, found, policy, deadline, self._clock)
+            operation = PrefetchOperation(request_id, found, deadline, self._clock)
             self._active.append(operation)
             self._waiting.extend((operation, index) for index in range(len(found)))
             self._admit()
@@ -130,10 +96,7 @@ class Prefetcher:
     def poll(self) -> list[PrefetchOperation]:
         """Take in finished loads, begin loads that fit into the budget, and apply deadlines.
 
-        It never waits for I/O.
-
-        Returns:
-            The operations that have ended since the last call. Each is returned once.
+        It never waits for I/O. Each operation that has ended is returned once.
         """
         with self._owner:
             for operation in self._active:
@@ -146,23 +109,8 @@ class Prefetcher:
             self._active = [operation for operation in self._active if not operation.ended]
             return ended
 
-    def wait(self, operation: PrefetchOperation, timeout: float) -> bool:
-        """Poll until ``operation`` has ended; False if it has not after ``timeout`` seconds."""
-        end = time.monotonic() + timeout
-        while not operation.ended:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self._loader.wait_finished(min(left, 0.05))
-            ended = self.poll()
-            # They are kept for the owner's next poll, which reports each operation once.
-            self._active.extend(ended)
-        return True
-
     def close(self, timeout: float = 30.0) -> bool:
         """Cancel all operations, wait for reads in flight, and give back all slots.
-
-        It may be called again.
 
         Returns:
             False if a read has not ended after ``timeout`` seconds. Its slot is not given back.
@@ -196,7 +144,7 @@ class Prefetcher:
                     self._waiting.popleft()
                     operation.resolve(index, ReadStatus.HIT)
                     continue
-                if self._bytes >= self._budget or len(self._loads) >= MOST_LOADS:
+                if self.bytes_in_flight >= self._budget or len(self._loads) >= MOST_LOADS:
                     break
                 load = self._begin(key)
                 if load is None:
@@ -217,7 +165,7 @@ class Prefetcher:
             return None
         load = Load(key, slot)
         self._loads[key] = load
-        self._bytes += slot.buffer.nbytes
+        self.bytes_in_flight += slot.buffer.nbytes
         return load
 
     def _abandon(self) -> None:
@@ -229,7 +177,7 @@ class Prefetcher:
     def _settle(self, load: Load) -> None:
         """Publish or release the slot of a finished load."""
         del self._loads[load.key]
-        self._bytes -= load.slot.buffer.nbytes
+        self.bytes_in_flight -= load.slot.buffer.nbytes
         wanted = any(operation.wants(index) for operation, index in load.waiters)
         if load.status is ReadStatus.HIT and wanted:
             self.counters.add("published")

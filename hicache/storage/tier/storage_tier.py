@@ -1,9 +1,4 @@
-"""The storage tier prefetches pages from a store into host memory, and writes new pages behind.
-
-The scheduler's thread owns slots and index. Threads of the prefetcher and of the write-behind only
-fill and read buffers. A page from storage is offered only after its checksum was compared in host
-memory.
-"""
+"""The storage tier prefetches pages from a store into host memory, and writes new pages behind."""
 
 from __future__ import annotations
 
@@ -19,14 +14,9 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.threads import joined, started
-from vllm_graft.hicache.storage.tier.prefetcher import (
-    Prefetcher,
-    PrefetchOperation,
-    PrefetchPolicy,
-    Slot,
-)
-from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.io_threads import Outcome, Slot, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
+from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 
 DRAIN_SECONDS = 30.0
 """Most seconds that a shutdown waits for writes, and again for reads."""
@@ -37,14 +27,7 @@ RESET_SECONDS = 10.0
 
 @dataclass
 class _Incoming:
-    """A page that is being read from storage.
-
-    Attributes:
-        page: the page, with its slot.
-        reading: number of shards that are being read.
-        came: shards that were read. They must not be written again.
-        failed: whether the read of a shard has failed.
-    """
+    """A page of which shards are ``reading``, ``came``, or at least one ``failed``."""
 
     page: Page
     reading: int = 0
@@ -53,14 +36,11 @@ class _Incoming:
 
 
 class StorageTier:
-    """A store, the threads that read from it and write to it, and the pages that they hold.
+    """An open store, the threads that read from it and write to it, and the pages that they hold.
 
-    Args:
-        backend: an open store, which :meth:`close` closes.
-        pool: memory of the host pool.
-        index: index of the host pool.
-        geometry: sizes on which all processes agree.
-        options: options of prefetching.
+    The scheduler's thread owns slots and index. Threads of the prefetcher and of the write-behind
+    only fill and read buffers. A page is offered only after its checksum was compared in host
+    memory.
     """
 
     def __init__(
@@ -89,8 +69,6 @@ class StorageTier:
         )
         capacity = max(1, geometry.shape.num_slots // 4)
         self._writer = WriteBehind(self.backend, options.threads, capacity)
-        self._writing: dict[int, Page] = {}
-        self._next_write = 0
         self._incoming: dict[PageKey, _Incoming] = {}
         self._reset: threading.Thread | None = None
         self._cleared = True
@@ -99,10 +77,8 @@ class StorageTier:
     def errors(self) -> int:
         """Number of lookups, reads, writes and flushes that failed."""
         reads = self._prefetcher.counters.snapshot()
-        failed_reads = sum(
-            reads.get(status.value, 0) for status in (ReadStatus.ERROR, ReadStatus.CORRUPT)
-        )
-        failed = failed_reads + self._failed_writes + self._writer.failed_flushes
+        failed = sum(reads.get(each.value, 0) for each in (ReadStatus.ERROR, ReadStatus.CORRUPT))
+        failed += self._failed_writes + self._writer.failed_flushes
         return failed + self.backend.failed_lookups
 
     @property
@@ -112,16 +88,13 @@ class StorageTier:
 
     @property
     def write_queue(self) -> int:
-        """Number of writes that have not ended."""
         return len(self._writer)
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of reads in flight."""
         return self._prefetcher.bytes_in_flight
 
     def is_incoming(self, key: PageKey) -> bool:
-        """Whether a page is being read."""
         return key in self._incoming
 
     def contains(self, keys: Sequence[PageKey]) -> dict[PageKey, bool]:
@@ -137,24 +110,19 @@ class StorageTier:
         }
 
     def prefetch(self, request_id: str, keys: Sequence[PageKey], tokens: int) -> PrefetchOperation:
-        """Begin to read pages into host memory.
+        """Begin to read pages, in the order in which they are useful, into host memory.
 
-        Args:
-            request_id: the request that wants the pages.
-            keys: pages that host memory does not have, in the order in which they are useful.
-            tokens: number of their tokens, with which the deadline grows.
+        The deadline grows with the number of their tokens.
         """
         parts = [self._part(key, shard) for key in keys for shard in range(self._shards)]
         options = self._options
         if options.policy == "best_effort":
-            return self._prefetcher.start(request_id, parts, PrefetchPolicy.BEST_EFFORT)
+            return self._prefetcher.start(request_id, parts)
         # Storage may hang. So even "wait_complete" has a deadline.
         seconds = options.max_seconds
         if options.policy == "timeout":
             seconds = options.base_seconds + options.seconds_per_1k_tokens * tokens / 1000
-        return self._prefetcher.start(
-            request_id, parts, PrefetchPolicy.TIMEOUT, min(seconds, options.max_seconds)
-        )
+        return self._prefetcher.start(request_id, parts, min(seconds, options.max_seconds))
 
     def store(self, pages: Iterable[Page]) -> None:
         """Begin to write new pages of host memory to storage."""
@@ -167,36 +135,30 @@ class StorageTier:
                     self._write(page)
 
     def poll(self) -> list[PrefetchOperation]:
-        """Take in finished reads and writes, without waiting for I/O.
-
-        Returns:
-            The prefetches that have ended since the last call.
-        """
-        for written in self._writer.take_finished():
-            self._index.release([self._writing.pop(written.tag)])
-            self.written += written.outcome is Outcome.KEPT
-            self.declined += written.outcome is Outcome.DECLINED
-            self.dropped += written.outcome is Outcome.DROPPED
-            self._failed_writes += written.outcome is Outcome.FAILED
+        """Take in finished reads and writes; return the prefetches that have newly ended."""
+        for page, outcome in self._writer.take_finished():
+            self._index.release([page])
+            self.written += outcome is Outcome.KEPT
+            self.declined += outcome is Outcome.DECLINED
+            self.dropped += outcome is Outcome.DROPPED
+            self._failed_writes += outcome is Outcome.FAILED
         ended = self._prefetcher.poll()
         # If a prefetch ended between two shards of a page, no one will read the other shards.
-        for whole in [key for key, page in self._incoming.items() if not page.reading]:
+        for whole in [key for key, found in self._incoming.items() if not found.reading]:
             self._drop(whole)
         return ended
 
     def reset(self) -> bool:
-        """Forget every page of the namespace, on the medium too.
-
-        Returns:
-            Whether storage has forgotten its pages. False if it hangs for :data:`RESET_SECONDS`.
-            Then storage stays off until it has forgotten its pages.
-        """
+        """Forget every page of the namespace, on the medium too; return whether that is done."""
         self._writer.drop()
         self.poll()
         if not self.resetting:
             self._cleared = False
-            (self._reset,) = started(1, "reset", self._clear)
-        if self._reset is None or not joined([self._reset], RESET_SECONDS):
+            self._reset = threading.Thread(target=self._clear, name="graft-reset", daemon=True)
+            self._reset.start()
+        if self._reset is not None:
+            self._reset.join(RESET_SECONDS)
+        if self.resetting:
             logger.warning(
                 "host KV cache: storage has not forgotten its pages in %.0f s; it is not used "
                 "until it has.",
@@ -218,7 +180,7 @@ class StorageTier:
         self._pool.close()
 
     def _clear(self) -> None:
-        """Clear the store after running writes have ended. It runs on a thread of its own."""
+        """Clear the store after running writes have ended."""
         self._writer.wait_idle()
         self._cleared = self.backend.clear()
 
@@ -279,15 +241,12 @@ class StorageTier:
             (self._part(page.key, shard), self._pool.page(shard, page.slot, size))
             for shard in range(self._shards)
         )
-        tag, self._next_write = self._next_write, self._next_write + 1
         self._index.hold([page])
-        self._writing[tag] = page
-        if not self._writer.submit(Write(tag, parts)):
-            self._index.release([self._writing.pop(tag)])
+        if not self._writer.submit(Write(page, parts)):
+            self._index.release([page])
             self.declined += 1
 
     def _part(self, key: PageKey, shard: int) -> PageKey:
-        """The key of one shard's part of a page."""
         if self._shards == 1:
             return key
         return PageKey(key.hash, key.pool * self._shards + shard)

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, and their margins if logprobs were asked for."""
+    """The tokens of an answer, and for those with logprobs the best one's margin in nats."""
 
     tokens: list[int]
     margins: list[float]
@@ -22,33 +22,18 @@ class Answer:
     @classmethod
     def of(cls, completion: Any) -> Answer:
         """Read an answer from vLLM's ``CompletionOutput``."""
-        return cls(list(completion.token_ids), token_margins(completion))
-
-
-def token_margins(completion: Any) -> list[float]:
-    """Return, for each token with logprobs, how far the best one is above the next, in nats."""
-    margins = []
-    for logprobs in completion.logprobs or []:
-        best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
-        margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
-    return margins
-
-
-def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """Return the first place where two answers of one length differ; None if they are equal."""
-    pairs = enumerate(zip(tokens, others, strict=True))
-    return next((place for place, (a, b) in pairs if a != b), None)
+        margins = []
+        for logprobs in completion.logprobs or []:
+            best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
+            margins.append(best[0] - best[1] if len(best) > 1 else math.inf)
+        return cls(list(completion.token_ids), margins)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of an arm's answers with the first arm's.
+    """A comparison of an arm's answers with the first arm's, ``against``.
 
     Attributes:
-        arm: name of the arm.
-        against: name of the first arm.
-        answers: how many answers were compared.
-        equal: how many of them are equal.
         tokens: for each other answer, the place of its first different token.
         margins: how far the first arm's best token was above its next there, in nats.
     """
@@ -61,7 +46,6 @@ class Comparison:
     margins: list[float]
 
     def __str__(self) -> str:
-        """A line for the terminal."""
         line = (
             f"{self.arm}: {self.equal} of {self.answers} greedy answers are those of {self.against}"
         )
@@ -77,22 +61,14 @@ class Comparison:
 def compare(answers: Mapping[str, Sequence[Answer]]) -> list[Comparison]:
     """Compare each arm's answers with those of the first, which has margins."""
     (against, wanted), *others = answers.items()
-    return [_comparison(arm, found, against, wanted) for arm, found in others]
-
-
-def _comparison(
-    arm: str, found: Sequence[Answer], against: str, wanted: Sequence[Answer]
-) -> Comparison:
-    places = [
-        (place, reference.margins[place])
-        for mine, reference in zip(found, wanted, strict=True)
-        if (place := first_difference(mine.tokens, reference.tokens)) is not None
-    ]
-    return Comparison(
-        arm,
-        against,
-        len(wanted),
-        len(wanted) - len(places),
-        [place for place, _ in places],
-        [margin for _, margin in places],
-    )
+    compared = []
+    for arm, found in others:
+        tokens, margins = [], []
+        for mine, reference in zip(found, wanted, strict=True):
+            pairs = enumerate(zip(mine.tokens, reference.tokens, strict=True))
+            if (place := next((at for at, (a, b) in pairs if a != b), None)) is not None:
+                tokens.append(place)
+                margins.append(reference.margins[place])
+        equal = len(wanted) - len(tokens)
+        compared.append(Comparison(arm, against, len(wanted), equal, tokens, margins))
+    return compared

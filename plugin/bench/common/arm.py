@@ -1,20 +1,24 @@
-"""An arm of a comparison: an engine, and the columns of the table that it fills."""
+"""Arms of a comparison, a row for each column of an arm and each case, and the rows' table."""
 
 from __future__ import annotations
 
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_graft.base import markdown
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.report import Panel
 
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """An engine, and the columns of the table that it fills.
+    """An engine with options of ``vllm.LLM``, and the columns of the table that it fills.
 
-    Attributes:
-        name: the name as it was given.
-        options: options of ``vllm.LLM``.
-        drafts: lengths of its chains, one column each; empty where there is one column and the
-            engine itself decides.
+    `drafts` are lengths of its chains, one column each; empty if the engine itself decides.
     """
 
     name: str
@@ -26,12 +30,127 @@ class Arm:
         """Drafts to fix for each column; None where nothing is to be fixed."""
         base, plus, suffixes = self.name.partition("+")
         kind = base.partition(":")[0]
-        fixed: dict[str, int | None] = {
-            f"{kind}:{count}{plus}{suffixes}": count for count in self.drafts
-        }
+        fixed: dict[str, int | None] = {f"{kind}:{n}{plus}{suffixes}": n for n in self.drafts}
         return fixed or {self.name: None}
 
 
 def is_ours(column: str) -> bool:
-    """Return whether a column is an arm of vllm-graft."""
+    """Whether a column is an arm of vllm-graft."""
     return column.startswith(("tree:", "auto:", "ours"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one column (`arm`) did in one case, which all arms were asked alike.
+
+    Attributes:
+        figures: medians of the rounds by name, None where one is unknown. Arms are compared by the
+            first; of a name that ends in ``_ms`` the shorter one is better.
+        rounds: the first figure in each round.
+        more: what else is written into the JSON file.
+    """
+
+    arm: str
+    case: dict[str, Any]
+    figures: dict[str, float | None]
+    rounds: list[float] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def main(self) -> tuple[str, float]:
+        name = next(iter(self.figures))
+        return name, self.figures[name] or 0.0
+
+    def flat(self) -> dict[str, Any]:
+        return {
+            "arm": self.arm,
+            **self.case,
+            **self.figures,
+            "rounds": self.rounds,
+            **self.more,
+        }
+
+
+def median_row(
+    arm: str,
+    case: Mapping[str, Any],
+    rounds: Sequence[Mapping[str, float | None]],
+    **more: Any,
+) -> Row:
+    """Take the median of each figure of the rounds, which have the same figures in one order."""
+    figures: dict[str, float | None] = {}
+    for name in rounds[0]:
+        known = [value for each in rounds if (value := each[name]) is not None]
+        figures[name] = round(statistics.median(known), 3) if known else None
+    main = next(iter(figures))
+    firsts = [round(each[main] or 0.0, 3) for each in rounds]
+    return Row(arm, dict(case), figures, firsts, more)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` (0 to 1) of the values do not exceed."""
+    if not values or not 0 <= share <= 1:
+        raise ValueError(f"percentile {share} of {len(values)} values")
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def table(rows: Sequence[Row], cell: Callable[[Row], str], *, compare: bool = True) -> str:
+    """Lay out a Markdown table: a line per case, a column per arm, `cell` in each place.
+
+    The last column is how many times as fast the best of ours is as the best of the others. An arm
+    without a row for a case has a dash.
+    """
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    lines = []
+    for case, found in _by_case(rows):
+        by_arm = {row.arm: row for row in found}
+        shown = [cell(by_arm[arm]) if arm in by_arm else "-" for arm in arms]
+        lines.append([*map(_text, case.values()), *shown, *([_ratio(found)] if compare else [])])
+    head = [*rows[0].case, *arms, *(["ours / best other"] if compare else [])] if rows else []
+    return markdown.table(head, lines)
+
+
+def panels(rows: Sequence[Row], over: str, shown: Mapping[str, str]) -> list[Panel]:
+    """Draw the figures of `shown`, which has their axes' texts, over a numeric part of the case."""
+    series: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        rest = ", ".join(f"{key} {_text(each)}" for key, each in row.case.items() if key != over)
+        for name in shown:
+            value = row.figures.get(name)
+            if value is not None:
+                lines = series.setdefault((rest, name), {})
+                lines.setdefault(row.arm, []).append((row.case[over], value))
+    # Lengths are near each other, rates and times are not.
+    return [
+        Panel(rest, over, shown[name], lines, "x" if name.endswith("length") else "xy")
+        for (rest, name), lines in series.items()
+    ]
+
+
+def write_files(arguments: argparse.Namespace, rows: Sequence[Row], drawn: list[Panel]) -> None:
+    """Write the rows, and draw them, where ``--json`` and ``--plot`` say."""
+    if arguments.json:
+        report.write_json(arguments.json, [row.flat() for row in rows])
+    if arguments.plot:
+        report.plot(arguments.plot, drawn)
+
+
+def _by_case(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    for number, first in enumerate(rows):
+        if all(row.case != first.case for row in rows[:number]):
+            yield first.case, [row for row in rows if row.case == first.case]
+
+
+def _ratio(rows: Sequence[Row]) -> str:
+    name = rows[0].main[0]
+    ours = [row.main[1] for row in rows if is_ours(row.arm)]
+    others = [row.main[1] for row in rows if not is_ours(row.arm)]
+    if not ours or not others:
+        return "-"
+    if name.endswith("_ms"):
+        return f"{min(others) / min(ours):.2f}"
+    return f"{max(ours) / max(others):.2f}"
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)

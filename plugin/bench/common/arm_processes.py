@@ -1,7 +1,4 @@
-"""The processes of arms, an engine in each.
-
-A process answers what it is sent through a pipe, until it is sent None.
-"""
+"""The processes of arms, an engine in each. One answers what it is sent, until it is sent None."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ def running(target: str | Path, options: dict[str, Any]) -> Iterator[Any]:
 def serve(
     pipe: Connection, target: str | Path, options: dict[str, Any], make: Callable[[Any], Answering]
 ) -> None:
-    """Run an arm's process: start the engine, then answer with what `make` makes of it.
-
-    What can't be answered is answered with why, a text.
-    """
+    """Run an arm's process: start the engine, then answer with what `make` makes of it."""
     # Functions such as `fix_drafts` are pickled for the engine's process. That process is spawned:
     # asking whether there is a GPU, as below, already starts CUDA, which does not survive a fork.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -99,15 +93,10 @@ def start(
     make: Callable[[Any], Answering],
     kv_cache_bytes: int | None = None,
 ) -> dict[Arm, Connection]:
-    """Start the engines one after another, because vLLM measures how much memory is left.
+    """Start the engines of arms one after another, because vLLM measures how much memory is left.
 
-    With `kv_cache_bytes` it need not, and they start together.
-
-    Args:
-        arms: each arm with its engine's options of ``vllm.LLM``; all share the GPU.
-        target: the checkpoint of all arms.
-        make: makes of an engine what answers; it is pickled.
-        kv_cache_bytes: of each engine.
+    With `kv_cache_bytes` of each engine it need not, and they start together. `make` makes of an
+    engine what answers; it is pickled.
 
     Raises:
         BenchmarkError: an engine did not start.
@@ -143,11 +132,7 @@ def wait(arm: Arm, pipe: Connection) -> None:
 
 
 def answer(arm: Arm, pipe: Connection, otherwise: str = "its engine ended") -> Any:
-    """The next answer of an arm's process.
-
-    Raises:
-        BenchmarkError: the process ended.
-    """
+    """The next answer of an arm's process, or a `BenchmarkError` that it has ended."""
     try:
         return pipe.recv()
     except EOFError:

@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
-from vllm_graft.bench.common.calling_core import calling_table, calling_tuner
-from vllm_graft.bench.common.node_counts import Nodes, nodes_used, watch_nodes
+from vllm_graft.bench.common.node_counts import Nodes, calling_table, nodes_used, watch_nodes
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Case:
     """The load of one measurement.
 
     Attributes:
-        temperature: the sampling temperature of all requests.
         batch: requests in flight.
         requests: requests in all, at least `batch`.
         max_tokens: tokens of each answer; the first ones have fewer, so as not to end together.
@@ -56,11 +54,9 @@ class Call:
 class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
-    `sent` is a checksum of the prompts and their parameters, the seeds among them. `step` is a
-    step's mean time in seconds, 0 where it is unknown, and `held` the mean number of tokens of the
-    requests in flight, prompts among them. `drafted` is the mean number of drafts that a request
-    verified in a step, 0 where it is unknown, and `nodes` what `shape: auto` chose and expects, if
-    it is on.
+    `sent` is a checksum of prompts, parameters and seeds. Means of steps, 0 where unknown, are
+    `step` in seconds, `held` tokens of the requests in flight with their prompts, and `drafted`
+    drafts that a request verified. `nodes` is what `shape: auto` chose and expects.
     """
 
     rate: float
@@ -73,19 +69,11 @@ class Measured:
 
 
 class TooFewRequests(CannotAnswer):
-    """A case's requests came to their end before so many of them decoded at a time.
-
-    They are too few or too short, or the engine's K/V cache does not hold the batch.
-    """
+    """A case's requests are too few or too short, or the K/V cache does not hold the batch."""
 
 
 class ClosedLoop:
-    """Sends prompts to an engine and counts what comes back.
-
-    Args:
-        llm: a ``vllm.LLM`` with ``disable_log_stats=False``.
-        prompts: prompts that are taken in turn, the same ones in each measurement.
-    """
+    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back."""
 
     def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
@@ -94,17 +82,12 @@ class ClosedLoop:
         self._sent = self._checksum = 0
 
     def __call__(self, wish: Case | Ask | Call) -> Any:
-        """Answer what an arm's process is sent: a measurement, answers, or a worker's result."""
         if isinstance(wish, Call):
             return self._llm.collective_rpc(wish.function, args=wish.arguments)[0]
         return self.answers(wish) if isinstance(wish, Ask) else self.measure(wish)
 
     def measure(self, case: Case) -> Measured:
-        """Run one case; time it from when all requests decode until one ends and none follows.
-
-        Raises:
-            TooFewRequests: all requests have been sent before the whole batch decodes.
-        """
+        """Run one case; time it from when all requests decode until one ends and none follows."""
         from vllm_graft.testing import spec_metrics
 
         if case.drafts is not None:
@@ -114,16 +97,13 @@ class ClosedLoop:
             self._send(*next(waiting))
         while not all(self._emitted.values()):
             _, ended = self._step()
-            following = list(islice(waiting, ended))
-            if len(following) < ended:
+            if not self._follow(waiting, ended):
                 self._stop()
                 raise TooFewRequests(
                     f"{case.requests} requests of {case.max_tokens} tokens came to their end "
                     f"before {case.batch} of them decoded at a time: have more, or longer ones, "
                     "or a K/V cache that holds so many"
                 )
-            for request in following:
-                self._send(*request)
         self._llm.collective_rpc(watch_nodes)
         before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
         steps = held = 0
@@ -133,10 +113,7 @@ class ClosedLoop:
             # A call that returns before the device's step is through emits nothing.
             steps += emitted > 0
             held += self._held() if emitted else 0
-            following = list(islice(waiting, ended))
-            for request in following:
-                self._send(*request)
-            if len(following) < ended:
+            if not self._follow(waiting, ended):
                 break
         seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
         nodes = self._llm.collective_rpc(nodes_used, args=(case.batch,))[0]
@@ -183,6 +160,13 @@ class ClosedLoop:
             self._checksum = zlib.crc32(sent.encode(), self._checksum)
             yield prompt, params
 
+    def _follow(self, waiting: Iterator[tuple[str, Any]], ended: int) -> bool:
+        """Send a request for each that has ended; False if there are too few."""
+        following = list(islice(waiting, ended))
+        for request in following:
+            self._send(*request)
+        return len(following) == ended
+
     def _send(self, prompt: str, params: Any) -> None:
         self._sent += 1
         self._emitted[str(self._sent)] = 0
@@ -205,7 +189,6 @@ class ClosedLoop:
         return tokens, ended
 
     def _held(self) -> int:
-        """Tokens of the requests in flight, as far as they have answered."""
         return sum(self._prompt_tokens.values()) + sum(self._emitted.values())
 
     def _stop(self) -> None:
@@ -217,33 +200,10 @@ class ClosedLoop:
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:
-    """Make every step draft `drafts` tokens; it runs in the worker.
-
-    Raises:
-        RuntimeError: the scheduler is not there, or has no table of drafts by batch size.
-    """
+    """Make every step draft `drafts` tokens; it runs in the worker."""
     table = calling_table()
     if table is None:
         raise RuntimeError(
             "no scheduler in the worker's process: give each length an arm of its own"
         )
     table[:] = [drafts] * len(table)
-
-
-def hold_nodes(worker: Any, nodes: int | None) -> None:
-    """Make every step of ``shape: auto`` draft `nodes` nodes and learn nothing, in the worker.
-
-    None lets the engine choose and learn again.
-
-    Raises:
-        RuntimeError: the scheduler is not there, or it does not choose among such numbers.
-    """
-    tuner = calling_tuner()
-    if tuner is None or not (nodes is None or tuner.knows(nodes)):
-        raise RuntimeError(f"no scheduler in the worker's process chooses {nodes} nodes")
-    own = vars(tuner)
-    for name in ("begin_step", "observe"):
-        own.pop(name, None)
-    if nodes is not None:
-        own["begin_step"] = lambda batch: nodes
-        own["observe"] = lambda *args, **kwargs: None

@@ -6,14 +6,37 @@ Functions for `LLM.collective_rpc`, in our engine; they find the tuner in the wo
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.common.calling_core import calling_tuner
-
 Nodes = dict[int, dict[str, float]]
 """What was seen and expected of each number of nodes; see `summary` and `NodeTuner.expected`."""
+
+
+def calling_core() -> Any:
+    """The engine core among the callers of a function that runs in a worker; None without one.
+
+    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "scheduler", None) is not None:
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def calling_table() -> Any:
+    """The scheduler's table of drafts by batch size among the callers; None without one."""
+    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+
+
+def calling_tuner() -> Any:
+    """The tuner of ``shape: auto`` among the callers; None without one."""
+    return getattr(calling_table(), "tuner", None)
 
 
 class Step(NamedTuple):
@@ -32,8 +55,6 @@ class Watch:
     def __init__(self, tuner: Any) -> None:
         self.steps: list[Step] = []
         self._tuner = tuner
-        # A tuner that is held to a number of nodes is told nothing, by a function of its own.
-        self._before = vars(tuner).get("observe")
         told = tuner.observe
 
         def observe(nodes: int, emitted: Sequence[int], seconds: float | None, **rest: Any) -> None:
@@ -44,10 +65,7 @@ class Watch:
         tuner.observe = observe
 
     def end(self) -> Any:
-        """Stop listening to the tuner, and return it."""
         del self._tuner.observe
-        if self._before is not None:
-            self._tuner.observe = self._before
         return self._tuner
 
 
@@ -61,10 +79,7 @@ def watch_nodes(worker: Any) -> None:
 
 
 def nodes_used(worker: Any, batch: int) -> Nodes:
-    """Stop watching; return the summary, and what the tuner now expects in batches of this size.
-
-    The result is empty where there was no tuner.
-    """
+    """Stop watching; return the summary, and what the tuner now expects in batches of this size."""
     if not _watching:
         return {}
     watch = _watching.pop()

@@ -34,25 +34,16 @@ def write_json(file: str, values: Any, quiet: bool = False) -> None:
 
 
 def require_folder(flag: str, file: str | None) -> None:
-    """Refuse a file that could not be written after the run.
-
-    Raises:
-        BenchmarkError: its folder does not exist.
-    """
+    """Refuse a file that could not be written after the run."""
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise BenchmarkError(f"{flag} {file}: the folder does not exist; make it, or name another.")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: a line for each series, over the same axis.
+    """One diagram: a line of points (x, y) for each series, by its name, over the same axis.
 
-    Attributes:
-        title: the text above the diagram.
-        x: name of the horizontal axis.
-        y: name of the vertical axis.
-        series: points (x, y) by the line's name.
-        log: axes with a logarithmic scale: any of ``"x"``, ``"y"``, ``"xy"``, or ``""``.
+    ``log`` are the axes with a logarithmic scale: any of ``"x"``, ``"y"``, ``"xy"``, or ``""``.
     """
 
     title: str
@@ -63,11 +54,7 @@ class Panel:
 
 
 def require_plotting(file: str | None) -> None:
-    """Refuse ``--plot`` before anything is measured where nothing could be drawn afterwards.
-
-    Raises:
-        BenchmarkError: matplotlib is not installed.
-    """
+    """Refuse ``--plot`` before anything is measured where matplotlib is not installed."""
     if file is not None and importlib.util.find_spec("matplotlib") is None:
         raise BenchmarkError(
             f"--plot {file}: matplotlib is not installed. Run pip install 'vllm-graft[bench]', or "

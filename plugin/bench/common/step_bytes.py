@@ -22,12 +22,10 @@ before, as it does in a step."""
 class StepBytes:
     """What a step of an engine reads at least, in bytes.
 
-    Attributes:
-        target: weights of the target with its output head. Of the embedding a step reads some rows.
-        draft: weights of the draft with its output head, once, however many passes there are.
-        token: K/V of a token in all layers.
-        copy_rate: bytes per second, read and written, of a large copy; 0 where there is no GPU, and
-            where the target has experts, of which a step reads nobody knows how many.
+    `target` and `draft` are weights with the output head, but without the embedding, of which a
+    step reads some rows. `token` is the K/V of one in all layers. `copy_rate` is of a large copy,
+    bytes read and written per second; 0 where there is no GPU, and where the target has experts,
+    of which a step reads nobody knows how many.
     """
 
     target: int
@@ -38,8 +36,8 @@ class StepBytes:
     def use(self, step: float, held: float) -> float | None:
         """Share of the bandwidth that a step of so many seconds uses; None without a copy's rate.
 
-        It is the time in which all that must be read could be copied, over the step's. `held` is
-        the number of tokens whose K/V the step reads.
+        It is the time in which all that must be read, the K/V of `held` tokens too, could be
+        copied, over the step's.
         """
         if not self.copy_rate or not step:
             return None
@@ -52,7 +50,7 @@ def step_cell(step_ms: float, tokens: float, use: float | None) -> str:
 
 
 def step_bytes(worker: Any) -> StepBytes:
-    """Measure an engine's `StepBytes`; this runs in its worker, while no request is in flight."""
+    """Measure an engine's `StepBytes` in its worker, while no request is in flight."""
     runner = worker.model_runner
     draft = getattr(getattr(runner, "speculator", None), "model", None)
     fp8_head = getattr(getattr(runner.speculator, "head", None), "fp8", None) if draft else None
@@ -86,9 +84,9 @@ def target_bytes(target: Any) -> int:
 def draft_bytes(draft: Any, fp8_head: Any = None) -> int:
     """Sum up the weights that a pass over a level reads, in bytes, with the output head.
 
-    Each weight counts once. The embedding is left out, because a pass reads only a few of its rows,
-    and so is `fc`, which combines the target's states in the extend pass alone. An output head in
-    FP8 counts instead of the draft's own.
+    The embedding is left out, because a pass reads only a few of its rows, and so is `fc`, which
+    combines the target's states in the extend pass alone. An output head in FP8 counts instead of
+    the draft's own.
     """
     unread = {"embed_tokens", "fc"} | ({"lm_head"} if fp8_head else set())
     own = sum(

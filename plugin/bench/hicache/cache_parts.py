@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from vllm_graft.bench.common.timing import percentile
+from vllm_graft.bench.common.arm import percentile
 from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
-from vllm_graft.bench.hicache.work_sizes import Sizes
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -17,11 +18,45 @@ Figures = dict[str, float]
 COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes")
 
 
+def _size(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The amount of work, with the help of each flag."""
+
+    vocab: int = _size(8000, "prompts are random token ids in [16, vocab)")
+    block: int = _size(16, "tokens of a block of the device's K/V cache")
+    gpu_tokens: int = _size(28_672, "tokens that the K/V cache of the device holds")
+    host_gib: float = _size(16.0, "GiB of the host cache, ours and vLLM's")
+    suffix: int = _size(512, "new tokens behind a prefix that the host has")
+    requests: int = _size(32, "requests that decode at a time")
+    prompt: int = _size(512, "tokens of their prompts")
+    tokens: int = _size(256, "tokens of their answers")
+    sessions: int = _size(64, "sessions at a time, with more K/V than the device holds")
+    turns: int = _size(4, "turns of a session")
+    turn_tokens: int = _size(384, "tokens of the user per turn")
+    reply: int = _size(64, "tokens of an answer in a session")
+    seconds: float = _size(60.0, "longest time of a round of sessions")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each size."""
+    for each in fields(Sizes):
+        flag, text = "--" + each.name.replace("_", "-"), each.metadata["help"]
+        parser.add_argument(flag, type=type(each.default), default=each.default, help=text)
+
+
+def read_sizes(arguments: argparse.Namespace) -> Sizes:
+    """The sizes that the arguments ask for."""
+    return Sizes(**{each.name: getattr(arguments, each.name) for each in fields(Sizes)})
+
+
 class Parts:
     """An engine that is sent the name of a part, the number of a round, and a size.
 
-    Each round has prompts of its own. The answer is figures by name; the first is the one that arms
-    are compared by.
+    Each round has prompts of its own. The answer is figures by name, the one to compare by first.
     """
 
     def __init__(self, llm: LLM, sizes: Sizes) -> None:
@@ -29,7 +64,6 @@ class Parts:
         self._driver = Driver(llm)
 
     def __call__(self, wish: tuple[str, int, int]) -> Figures:
-        """Answer what an arm's process is sent."""
         name, number, size = wish
         measured: Figures = getattr(self, name)(number, size)
         return measured
@@ -84,7 +118,7 @@ class Parts:
         }
 
     def _converse(self, sessions: int, deadline: float) -> list[tuple[int, Answer]]:
-        """Return (turn, answer) for every turn that ended before `deadline`."""
+        """The turn and the answer of every turn that ended before `deadline`."""
         sizes, driver = self._sizes, self._driver
         session_of: dict[str, tuple[int, int]] = {}
         for session in range(sessions):
@@ -102,7 +136,7 @@ class Parts:
         return answers
 
     def _counted(self) -> Figures:
-        """Read our connector's counters; empty for the other arms."""
+        """Our connector's counters; empty for the other arms."""
         prefix = "vllm:graft_hicache_"
         return {
             name: float(getattr(metric, "value", 0))

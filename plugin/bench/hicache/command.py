@@ -26,10 +26,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_graft.bench.common import arm_processes, report
-from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
-from vllm_graft.bench.hicache.cache_parts import Figures, Parts
-from vllm_graft.bench.hicache.work_sizes import Sizes, add_sizes, read_sizes
+from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
+from vllm_graft.bench.hicache.cache_parts import Figures, Parts, Sizes, add_sizes, read_sizes
 
 SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load"
 PARTS = {
@@ -52,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arm(name: str, sizes: Sizes) -> Arm:
-    """Make the arm of a name.
-
-    Raises:
-        BenchmarkError: the name can't be read.
-    """
+    """Make the arm of a name."""
     kind, _, given = name.partition(":")
     size = int(sizes.host_gib * 2**30)
     try:
@@ -89,15 +83,12 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 def _native(size: int) -> dict[str, Any]:
     """The configuration of vLLM's own connector, which keeps K/V in ``/dev/shm`` where it fits."""
-    if shutil.disk_usage("/dev/shm").free >= size:
-        return {"cpu_bytes_to_use": size}
-    print("native: /dev/shm is too small, its host memory is private", flush=True)
-    module = "vllm_graft.bench.hicache.native_arm"
-    return {
-        "cpu_bytes_to_use": size,
-        "spec_name": "PrivateMemorySpec",
-        "spec_module_path": module,
-    }
+    extra: dict[str, Any] = {"cpu_bytes_to_use": size}
+    if shutil.disk_usage("/dev/shm").free < size:
+        print("native: /dev/shm is too small, its host memory is private", flush=True)
+        extra["spec_name"] = "PrivateMemorySpec"
+        extra["spec_module_path"] = "vllm_graft.bench.hicache.native_arm"
+    return extra
 
 
 def engine_options(arm: Arm, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -175,13 +166,9 @@ def cell(row: Row) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write the files; status 1 if a request failed."""
-    report.require_plotting(arguments.plot)
     rows = compare(arguments)
     print(table(rows, cell), flush=True)
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
-    if arguments.plot:
-        first = [row for row in rows if "cached" in row.figures]
-        drawn = {"first_token_ms": "ms to the first token"}
-        report.plot(arguments.plot, panels(first, "size", drawn))
+    first = [row for row in rows if "cached" in row.figures]
+    drawn = panels(first, "size", {"first_token_ms": "ms to the first token"})
+    write_files(arguments, rows, drawn)
     return 1 if any(row.figures.get("errors") for row in rows) else 0

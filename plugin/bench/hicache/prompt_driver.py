@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """One request and its answer. Times are of `time.perf_counter`, in seconds."""
+    """One request and its answer. Times are of `time.perf_counter`, in seconds.
+
+    `cached` counts prompt tokens that were cached, on the device or by the connector.
+    """
 
     prompt: list[int]
     submitted: float
     first: float = 0.0
-    done: float = 0.0
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
-    """Prompt tokens that were cached, on the device or by the connector."""
     reason: str | None = None
 
     @property
@@ -36,7 +37,7 @@ def random_prompt(seed: str, length: int, vocab: int) -> list[int]:
 
 
 class Driver:
-    """One engine and its requests."""
+    """One engine and its requests, which have `emitted` so many tokens."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -44,7 +45,6 @@ class Driver:
         self._running: dict[str, Answer] = {}
         self._count = 0
         self.emitted = 0
-        """How many tokens were emitted so far."""
 
     def submit(self, prompt: list[int], max_tokens: int) -> str:
         """Send a greedy request; returns its id."""
@@ -75,18 +75,16 @@ class Driver:
                 answer.first = now
                 answer.cached = output.num_cached_tokens or 0
             if output.finished:
-                answer.done, answer.reason = now, output.outputs[0].finish_reason
+                answer.reason = output.outputs[0].finish_reason
                 finished[output.request_id] = self._running.pop(output.request_id)
         return finished
 
     @property
     def busy(self) -> int:
-        """How many requests have not finished."""
         return len(self._running)
 
     @property
     def waiting_for_first(self) -> int:
-        """How many requests have no token yet."""
         return sum(not answer.tokens for answer in self._running.values())
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
@@ -98,12 +96,10 @@ class Driver:
         return [done[name] for name in names]
 
     def abort(self, name: str) -> None:
-        """Abort one request."""
         self._engine.abort_request([name])
         self._running.pop(name, None)
 
     def abort_all(self) -> None:
-        """Abort all requests that run."""
         self._engine.abort_request(list(self._running))
         self._running.clear()
         while self._engine.has_unfinished_requests():
@@ -116,11 +112,7 @@ class Driver:
             self.run([[3, 4, 5, 6]], 2)
 
     def forget_device(self, connector: bool = False) -> None:
-        """Empty the prefix cache of the device, and with `connector` the connector's as well.
-
-        Raises:
-            RuntimeError: the engine refused several times, as it does while blocks are in use.
-        """
+        """Empty the prefix cache of the device, and with `connector` the connector's as well."""
         for _ in range(20):
             if self._llm.reset_prefix_cache(reset_connector=connector):
                 return

@@ -32,8 +32,7 @@ _CHAINS: dict[str, dict[str, Any]] = {
 """Chains of stock vLLM, and the keys that they add to the speculative configuration."""
 
 _NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously. On answers of
-a small model, lengths of 2 to 4 were accepted most."""
+"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously."""
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
@@ -58,7 +57,7 @@ _NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window"}
 
 
 def is_chain(column: str) -> bool:
-    """Return whether a column is a chain of stock vLLM, which is told its length."""
+    """Whether a column is a chain of stock vLLM, which is told its length."""
     return column.partition(":")[0] in _CHAINS
 
 
@@ -77,15 +76,15 @@ def draft_folder(pair: Path, method: str) -> Path:
 def read_arm(
     name: str, draft: Path, topk: int, steps: int, max_num_seqs: int, method: str = "eagle3"
 ) -> Arm:
-    """Make the arm of a name.
+    """Make the arm of a name, one of `NAMES`.
 
     Args:
-        name: one of `NAMES`.
+        name: the name.
         draft: folder of the draft; of the target itself with ``method`` mtp.
         topk: topk of trees.
         steps: steps of trees; with ``auto`` the most steps.
         max_num_seqs: the engine's limit; a batch size stands for each of several lengths of chains.
-        method: vLLM's method of the draft, ``eagle3``, ``mtp`` or ``dspark`` for example.
+        method: vLLM's method of the draft.
 
     Raises:
         BenchmarkError: the name can't be read, or the tree can't hold so many nodes.
@@ -140,12 +139,8 @@ def read_arm(
 
 
 def _check_tree(name: str, tree: dict[str, Any], nodes: int) -> None:
-    """Check the keys of an arm's trees, and that these can hold so many nodes.
-
-    Raises:
-        BenchmarkError: if they are wrong.
-    """
-    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).max_nodes
+    """Check the keys of an arm's trees, and that these can hold so many nodes."""
+    holds = TreeConfig(topk=tree["topk"], steps=tree["steps"]).num_candidates
     if nodes > holds:
         raise BenchmarkError(
             f"--arms {name!r}: a tree of topk {tree['topk']} and {tree['steps']} steps holds "
@@ -175,7 +170,6 @@ def _suffixes(name: str) -> tuple[str, set[str], dict[str, Any]]:
 
 
 def _given(name: str, ranges: str) -> Any:
-    """The batch sizes behind a name's `@`."""
     try:
         return json.loads(ranges)
     except ValueError as wrong:

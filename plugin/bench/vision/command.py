@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.answers import Answer, Comparison
 from vllm_graft.bench.common.answers import compare as compare_answers
-from vllm_graft.bench.common.arm import Arm, is_ours
-from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
-from vllm_graft.bench.vision.image_requests import Look, Looking, Seen
+from vllm_graft.bench.common.arm import Arm, Row, is_ours, median_row, panels, table, write_files
 
 SUMMARY = "time in a vision encoder: eager, in vLLM's encoder graphs, in ours"
 
@@ -39,6 +39,81 @@ NEAR_TIE = 0.1
 """Largest margin in nats that bf16 may turn over: steps of logits near 4 are 0.016 to 0.03."""
 
 DRAWN = {"encoder_ms": "ms in the encoder", "request_ms": "ms per request"}
+
+QUESTION = "What is it?"
+
+
+@dataclass(frozen=True)
+class Look:
+    """A request of `tokens` with one image of noise, of `size` pixels by edge."""
+
+    size: int
+    seed: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One answer, and milliseconds: in the encoder, with a wait for the device, and in all."""
+
+    answer: Answer
+    encoder_ms: float
+    request_ms: float
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        return {"encoder_ms": self.encoder_ms, "request_ms": self.request_ms}
+
+
+class Looking:
+    """Answers each `Look` with a `Seen`, and ``"counters"`` with those of our graphs.
+
+    Args:
+        llm: a ``vllm.LLM`` with ``enable_mm_processor_stats``.
+        prompt: a text with the model's placeholder of an image; None asks by the chat template.
+    """
+
+    def __init__(self, llm: Any, prompt: str | None) -> None:
+        self._llm, self._prompt = llm, prompt
+
+    def __call__(self, wish: Look | str) -> Any:
+        return self.look(wish) if isinstance(wish, Look) else self.counters()
+
+    def look(self, wish: Look) -> Seen:
+        """Ask about one image, with no other request in flight."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=wish.tokens, ignore_eos=True, logprobs=2)
+        image = noise(wish.size, wish.seed)
+        self._llm.collective_rpc("get_encoder_timing_stats")  # Reading them forgets them.
+        began = time.perf_counter()
+        (output,) = self._ask(image, params)
+        seconds = time.perf_counter() - began
+        (stats,) = self._llm.collective_rpc("get_encoder_timing_stats")
+        encoder = sum(each["encoder_forward_secs"] for each in stats.values())
+        return Seen(Answer.of(output.outputs[0]), 1e3 * encoder, 1e3 * seconds)
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of our graphs."""
+        (report,) = self._llm.collective_rpc("graft_info")
+        found: dict[str, Any] = report["counters"].get("vit", {})
+        return found
+
+    def _ask(self, image: Any, params: Any) -> Any:
+        if self._prompt is not None:
+            request = {"prompt": self._prompt, "multi_modal_data": {"image": image}}
+            return self._llm.generate([request], params, use_tqdm=False)
+        content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": QUESTION}]
+        return self._llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+
+
+def noise(size: int, seed: int) -> Any:
+    """A square PIL image of random pixels."""
+    import numpy
+    from PIL import Image
+
+    pixels = numpy.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype="uint8")
+    return Image.fromarray(pixels)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,26 +170,19 @@ def take_turns(
             if seed >= arguments.warm:
                 found[arm.name].append(seen)
     rows = [
-        median_row(
-            name,
-            {"px": size},
-            [{"encoder_ms": each.encoder_ms, "request_ms": each.request_ms} for each in seen],
-        )
-        for name, seen in found.items()
+        median_row(name, {"px": size}, [each.figures for each in found[name]]) for name in found
     ]
     for row in rows:
         print(json.dumps(row.flat()), flush=True)
-    answers: dict[str, list[Answer]] = {
-        name: [each.answer for each in seen] for name, seen in found.items()
-    }
-    return rows, compare_answers(answers)
+    return rows, compare_answers({name: [each.answer for each in found[name]] for name in found})
 
 
 def compare(
     arguments: argparse.Namespace, looking: type[Looking]
 ) -> tuple[list[Row], list[Comparison]]:
     """Start all arms and let them take turns; return rows, and comparisons of the answers."""
-    arms = {arm: engine_options(arm, arguments) for arm in _arms(arguments)}
+    read = [read_arm(name, arguments.graft) for name in arguments.arms]
+    arms = {arm: engine_options(arm, arguments) for arm in read}
     make = partial(looking, prompt=arguments.prompt)
     pipes = arm_processes.start(arms, arguments.model, make, arguments.kv_cache_bytes)
     rows: list[Row] = []
@@ -132,10 +200,6 @@ def compare(
     return rows, comparisons
 
 
-def _arms(arguments: argparse.Namespace) -> list[Arm]:
-    return [read_arm(name, arguments.graft) for name in arguments.arms]
-
-
 def cell(row: Row) -> str:
     """Milliseconds in the encoder, and of the request in brackets."""
     return f"{row.main[1]:.2f} ({row.figures['request_ms']:.1f})"
@@ -143,12 +207,8 @@ def cell(row: Row) -> str:
 
 def run(arguments: argparse.Namespace, looking: type[Looking] = Looking) -> int:
     """Measure, print the table, write the files; status 1 if an answer differs beyond a tie."""
-    report.require_plotting(arguments.plot)
     rows, comparisons = compare(arguments, looking)
     print(table(rows, cell), flush=True)
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
-    if arguments.plot:
-        report.plot(arguments.plot, panels(rows, "px", DRAWN))
+    write_files(arguments, rows, panels(rows, "px", DRAWN))
     wrong = [margin for each in comparisons for margin in each.margins if margin > NEAR_TIE]
     return 1 if wrong else 0

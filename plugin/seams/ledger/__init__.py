@@ -1,9 +1,8 @@
 """The ledger: every vLLM symbol that we touch or rely on, once, with what we expect of it.
 
-To add one, add a row to the file of the part that needs it. Files of target families lie in their
-rooms; :mod:`vllm_graft.seams.ledger.whole` collects all, :mod:`vllm_graft.seams.compare` compares.
-Symbols are named by the path that we import them from. A test looks through our sources for imports
-that are not listed. It stands below the parts, as the doctor reads it without importing any of them.
+To add one, add a row to the file of the part that needs it; files of target families lie in their
+rooms. Symbols are named by the path that we import them from. A test looks for imports that are not
+listed. The ledger stands below the parts, as the doctor reads it without importing any of them.
 """
 
 TESTED_VLLM = ("0.32", "0.33")

@@ -1,15 +1,12 @@
 """What the host KV cache relies on, also within vLLM's own connector."""
 
-from __future__ import annotations
-
-from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.ledger.entry import seams
 
 _TIER_API = "a stable API for tiers and cache policies"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
-CACHE: tuple[Seam, ...] = (
+CACHE = (
     *seams("hicache", "vLLM names what the processes of an engine share", "",
         ("distributed.kv_transfer.kv_connector.v1.multi_connector.MultiConnector._get_connector_classes_and_configs", "source", "dbc51d3a026e", "makes a connector's configuration from an element of connectors, nonce included"),
         ("v1.engine.core.EngineCore._initialize_kv_caches", "order", "self.model_executor.initialize_from_config(kv_cache_configs)", "the ranks have mapped the host's memory before there is a scheduler, which takes its name away"),

@@ -1,16 +1,13 @@
 """What every part relies on: configuration, platform, plugins, workers."""
 
-from __future__ import annotations
-
-from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.ledger.entry import seams
 
 _CONFIG_API = "a configuration hook for general plugins"
 _STATE_API = "a ModelState hook for plugins"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
-CORE: tuple[Seam, ...] = (
+CORE = (
     *seams("core", _CONFIG_API, "",
         ("__version__", "name", "present", "told in errors and reports"),
         ("platforms.current_platform", "name", "present", "its class is the one to hook"),

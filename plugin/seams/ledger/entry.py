@@ -1,13 +1,28 @@
-"""One entry of the ledger."""
+"""One entry of the ledger, and how a file of the ledger is written."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vllm_graft.seams.ledger.minor import Minor
+from vllm_graft.base.errors import SeamError
 
 Kind = Literal["class", "call", "def", "source", "order", "has", "name", "module"]
+Minor = tuple[int, int]
+
+
+def minor_of(version: str) -> Minor:
+    """``(0, 32)`` of ``"0.32.1+cpu"``.
+
+    Raises:
+        SeamError: if the text is no version.
+    """
+    numbers = version.split(".")
+    try:
+        return int(numbers[0]), int(numbers[1])
+    except (IndexError, ValueError):
+        raise SeamError(f"vLLM calls itself {version!r}, which is no version") from None
 
 
 @dataclass(frozen=True)
@@ -15,21 +30,18 @@ class Seam:
     """One upstream symbol.
 
     Attributes:
-        part: who needs it: ``core``, ``tree``, ``mtp``, ``block``, ``draft``, ``vit``, ``fused``,
-            ``pixtral``, ``phi4mm``, ``hicache``, ``native`` (our parts of the host KV cache in
-            vLLM's own connector), ``metrics``, ``plan``, ``bench``, ``testing``.
+        part: who needs it, as ``tree`` or ``hicache``; ``native``: our parts of the host KV cache
+            in vLLM's own connector.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
             ``=`` after those with a default; ``def``: the same, read from the file of a module that
-            cannot be imported everywhere; ``source``: hash of its source, where we rely on
-            what the body does; ``order``: texts that its source holds in this order; ``has``:
-            members, fields or attributes of a class that we read; ``name``: it exists;
-            ``module``: it is there, and is not imported to look.
+            cannot be imported everywhere; ``source``: hash of its source; ``order``: texts that its
+            source holds in this order; ``has``: members, fields or attributes of a class that we
+            read; ``name``: it exists; ``module``: it is there, and is not imported to look.
         expected: what ``kind`` yields on the oldest vLLM that we know.
         why: what we do with it.
         until: what would make it unnecessary.
-        later: from which minor version on vLLM has it otherwise, and how; the oldest first. Our
-            code serves all of these forms.
+        later: from which minor version on vLLM has it otherwise, and how; the oldest first.
         since: the minor version that brought it; an older vLLM is not asked for it.
     """
 
@@ -44,5 +56,21 @@ class Seam:
 
     def at(self, minor: Minor) -> Seam:
         """The entry with what a minor version of vLLM is expected to have."""
-        known = [expected for since, expected in self.later if since <= minor]
-        return replace(self, expected=known[-1], later=()) if known else replace(self, later=())
+        known = [self.expected, *(expected for since, expected in self.later if since <= minor)]
+        return replace(self, expected=known[-1], later=())
+
+
+Row = tuple[str, Kind, str | Mapping[str, str], str]
+"""Path below the prefix, kind, what is expected, why.
+
+What is expected is one text, or one per minor version from which on it is so, the oldest first.
+"""
+
+
+def seams(part: str, until: str, prefix: str, *rows: Row) -> Iterator[Seam]:
+    """Rows of one part, below one prefix, which one change of vLLM's would make unnecessary."""
+    for path, kind, expected, why in rows:
+        forms = {"0.0": expected} if isinstance(expected, str) else expected
+        (since, first), *later = ((minor_of(minor), form) for minor, form in forms.items())
+        whole = f"{prefix}.{path}" if prefix else path
+        yield Seam(part, whole, kind, first, why, until, tuple(later), since)

@@ -1,16 +1,13 @@
 """What metrics rely on. No part needs these rows: where one has moved, a server lacks numbers."""
 
-from __future__ import annotations
-
-from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.ledger.entry import seams
 
 _STATS = "vLLM's SchedulerStats has a field for plugins"
 _LOG = "vLLM's metrics of drafts know trees"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
-METRICS: tuple[Seam, ...] = (
+METRICS = (
     *seams("metrics", _STATS, "v1.worker",
         ("gpu.async_utils.AsyncOutput", "has", "get_output, model_runner_output", "a step's result carries the worker's report"),
         ("gpu.async_utils.AsyncPoolingOutput", "has", "get_output, model_runner_output", "likewise, of a pooling model"),

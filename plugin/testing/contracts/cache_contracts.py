@@ -47,6 +47,12 @@ def read_page(
     return backend.read(key, memoryview(buffer)), bytes(buffer)
 
 
+def assert_hit(backend: StorageBackend, key: PageKey) -> None:
+    """Check that the store has a key, with its only right content."""
+    status, page = read_page(backend, key)
+    assert (status.value, page) == ("hit", page_of(key))
+
+
 class StorageBackendContract:
     """For entries of ``graft_storage_backends``. Give a fixture ``open_backend``."""
 
@@ -61,7 +67,6 @@ class StorageBackendContract:
         return open_backend(NAMESPACE)
 
     def test_what_was_written_is_read(self, backend: StorageBackend) -> None:
-        """At once, whole, and also when it is read into a part of a larger buffer."""
         keys = [page_key(number, number % 3) for number in range(20)]
         assert [backend.write(key, memoryview(page_of(key))) for key in keys] == [True] * 20
         assert backend.contains(keys) == [True] * 20
@@ -72,22 +77,20 @@ class StorageBackendContract:
         assert host.tobytes() == b"".join(page_of(key) for key in keys)
 
     def test_pages_of_other_types_and_pools(self, backend: StorageBackend) -> None:
-        """Views of other items than bytes; the same hash in two pools; the largest pool."""
         import array
 
         numbers = array.array("i", range(500))
         keys = [page_key(1, 0), page_key(1, 1), page_key(1, 2**16 - 1)]
         assert backend.write(keys[0], memoryview(numbers))
-        assert backend.write(keys[1], memoryview(page_of(keys[1])))
-        assert backend.write(keys[2], memoryview(page_of(keys[2])))
+        for key in keys[1:]:
+            assert backend.write(key, memoryview(page_of(key)))
         found = array.array("i", bytes(2000))
         assert backend.read(keys[0], memoryview(found)).value == "hit"
         assert found == numbers
-        assert read_page(backend, keys[1]) == (_status("HIT"), page_of(keys[1]))
-        assert read_page(backend, keys[2]) == (_status("HIT"), page_of(keys[2]))
+        for key in keys[1:]:
+            assert_hit(backend, key)
 
     def test_what_was_not_written_is_missed(self, backend: StorageBackend) -> None:
-        """The index does not have the page, a read misses it, and nothing is there to remove."""
         key = page_key(1)
         assert backend.contains([key]) == [False]
         assert read_page(backend, key)[0].value == "miss"
@@ -102,14 +105,12 @@ class StorageBackendContract:
             assert backend.contains([key]) == [False]
 
     def test_writing_again_keeps_the_page(self, backend: StorageBackend) -> None:
-        """A second write of the same key says that the page is kept."""
         key = page_key(1)
         assert backend.write(key, memoryview(page_of(key)))
         assert backend.write(key, memoryview(page_of(key)))
-        assert read_page(backend, key) == (_status("HIT"), page_of(key))
+        assert_hit(backend, key)
 
     def test_it_outlives_the_process(self, open_backend: OpenBackend) -> None:
-        """Opened again it has what was kept, and not what was removed."""
         kept, removed = page_key(1), page_key(2)
         first = open_backend(NAMESPACE)
         for key in (kept, removed):
@@ -119,21 +120,19 @@ class StorageBackendContract:
         first.close()
         second = open_backend(NAMESPACE)
         assert second.contains([kept, removed]) == [True, False]
-        assert read_page(second, kept) == (_status("HIT"), page_of(kept))
+        assert_hit(second, kept)
         second.close()
 
     def test_namespaces_are_apart(self, open_backend: OpenBackend) -> None:
-        """The same key in another namespace is another page."""
         key = page_key(1)
         one, other = open_backend(NAMESPACE), open_backend(OTHER)
         assert one.write(key, memoryview(page_of(key)))
         assert other.contains([key]) == [False]
         assert read_page(other, key)[0].value == "miss"
         assert other.clear()
-        assert read_page(one, key) == (_status("HIT"), page_of(key))
+        assert_hit(one, key)
 
     def test_cleared_is_gone_for_good(self, open_backend: OpenBackend) -> None:
-        """Now and after a restart; and the store goes on."""
         key, later = page_key(1), page_key(2)
         first = open_backend(NAMESPACE)
         assert first.write(key, memoryview(page_of(key)))
@@ -159,7 +158,6 @@ class StorageBackendContract:
         assert all(isinstance(count, int) for count in backend.stats().values())
 
     def test_threads(self, backend: StorageBackend) -> None:
-        """Many at once, on few keys: every hit is right, and nothing raises."""
         keys = [page_key(number) for number in range(12)]
         failures: list[BaseException | str] = []
         hits: list[int] = []
@@ -210,7 +208,6 @@ class EvictionPolicyContract:
         return keys
 
     def test_evicted_keys_are_its_own(self, policy: EvictionPolicy) -> None:
-        """Distinct, as many as asked for, and gone."""
         keys = self.fill(policy)
         victims = policy.evict(3, lambda key: False)
         assert victims is not None
@@ -220,7 +217,6 @@ class EvictionPolicyContract:
         assert not any(key in policy for key in victims)
 
     def test_protected_keys_stay(self, policy: EvictionPolicy) -> None:
-        """Whatever their rank."""
         keys = self.fill(policy)
         protected = set(keys[::2])
         assert set(policy.evict(4, protected.__contains__) or ()) == set(keys[1::2])
@@ -234,14 +230,12 @@ class EvictionPolicyContract:
         assert policy.evict(1, lambda key: key != keys[0]) == [keys[0]]
 
     def test_nothing_asked_nothing_done(self, policy: EvictionPolicy) -> None:
-        """Zero pages can always be evicted."""
         assert policy.evict(0, lambda key: True) == []
         self.fill(policy)
         assert policy.evict(0, lambda key: True) == []
         assert len(policy) == 8
 
     def test_unknown_keys_are_ignored(self, policy: EvictionPolicy) -> None:
-        """A touch adds nothing; removing twice does nothing."""
         keys = self.fill(policy)
         stranger = page_key(99)
         policy.touch(stranger)
@@ -253,22 +247,14 @@ class EvictionPolicyContract:
         assert len(policy) == 7
 
     def test_inserting_again_keeps_one(self, policy: EvictionPolicy) -> None:
-        """The same key counts once."""
         keys = self.fill(policy)
         policy.insert(keys[3], 5.0, 1000)
         assert len(policy) == 8
         assert set(policy.evict(8, lambda key: False) or ()) == set(keys)
 
     def test_cleared_it_is_as_new(self, policy: EvictionPolicy) -> None:
-        """No key is left, and all can come back."""
         self.fill(policy)
         policy.clear()
         assert len(policy) == 0
         assert policy.evict(1, lambda key: False) is None
         assert len(self.fill(policy)) == len(policy)
-
-
-def _status(name: str) -> ReadStatus:
-    from vllm_graft.hicache.storage.backend import ReadStatus
-
-    return ReadStatus[name]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from vllm_graft.spec_decode.trees.shape import MAX_NODES
+
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
-
-MAX_NODES = 63  # A node's ancestors are the bits of an int64.
 
 
 class TreePolicyContract:
@@ -44,11 +44,11 @@ class TreePolicyContract:
     def test_shape_is_within_its_bounds(
         self, policy: TreePolicy, config: TreeConfig, num_nodes: int
     ) -> None:
-        """A tree has nodes and levels, and no more nodes than the engine verifies."""
+        """A tree has levels, and as many nodes as the engine verifies."""
         shape = policy(config, num_nodes)
         assert shape.topk >= 1
         assert shape.steps >= 1
-        assert 1 <= shape.num_nodes <= num_nodes
+        assert shape.num_nodes == num_nodes
 
     def test_same_question_has_the_same_answer(
         self, policy: TreePolicy, config: TreeConfig
@@ -58,18 +58,13 @@ class TreePolicyContract:
 
 
 class DraftTree(NamedTuple):
-    """The draft of one request.
-
-    Attributes:
-        tokens: Target token of each drafted node, ``[num_nodes]``.
-        parents: Parent of each, ``[num_nodes]``; node 0 is the root (the last accepted token), so
-            ``tokens[i]`` is that of node ``i + 1``.
-        scores: Cumulative log-probability of each, ``[num_nodes]``.
-    """
+    """The draft of one request; each is ``[num_nodes]``."""
 
     tokens: Sequence[int]
+    """Target tokens. The root, node 0, has none here: ``tokens[i]`` is that of node ``i + 1``."""
     parents: Sequence[int]
     scores: Sequence[float]
+    """Cumulative log-probabilities."""
 
 
 class DrafterContract:
@@ -92,7 +87,6 @@ class DrafterContract:
     def test_tokens_are_those_of_the_target(
         self, trees: Sequence[DraftTree], vocab_size: int
     ) -> None:
-        """Ids of a reduced draft vocabulary must have been mapped."""
         assert all(0 <= token < vocab_size for tree in trees for token in tree.tokens)
 
     def test_tree_is_not_too_large(self, trees: Sequence[DraftTree]) -> None:

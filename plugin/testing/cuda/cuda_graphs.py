@@ -1,13 +1,10 @@
 """A recording stand-in for CUDA graphs.
 
-Capture runs the region once and records every ATen and C++ operator and every interpreted Triton
-launch, with the very tensors that it touched. Replay runs this list again and nothing else: no
-Python of the region, no new scalar, no new address. Memory that the region allocated is poisoned
-first. So a rebound input, a frozen Python scalar, a result that the next replay overwrites, and a
-host synchronisation under capture show on a CPU as on a GPU.
-
-What does not show: speed, real memory, and a copy from device to host that does not go through
-``item``, ``tolist`` or ``numpy`` (both devices are the CPU here).
+Capture runs the region once and records every operator and interpreted Triton launch with the very
+tensors that it touched. Replay poisons the memory that the region allocated, and runs this list and
+nothing else. So a rebound input, a frozen Python scalar, a result that the next replay overwrites,
+and a host synchronisation under capture show on a CPU. A copy to the host that goes through neither
+``item``, ``tolist`` nor ``numpy`` does not.
 """
 
 from __future__ import annotations
@@ -57,11 +54,7 @@ class CaptureError(GraftError):
 
 
 class CUDAGraph:
-    """Stands for ``torch.cuda.CUDAGraph``.
-
-    Attributes:
-        replays: How often the graph was replayed.
-    """
+    """Stands for ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.replays = 0
@@ -85,7 +78,6 @@ class CUDAGraph:
         _set_capturing(self)
 
     def capture_end(self) -> None:
-        """Stop recording."""
         self._stop()
         _pools.setdefault(self.pool(), []).append(self)
 
@@ -108,7 +100,6 @@ class CUDAGraph:
                 run()
 
     def reset(self) -> None:
-        """Free the recorded work and memory."""
         graphs = _pools.get(self._pool, []) if self._pool else []
         if self in graphs:
             graphs.remove(self)
@@ -166,7 +157,7 @@ def graph(cuda_graph: CUDAGraph, pool: PoolId | None = None, **_: Any) -> Iterat
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Put the stand-in in place of torch's graphs for the duration of the block."""
+    """Put the stand-in in place of torch's graphs."""
     with contextlib.ExitStack() as patches:
         for owner, name, value in _replacements():
             patches.enter_context(mock.patch.object(owner, name, value))
@@ -208,7 +199,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 def _refused_under_capture(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if _capturing is not None and not _on_host(_capturing, _tensors(args)):
+        if _capturing is not None and not _on_host(_capturing, tensors_of(args)):
             raise CaptureError(f"{name}() waits for the device: not permitted under capture")
         return stock(*args, **kwargs)
 
@@ -248,7 +239,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -266,15 +258,15 @@ class _Recorder(TorchDispatchMode):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         result = func(*args, **kwargs)
-        if _on_host(self._graph, _tensors((args, kwargs))):
+        if _on_host(self._graph, tensors_of((args, kwargs))):
             # Arithmetic of the host: on a GPU no part of the capture either.
-            self._graph._host.update((_storage(out), out) for out in _tensors(result))
+            self._graph._host.update((_storage(out), out) for out in tensors_of(result))
             return result
-        self._record(func, args, kwargs, _tensors(result))
+        self._record(func, args, kwargs, tensors_of(result))
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        known = {_storage(tensor) for tensor in _tensors((args, kwargs)) if tensor.numel()}
+        known = {_storage(tensor) for tensor in tensors_of((args, kwargs)) if tensor.numel()}
         fresh = {
             place: output
             for place, output in enumerate(outputs)
@@ -286,7 +278,7 @@ class _Recorder(TorchDispatchMode):
             return
 
         def run() -> None:
-            results = _tensors(func(*args, **kwargs))
+            results = tensors_of(func(*args, **kwargs))
             for place, output in fresh.items():
                 output.copy_(results[place])
 

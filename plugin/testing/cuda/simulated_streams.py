@@ -1,11 +1,8 @@
 """A deferred-stream simulator.
 
-Work put on a side stream does not run until something orders it: ``synchronize`` of the stream or
-of an event recorded behind it, or a wait of the current stream for it. A forgotten or misplaced
-wait then reads old bytes (or NaN, for a result that is not computed yet), every time.
-
-Work of the default stream runs at once, and in it a wait runs what is waited for. It is a simulator
-of order: two streams that race on a GPU do not race here, one is simply late.
+Work of a side stream runs when something waits for it: ``synchronize``, or a wait of the current
+stream. A forgotten wait then reads old bytes, or NaN, every time. Work of the default stream runs
+at once. Two streams that race on a GPU do not race here, one is simply late.
 """
 
 from __future__ import annotations
@@ -17,8 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from vllm_graft.testing.cuda.cuda_graphs import tensors_of
 
 
 class Stream:
@@ -28,7 +26,6 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """Stands for the handle."""
         return id(self)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -38,11 +35,9 @@ class Stream:
         self._scopes: list[Any] = []
 
     def synchronize(self) -> None:
-        """Run everything enqueued so far."""
         self._finish(self._enqueued)
 
     def query(self) -> bool:
-        """Whether nothing is left to run."""
         return self._finished == self._enqueued
 
     def wait_event(self, event: Event) -> None:
@@ -57,7 +52,6 @@ class Stream:
         self._push(lambda: stream._finish(position))
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record ``event``, or a new one, behind the work that this stream has now."""
         event = event or Event()
         event.record(self)
         return event
@@ -100,7 +94,6 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the work before the event has run."""
         return self._source is None or self._source._finished >= self._position
 
     def elapsed_time(self, end: Event) -> float:
@@ -108,7 +101,6 @@ class Event:
         return 0.0
 
     def synchronize(self) -> None:
-        """Run the work before the event."""
         if self._source is not None:
             self._source._finish(self._position)
 
@@ -138,21 +130,20 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Put the simulator in place of torch's streams and events for the duration of the block.
+    """Put the simulator in place of torch's streams and events.
 
     Work still pending at the end is dropped: code under test must have waited for it.
     """
+    seen: list[Stream] = []
 
     def synchronize(*_: Any) -> None:
-        for stream in list(_seen):
+        for stream in list(seen):
             stream.synchronize()
-
-    _seen: list[Stream] = []
 
     class SeenStream(Stream):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__()
-            _seen.append(self)
+            seen.append(self)
 
     replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", SeenStream),
@@ -208,10 +199,10 @@ class _Deferring(TorchDispatchMode):
         if func._schema.is_mutable:
             self._stream._push(_undisturbed(lambda: func(*args, **kwargs)))
             return _mutated(func, args, kwargs)
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_of((args, kwargs))
         result = func(*args, **kwargs)
         storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        outputs = _tensors(result)
+        outputs = tensors_of(result)
         if not inputs or all(out.untyped_storage().data_ptr() in storages for out in outputs):
             return result
         for output in outputs:
@@ -219,7 +210,7 @@ class _Deferring(TorchDispatchMode):
                 output.fill_(float("nan"))
 
         def compute() -> None:
-            for output, value in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+            for output, value in zip(outputs, tensors_of(func(*args, **kwargs)), strict=True):
                 output.copy_(value)
 
         self._stream._push(_undisturbed(compute))
@@ -247,7 +238,3 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written[:count])
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

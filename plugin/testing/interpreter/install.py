@@ -1,11 +1,9 @@
 """Triton's interpreter as the CPU back end of vLLM.
 
-vLLM's Model Runner V2 runs on a CPU when ``vllm.triton_utils.HAS_TRITON`` is true, which asks for
-an entry ``cpu`` in ``triton.backends.backends``. The Triton of PyPI has none. :func:`install` adds
-one that compiles nothing (``interpreter_backend``), switches the interpreter on, and mends the
-interpreter's known defects (``interpreter_numerics``, ``interpreter_syntax``)
-and its costs (``interpreter_launch``, ``interpreter_types``, ``operators``, ``literals``,
-``reductions``, ``loads``).
+Model Runner V2 runs on a CPU if ``triton.backends.backends`` has an entry ``cpu``
+(``vllm.triton_utils.HAS_TRITON``). The Triton of PyPI has none. :func:`install` adds
+one that compiles nothing, switches the interpreter on, and mends its known defects (``numerics``,
+``syntax``) and its costs (``launch``, ``types``, ``operators``, ``loads``).
 """
 
 from __future__ import annotations
@@ -40,20 +38,13 @@ def install() -> None:
         return
     _refuse_if_late()
     os.environ["TRITON_INTERPRET"] = "1"
-    from vllm_graft.testing.interpreter import triton_backend as interpreter_backend
+    from vllm_graft.testing.interpreter import triton_backend
 
-    interpreter_backend.add()
-    from vllm_graft.testing.interpreter import launch as interpreter_launch
-    from vllm_graft.testing.interpreter import numerics as interpreter_numerics
-    from vllm_graft.testing.interpreter import reductions as interpreter_reductions
-    from vllm_graft.testing.interpreter import syntax as interpreter_syntax
-    from vllm_graft.testing.interpreter import types as interpreter_types
+    triton_backend.add()
+    from vllm_graft.testing.interpreter import launch, numerics, syntax, types
 
-    interpreter_syntax.mend()
-    interpreter_numerics.mend()
-    interpreter_launch.mend()
-    interpreter_reductions.mend()
-    interpreter_types.mend()
+    for mended in (syntax, numerics, launch, types):
+        mended.mend()
 
 
 def _refuse_if_late() -> None:

@@ -29,7 +29,7 @@ def mend() -> None:
 
 
 def _cached_by_scalar(stock: Any) -> Any:
-    """NumPy's type of a Triton type: stock builds the table of all types at each look-up."""
+    """Stock builds the table of all types at each look-up."""
     import triton.language as tl
 
     of_scalar = functools.cache(stock)

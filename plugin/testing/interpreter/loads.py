@@ -1,8 +1,7 @@
 """Cost of a load in the interpreter of triton 3.9.0.
 
-Stock makes a cache policy that it ignores, spreads the mask and the other value over all pointers,
-and makes a new block of ones or of zeros where there is no mask or no other value. Here the values
-go to the builder as they are if their types and shapes need no change. All others go to stock.
+Stock spreads mask and other value over all pointers, and makes a new block where there is none.
+Here they go to the builder as they are if types and shapes allow. All others go to stock.
 """
 
 from __future__ import annotations
@@ -13,15 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_graft.testing.interpreter.literals import Literals
+from vllm_graft.testing.interpreter.operators import Literals
 
 
 class Loads:
-    """A replacement for ``triton.language.load``.
-
-    Args:
-        literals: makes tensors of numbers.
-    """
+    """A replacement for ``triton.language.load``."""
 
     def __init__(self, literals: Literals) -> None:
         import triton.language as tl
@@ -35,8 +30,6 @@ class Loads:
         self._constant = functools.cache(self._filled)
 
     def replace(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the faster form of ``stock``, which is what the interpreter has put there."""
-
         def load(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
             loaded = self._load(pointer, mask, other)
             return stock(pointer, mask, other, **options) if loaded is None else loaded

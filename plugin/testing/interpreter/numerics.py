@@ -1,8 +1,8 @@
 """Arithmetic that the interpreter of triton 3.9.0 gets wrong.
 
-bfloat16 and float8 live in NumPy as raw bits, and most operations compute on the bits (upstream
-calls it unsupported: triton issues 4972, 8322 and 11584). Here they are computed in float32 and
-rounded to nearest even, which is what the GPU does for a single operation.
+bfloat16 and float8 live in NumPy as raw bits, and most operations compute on the bits (triton
+issues 4972, 8322 and 11584). Here they are computed in float32 and rounded to nearest even, as a
+GPU does for a single operation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def mend() -> None:
     """Mend casts, arithmetic, dot, reductions, scans, comparisons and libdevice."""
     from triton.runtime import interpreter
 
+    interpreter.ReduceOps.generic_reduce = _reduce_in_halves
     builder = interpreter.InterpreterBuilder
     _mend_comparisons(builder)
     for name, operands in _ARITHMETIC.items():
@@ -103,9 +104,7 @@ def _in_float32(stock: Callable[..., Any], operands: int) -> Callable[..., Any]:
         else:
             return stock(self, *args)
         wide = [_widen(handle) for handle in args[:operands]]
-        small = next(
-            (old.dtype.scalar for old, new in zip(args, wide, strict=False) if new is not old), None
-        )
+        small = next((old.dtype.scalar for old, new in zip(args, wide) if new is not old), None)
         if small is None:
             return stock(self, *args)
         result = stock(self, *wide, *args[operands:])
@@ -264,3 +263,52 @@ def _predicate(test: Callable[[Array], Array]) -> Callable[..., Any]:
         return tl.tensor(handle, tl.block_type(tl.int1, x.shape) if x.type.is_block() else tl.int1)
 
     return apply
+
+
+def _reduce_in_halves(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
+    """Reduce blocks of one shape along ``self.axis``, or all of each if it is None.
+
+    Stock flattens only the first of several blocks, and calls the kernel's function for every
+    element. Here it is called once for every halving, on all pairs of neighbours: results are
+    rounded in the order of a tree, as on a GPU, and functions that are not commutative see their
+    arguments in order.
+    """
+    types = [block.dtype for block in inputs]
+    arrays = [block.handle.data for block in inputs]
+    if self.axis is None:
+        arrays = [array.ravel() for array in arrays]
+    else:
+        arrays = [np.moveaxis(array, self.axis, 0) for array in arrays]
+    while len(arrays[0]) > 1:
+        even, odd = ([array[first::2] for array in arrays] for first in (0, 1))
+        arrays = _combined(self, even, odd, types)
+    return [
+        self.to_tensor(_with_kept_dims(self, array[0], inputs[0]), dtype)
+        for array, dtype in zip(arrays, types, strict=True)
+    ]
+
+
+def _combined(self: Any, first: list[Array], second: list[Array], types: list[Any]) -> list[Array]:
+    """Call the kernel's function on all pairs; a block's length is a power of two."""
+    tensors = [
+        self.to_tensor(array, dtype)
+        for half in (first, second)
+        for array, dtype in zip(half, types, strict=True)
+    ]
+    found = self.combine_fn.fn(*tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    # The function may return a constant, and a tensor of another type; stock casts both.
+    return [
+        np.broadcast_to(
+            one.handle.data if hasattr(one, "handle") else np.asarray(one), array.shape
+        ).astype(array.dtype)
+        for one, array in zip(found, first, strict=True)
+    ]
+
+
+def _with_kept_dims(self: Any, array: Array, block: Any) -> Any:
+    if not self.keep_dims:
+        return array if self.axis is not None else array.item()
+    if self.axis is None:
+        return array.reshape([1] * len(block.shape))
+    return np.expand_dims(array, self.axis)

@@ -1,9 +1,7 @@
 """Cost of an operator in the interpreter of triton 3.9.0: one call of NumPy for each.
 
-Stock takes ten calls of Python from ``a + b`` to ``np.add``: they unwrap constants, find out which
-type the two operands promote to, spread a scalar over a block, and choose the builder's method.
-Operands whose element types are one, or are signed integers, or of which one is a number, need
-none of that: NumPy broadcasts. All others go to stock.
+Stock takes ten calls of Python from ``a + b`` to ``np.add``. Operands of one element type, signed
+integers, and a number beside a tensor need none of them: NumPy broadcasts. All others go to stock.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from vllm_graft.testing.interpreter.literals import Literals
 
 Array = np.ndarray[Any, Any]
 
@@ -35,12 +31,33 @@ _COMPARISONS = {
 }
 
 
-class Operators:
-    """Replacements for the operators of ``triton.language.tensor``, and for ``where``.
+class Literals:
+    """Makes a number beside a tensor a tensor of its type, where stock does so; integers once."""
 
-    Args:
-        literals: makes tensors of numbers.
-    """
+    def __init__(self) -> None:
+        import triton.language as tl
+
+        names = [*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES]
+        self._float = tl.float32
+        self.integers = {id(getattr(tl, name)) for name in names if name != "int1"}
+        self._numbers = {id(tl.float32), *self.integers}
+        self._made: dict[tuple[int, int], Any] = {}
+
+    def make(self, semantic: Any, value: Any, dtype: Any) -> Any:
+        """The number as a tensor, or None if stock has to say of which type."""
+        if type(value) is int and id(dtype) in self._numbers:
+            key = value, id(dtype)
+            if key not in self._made:
+                self._made[key] = semantic._cast_to_computation_type(value, dtype)
+            return self._made[key]
+        # Floats are made anew: 0.0 and -0.0 are equal keys, and no NaN equals itself.
+        if type(value) is float and dtype is self._float:
+            return semantic._cast_to_computation_type(value, dtype)
+        return None
+
+
+class Operators:
+    """Replacements for the operators of ``triton.language.tensor``, and for ``where``."""
 
     def __init__(self, literals: Literals) -> None:
         import triton.language as tl
@@ -50,21 +67,14 @@ class Operators:
         self._handle, self._semantic = TensorHandle, interpreter_semantic
         self._truth = tl.int1
         # NumPy computes in these types what a GPU computes. The small floats are bits to it.
-        self._literals, integers = literals, literals.integers
-        floats = {id(tl.float32), id(tl.float64)}
-        self._numbers = integers | floats
-        self._integers = integers
-        self._bits = integers | {id(tl.int1)}
+        self._literals, self._integers = literals, literals.integers
+        self._numbers = self._integers | {id(tl.float32), id(tl.float64)}
+        self._bits = self._integers | {id(tl.int1)}
         self._signed = {id(getattr(tl, name)) for name in tl.dtype.SINT_TYPES if name != "int1"}
         self._block = tl.block_type
 
     def replace(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the faster form of the operator, or ``stock`` if there is none.
-
-        Args:
-            name: Attribute of ``triton.language.tensor``, such as ``__add__``.
-            stock: What the interpreter has put there.
-        """
+        """The faster form of an operator such as ``__add__``, or ``stock`` if there is none."""
         bare = name.strip("_")
         reflected = bare not in _ARITHMETIC and bare[:1] == "r" and bare[1:] in _ARITHMETIC
         operation = _ARITHMETIC.get(bare[1:] if reflected else bare)
@@ -84,8 +94,6 @@ class Operators:
         return stock
 
     def where(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the faster form of ``triton.language.where``."""
-
         def apply(condition: Any, x: Any, y: Any, **keywords: Any) -> Any:
             if type(condition) is self._tensor and condition.dtype is self._truth:
                 found = self._branches(x, y)
@@ -102,7 +110,6 @@ class Operators:
         return apply
 
     def _branches(self, x: Any, y: Any) -> tuple[Any, Array, Array] | None:
-        """The type of two values of which one is chosen, and both; or None."""
         if type(x) is self._tensor:
             return self._operands(x, y, self._numbers)
         if type(y) is self._tensor:

@@ -12,13 +12,11 @@ from vllm_graft.base.errors import GraftError
 
 
 def add() -> None:
-    """Make it the back end that Triton finds; there is no other on a machine without a GPU."""
+    """Make it the back end that Triton finds."""
     backends["cpu"] = Backend(_Compiler, _Driver)
 
 
 class _Compiler(BaseBackend):
-    """Compiles nothing: every kernel is interpreted."""
-
     @staticmethod
     def supports_target(target: Any) -> bool:
         return bool(target.backend == "cpu")

@@ -1,17 +1,15 @@
 """Cost of an operation in the interpreter of triton 3.9.0: its types, operands and constants.
 
-An operation on small blocks spends its time on describing the result: stock builds a new block
-type, with its name, and new lists of constants for its shape, for each tensor, and finds out anew
-which types two operands promote to. Here each type is built once and knows what its tensors
-share, and the common cases (operands of one type, a tensor and a small integer) are recognized at
-once. All others go to stock.
+Stock builds a new block type and new lists of constants for each tensor, and finds out anew which
+types two operands promote to. Here each type is built once and knows what its tensors share, and
+the common cases are recognized at once. All others go to stock.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.testing.interpreter.literals import Literals
+from vllm_graft.testing.interpreter.operators import Literals, Operators
 
 
 def mend() -> None:
@@ -194,7 +192,6 @@ def _mend_builtins(literals: Literals) -> None:
     from triton.runtime import interpreter
 
     from vllm_graft.testing.interpreter.loads import Loads
-    from vllm_graft.testing.interpreter.operators import Operators
 
     # What the decorator wraps around a function: it checks for that keyword, and calls.
     wrapper = tl.core.builtin(lambda: None).__code__

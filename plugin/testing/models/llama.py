@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,31 +95,6 @@ def write_llama(folder: Path, shape: TinyShape = TINY, seed: int = 0) -> Path:
     return folder
 
 
-def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 3) -> Path:
-    """A copy of a checkpoint with noise in its matrices: a draft model that is often right.
-
-    Args:
-        source: as `write_llama` left it.
-        folder: written.
-        noise: standard deviation, as a share of each matrix's own.
-        seed: of the noise.
-    """
-    import torch
-    from safetensors.torch import load_file
-
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: tensor
-        if tensor.ndim < 2
-        else tensor + torch.randn(tensor.shape, generator=generator) * tensor.std() * noise
-        for name, tensor in load_file(source / "model.safetensors").items()
-    }
-    write_checkpoint(folder, weights, json.loads((source / "config.json").read_text()))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder / name)
-    return folder
-
-
 def write_eagle(folder: Path, shape: TinyShape = TINY, seed: int = 1) -> Path:
     """A random EAGLE-1 head: no input norm, no final norm, embedding and lm_head of the target."""
     torch, randn = random_weights(seed, shape)
@@ -196,11 +170,7 @@ def layer_weights(
 
 
 def write_configs(folder: Path) -> tuple[Path, Path]:
-    """Write a target and an EAGLE-3 head without weights, for what only reads configurations.
-
-    Returns:
-        Their two folders.
-    """
+    """Write a target and an EAGLE-3 head without weights; returns their folders."""
     draft = {**_BARE, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     configs = {"target": _BARE, "draft": {**draft, "draft_vocab_size": 64}}
     for name, config in configs.items():

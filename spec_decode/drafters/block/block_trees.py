@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,14 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_graft.base.errors import HookError
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.config.tree_config import NAME
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.block.block_growth import BlockGrowth
-from vllm_graft.spec_decode.drafters.block.chain_config import chain_config
+from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.models.block_depth import block_positions
+from vllm_graft.spec_decode.models.draft_facts import block_positions
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.drafters.block.lattice import Lattice
     from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.kernels.noise import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
@@ -43,35 +43,22 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     pass leaves, a tree is grown from it, inside the graph that vLLM captures of the step. The
     draft's layers know of no tree: their K/V is made of the accepted rows, in a chain's order.
 
-    The step of each plan is one over as many positions as its trees have levels (`drafting`). A
-    block of fewer positions is what vLLM runs for a smaller ``num_speculative_tokens``. Where
-    positions see those behind them, its first positions say something else than those of a longer
-    block: that may change how much is accepted, and never what is emitted.
+    The step of each plan is one over as many positions as its trees have levels (`drafting`), as
+    vLLM runs for a smaller ``num_speculative_tokens``. Where positions see those behind them, a
+    shorter block may change how much is accepted, and never what is emitted.
     """
 
+    seams = ("block",)
     grafts_draft = grows_by_levels = False
     grows_from_block = True
-
-    cuts_positions = True
-    """Whether a block may be shorter than what the draft was loaded for."""
-
-    drafted: TreePlan | None = None
-    """The plan for which vLLM's step drafts; None outside of a step."""
-
-    lattice: Lattice | None = None
-    """What the block pass has left, while a tree is grown from it."""
-
-    num_query_per_req: int
-    """VLLM's name for the rows of a request in the one pass."""
-
-    query_cudagraph_manager: Any
-    """The graphs of the step, set by `drafting`; None outside of a step."""
-
-    _aux_staging: torch.Tensor | None
-    """Since vLLM 0.33: where its graph finds the target's states, to combine them."""
+    cuts_positions = True  # A block may be shorter than what the draft was loaded for.
+    drafted: TreePlan | None = None  # The plan for which vLLM's step drafts, within one.
+    lattice: Lattice | None = None  # What the block has left, while a tree is grown from it.
+    num_query_per_req: int  # VLLM's name for the rows of a request in the one pass.
+    query_cudagraph_manager: Any  # The graphs of the step, set by `drafting`.
+    _aux_staging: torch.Tensor | None  # Since vLLM 0.33: the target's states, to be combined.
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        require_seams("block")
         super().__init__(vllm_config, device)
         self.draft_tokens: torch.Tensor = torch.zeros(
             self.max_num_reqs, self.trees.num_nodes, dtype=torch.int64, device=device
@@ -91,17 +78,14 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     @property
     def plan(self) -> TreePlan:
-        """The plan for which a step drafts."""
         return self.drafted or self.trees.plans[max(self.trees.plans)]
 
     @property
     def topk(self) -> int:
-        """Children of a node in the trees that a step drafts."""
         return self.plan.shape.topk
 
     @property
     def positions(self) -> int:
-        """Positions that predict a token in the block of a step."""
         return self.positions_of(self.plan)
 
     def positions_of(self, plan: TreePlan) -> int:
@@ -113,7 +97,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return self.positions_of(plan) + (not self.sample_from_anchor)
 
     def stock_config(self) -> VllmConfig:
-        """The engine's configuration, with the depth for a number of tokens."""
         return chain_config(self.trees.engine_config, self.depth)
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
@@ -156,7 +139,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, BlockGrowth]:
-        """A growth for each width and depth; none of the draft's layers takes part in it."""
         self.accepted = AcceptedRows(self.input_buffers, self.hidden_states)
         most, extra = self.max_num_reqs, self.extra_columns
         self.growths = growths_by_levels(
@@ -171,18 +153,16 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     # --- graphs -----------------------------------------------------------------------------------
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the numbers of requests of each plan's graphs of a step, which hold the tree."""
         stock, self.query_cudagraph_manager = self.query_cudagraph_manager, None
         assert stock is not None
         for plan in self.trees.plans.values():
             width = self.rows_of(plan)
             graphs = type(stock)(self.vllm_config, self.device, stock.cudagraph_mode, width)
             plan_widths(graphs, {width: self.graph_counts_of(plan)})
-            # See `growth_graphs.plan`: each is an attribute.
+            # See `plan_graphs`: each is an attribute.
             setattr(self, _manager_name(plan), graphs)
 
     def graph_counts_of(self, plan: TreePlan) -> list[int]:
-        """Numbers of requests for which graphs of a plan are captured."""
         compilation = self.trees.engine_config.compilation_config
         rows = (compilation.max_cudagraph_capture_size or 0) // self.rows_of(plan)
         if plan is self.trees.plan_for(0):
@@ -193,7 +173,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return request_counts(min(max(plan.batches, default=0), rows))
 
     def block_graphs(self, plan: TreePlan) -> Any:
-        """The manager of a plan's graphs; None while memory is profiled."""
         return getattr(self, _manager_name(plan), None)
 
     def capture_first_pass(self) -> None:
@@ -207,14 +186,12 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         """Do nothing: the step's graphs hold the growth."""
 
     def draft_graphs(self) -> list[Any]:
-        """Every captured graph of a step."""
         managers = [self.block_graphs(plan) for plan in self.trees.plans.values()]
         return [graph for manager in managers if manager for graph in manager.graphs.values()]
 
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The one graph of a step with so many nodes."""
         plan = self.trees.plan_for(nodes)
         self._live.zero_()
         # The last capture was of another size: its queries may be more than a graph has rows.
@@ -234,7 +211,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
     def propose(
         self, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Draft a tree for each request, by a step over the block of its plan."""
         nodes = self.trees.num_nodes if num_speculative_tokens is None else num_speculative_tokens
         with self.drafting(self.trees.plan_for(nodes)):
             return super().propose(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
@@ -288,13 +264,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return states[self.sample_indices[: num_reqs * self.positions]]
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Lattice:
-        """What the block says of every depth. Capturable.
-
-        Args:
-            num_reqs: requests, padding included.
-            states: what `read_states` returns, by default ``[num_reqs * positions, hidden]``, the
-                draft's output at the `positions`.
-        """
+        """What the block says of every depth, from what `read_states` returns. Capturable."""
         raise NotImplementedError
 
     def draft_tree(self, plan: TreePlan, *args: Any, **kwargs: Any) -> None:
@@ -306,12 +276,10 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return positions.view(num_reqs, self.positions) - 1
 
     def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
-        """The noise of the target's draws of all levels. Capturable.
+        """The noise of the target's draws of all levels, None to rank without. Capturable.
 
-        Returns:
-            Takes the level of children, and the nodes per request that they are children of: 1 at
-            the first level, ``topk`` below. It returns the noise with which the target will draw
-            these children; None ranks without.
+        The function takes the level of children, and the nodes per request that they are children
+        of: 1 at the first level, ``topk`` below.
         """
         # Of all levels at once; those of a level are contiguous, as kernels read them.
         draws = self.draws(num_reqs).t().contiguous()
@@ -339,7 +307,6 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return self.input_buffers.input_ids[: num_reqs * width : width]
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part, and the block of each number of nodes."""
         return {**super().report(), "blocks": [self._describe(each) for each in self._by_nodes()]}
 
     def _by_nodes(self) -> list[TreePlan]:
@@ -358,5 +325,24 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
 
 def _manager_name(plan: TreePlan) -> str:
-    """The speculator's attribute that holds the manager of a plan's graphs."""
     return f"block_{plan.shape.num_nodes}_cudagraph_manager"
+
+
+def chain_config(vllm_config: VllmConfig, depth: int) -> VllmConfig:
+    """What vLLM would have for chains of ``depth`` tokens, with ``graft.tree`` taken out.
+
+    To the engine ``num_speculative_tokens`` is the nodes of a tree; to vLLM's speculator, and to
+    the draft that it loads, the depth of a block. vLLM derives further configurations from what its
+    speculator has, which validates again, sets sizes and calls the platform: none of that may reach
+    the engine's objects. Layers are registered in both.
+    """
+    chain = copy.copy(vllm_config)
+    chain.speculative_config = copy.copy(vllm_config.speculative_config)
+    assert chain.speculative_config is not None
+    chain.speculative_config.num_speculative_tokens = depth
+    # A block costs the same at any number of nodes.
+    chain.speculative_config.num_speculative_tokens_per_batch_size = None
+    chain.compilation_config = copy.copy(vllm_config.compilation_config)
+    chain.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    without_section(chain, NAME)
+    return chain

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 class DFlash2Trees(BlockTrees, DFlash2Speculator):
     """What vLLM builds in the place of `DFlash2Speculator`.
 
-    Drafts of sampled requests are ranked without the target's noise, which belongs to tokens of
-    the whole vocabulary and not to a few candidates.
-
-    Every pass is over the whole block, whatever the tree's depth: the convolutions of DFlash 2 tell
-    a row's position by the length that the draft was loaded for, and LiLiCorr's candidates see
-    those of all positions.
+    Drafts of sampled requests are ranked without the target's noise, which belongs to tokens of the
+    whole vocabulary and not to a few candidates. Every pass is over the whole block: the
+    convolutions of DFlash 2 tell a row's position by the length that the draft was loaded for, and
+    LiLiCorr's candidates see those of all positions.
     """
 
     cuts_positions = False
@@ -30,7 +28,6 @@ class DFlash2Trees(BlockTrees, DFlash2Speculator):
     grows_from_block = False
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Edges:
-        """The draft's own candidates and the scores of their pairs."""
         ids, unary = self.model.compute_candidates(states)
         shape = (num_reqs, self.positions, self.top_k)
         ids, unary = ids.view(shape), unary.view(shape)

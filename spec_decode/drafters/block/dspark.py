@@ -27,12 +27,8 @@ class Biased:
     """A `Lattice` whose scores are a position's logits and a bias by the token before.
 
     With ``dspark_draft_topk`` the bias is added to so many of the best logits of each position, as
-    vLLM's chain does it, and the other tokens are left out.
-
-    Args:
-        drafter: has the draft and the sizes of trees.
-        logits: ``[R, positions, draft vocabulary]``, before the bias.
-        roots: int ``[R]``, the last tokens of the requests, of the target's vocabulary.
+    vLLM's chain does it, and the other tokens are left out. `logits` are ``[R, positions, draft
+    vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary.
     """
 
     def __init__(self, drafter: DSparkTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
@@ -44,11 +40,9 @@ class Biased:
             self._kept = values, ids
 
     def first(self) -> Children:
-        """The best tokens behind the roots."""
         return self._best(0, self._roots, 1)
 
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
-        """The best tokens behind each node of the frontier."""
         logp, ids = self._best(level, tokens, table.topk)
         shape = (len(self._roots), table.topk, table.topk)
         return logp.view(shape), ids.view(shape)

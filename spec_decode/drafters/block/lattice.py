@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_graft.spec_decode.drafters.passless import Children
+from vllm_graft.spec_decode.drafters.passless import Children, PasslessGrowth
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
@@ -28,10 +28,8 @@ class Lattice(Protocol):
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
         """The best children of the frontier, ``[R, K, K]`` each, the siblings best first.
 
-        Args:
-            level: of the children; the root's are level 0. Levels are asked for in order.
-            table: the candidates; its frontier is that of ``level - 1``.
-            tokens: int64 ``[R * K]``, tokens of the frontier's nodes.
+        Levels are asked for in order; the root's children are level 0. The frontier of `table` is
+        that of ``level - 1``, and `tokens`, int64 ``[R * K]``, are its nodes'.
         """
         ...
 
@@ -39,20 +37,16 @@ class Lattice(Protocol):
 class Marginals:
     """Positions that are independent of each other: all nodes of a level get the same children.
 
-    Args:
-        logp: f32 ``[R, positions, K]``, log-probabilities of each position's best tokens.
-        tokens: int64, likewise, their ids.
+    `logp` f32 and `tokens` int64 are each position's best, ``[R, positions, K]``.
     """
 
     def __init__(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
         self._logp, self._tokens = logp, tokens
 
     def first(self) -> Children:
-        """The best tokens of the first position."""
         return self._logp[:, 0], self._tokens[:, 0]
 
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
-        """The best tokens of the level's position, once for each node of the frontier."""
         logp, ids = (each[:, level, None] for each in (self._logp, self._tokens))
         nodes = table.topk
         return logp.expand(-1, nodes, -1), ids.expand(-1, nodes, -1)
@@ -61,11 +55,9 @@ class Marginals:
 class Edges:
     """A few candidates per position, and a score for each pair of neighbours.
 
-    Args:
-        ids: int64 ``[R, positions, C]``, the candidates, tokens of the target.
-        scores: f32 ``[R, positions, C, C]``, by the candidate before and the candidate. The first
-            position has the same candidate before all of its own, the first one.
-        topk: K, at most C.
+    `ids` int64 ``[R, positions, C]`` are the target's; `scores` f32 ``[R, positions, C, C]`` are by
+    the candidate before and the candidate. The first position has the same candidate before all of
+    its own, the first one.
     """
 
     def __init__(self, ids: torch.Tensor, scores: torch.Tensor, topk: int) -> None:
@@ -74,12 +66,10 @@ class Edges:
         self._first_candidate = 0
 
     def first(self) -> Children:
-        """The best candidates of the first position."""
         logp, ids = self._best(0, self._scores[:, 0, :1])
         return logp[:, 0], ids[:, 0]
 
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
-        """The best candidates of the level's position behind each node of the frontier."""
         assert self._places is not None
         num_reqs = len(self._ids)
         # Where the frontier's nodes stand among the candidates of their position.
@@ -98,3 +88,23 @@ class Edges:
         ids = self._ids[:, level].gather(1, self._places)
         shape = (num_reqs, nodes, self._topk)
         return logp.view(shape), ids.view(shape)
+
+
+class BlockGrowth(PasslessGrowth):
+    """The scores of all depths are there when the tree is grown (see `Lattice`).
+
+    ``steps`` of its shape is at most the number of positions that predict. The best nodes are kept
+    by the sum of log-probabilities from the root, which for independent positions is the product of
+    the marginals (DDTree, arXiv 2604.12989).
+    """
+
+    def grow(
+        self, drafter: Any, num_reqs: int, *passes: Any, num_nodes: int, narrow: bool = False
+    ) -> int:
+        lattice, frontier = drafter.lattice, self.tokens[: num_reqs * self.shape.topk]
+        return self.fill(
+            lattice.first(),
+            lambda level: lattice.below(level, self.candidates, frontier),
+            num_reqs,
+            num_nodes,
+        )

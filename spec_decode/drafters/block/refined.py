@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import Noise, biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -22,12 +23,8 @@ class Refiner:
     A row of a block, the last token's or a mask's, is a vector of rank r: a term of its state and
     of the mean of all states of the block, and a term of the token before it. The row of the last
     token takes the last token for the one before it. A mix with weights per channel adds up the
-    rows up to a position, an MLP follows, and the output layer makes a bias for each token of the
-    vocabulary.
-
-    Args:
-        head: vLLM's ``XPressRefinerHead``.
-        blocks: ``[R, rows, hidden]``, the draft's states of whole blocks.
+    rows up to a position, an MLP follows, and the output layer makes a bias for each token.
+    `head` is vLLM's ``XPressRefinerHead``, `blocks` are the draft's states ``[R, rows, hidden]``.
     """
 
     def __init__(self, head: Any, blocks: torch.Tensor) -> None:
@@ -36,27 +33,18 @@ class Refiner:
         self._states = F.linear(head.hidden_cache(blocks), of_states).float()
 
     def row(self, place: int, before: torch.Tensor) -> torch.Tensor:
-        """The row at a place of the block behind each of some tokens.
+        """The row at a place of the block behind each of some tokens, f32 ``[R, nodes, r]``.
 
-        Args:
-            place: 0 is the last token's own.
-            before: int64 ``[R, nodes]``, the tokens before that place.
-
-        Returns:
-            F32 ``[R, nodes, r]``.
+        Place 0 is the last token's own.
         """
         return (
             self._states[:, place, None] + F.linear(self.head.w1(before), self._of_tokens).float()
         )
 
     def latents(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the output layer reads of the newest place.
+        """What the output layer reads of the newest place, ``[R * nodes, r]``.
 
-        Args:
-            rows: f32 ``[R, nodes, places, r]``, the rows of each node's path from the place 0 on.
-
-        Returns:
-            ``[R * nodes, r]``.
+        `rows` are f32 ``[R, nodes, places, r]``, those of each node's path from the place 0 on.
         """
         head, places = self.head, rows.shape[2]
         weights = head.mix_L[:, places - 1, :places].t().float()
@@ -70,15 +58,8 @@ class Refined:
     """A `Lattice` whose scores are a position's logits and a bias by all tokens of a node's path.
 
     Where the checkpoint limits the refiner to so many candidates per position (``xpress_topc``),
-    the other tokens are left out, as vLLM's chain does it.
-
-    Args:
-        refiner: of the blocks.
-        logits: ``[R, levels, vocabulary]``, before the bias.
-        roots: int ``[R]``, the last tokens of the requests.
-        topk: K.
-        noise: says by the level of the children and the number of nodes with which noise the target
-            will draw these children; None ranks without.
+    the other tokens are left out, as vLLM's chain does it. `logits`, before the bias, are
+    ``[R, levels, vocabulary]``, `roots` int ``[R]``; `noise` is as of `BlockTrees.level_noise`.
     """
 
     def __init__(
@@ -101,14 +82,12 @@ class Refined:
         self._first_candidate = 0
 
     def first(self) -> Children:
-        """The best tokens behind the roots."""
         rows = [self._refiner.row(place, self._roots) for place in (0, 1)]
         self._rows = torch.stack(rows, 2)
         logp, ids = self._best(0)
         return logp[:, 0], ids[:, 0]
 
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
-        """The best tokens behind each node of the frontier."""
         num_reqs, topk = len(self._roots), self._topk
         if level == 1:
             rows = self._rows.expand(-1, topk, -1, -1)
@@ -123,7 +102,6 @@ class Refined:
         return self._best(level)
 
     def _best(self, level: int) -> Children:
-        """The best tokens at a level behind each node whose rows are there."""
         latents, nodes = self._refiner.latents(self._rows), self._rows.shape[1]
         noise = self._noise(level, nodes)
         if self._kept is None:

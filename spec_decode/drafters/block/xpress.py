@@ -12,14 +12,11 @@ from vllm_graft.spec_decode.drafters.block.refined import Refined, Refiner
 class XPressTrees(BlockTrees, XPressSpeculator):
     """What vLLM builds in the place of `XPressSpeculator`, from vLLM 0.33 on.
 
-    VLLM's chain refines all positions of a greedy block at once, as often as the checkpoint says
-    (``xpress_num_passes``). As a position is biased by those before it alone, these passes end
-    where the positions, taken one after the other, would have led. A tree takes them one after the
-    other, a level at a time, so that each node is scored behind its own ancestors. Its best path
-    is the chain that enough passes would have found.
-
-    Every pass of the draft is over the whole block, whatever the tree's depth, as the refiner reads
-    the mean of the block's states.
+    VLLM's chain refines all positions of a greedy block at once, as often as ``xpress_num_passes``
+    says. As a position is biased by those before it alone, these passes end where the positions,
+    taken one after the other, would have led. A tree takes them so, a level at a time: its best
+    path is the chain that enough passes would have found. Every pass is over the whole block, as
+    the refiner reads the mean of the block's states.
     """
 
     cuts_positions = False
@@ -29,7 +26,6 @@ class XPressTrees(BlockTrees, XPressSpeculator):
         return states[: num_reqs * self.num_query_per_req]
 
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Refined:
-        """The logits of the positions that the tree's levels need, and the refiner."""
         shape = self.plan.shape
         levels = min(shape.steps, shape.num_nodes)
         blocks = states.unflatten(0, (num_reqs, self.num_query_per_req))

@@ -10,11 +10,10 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.lookup.several_ngrams import SeveralNgrams
+from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
 if TYPE_CHECKING:
@@ -55,16 +54,8 @@ class RepeatGrowth(PasslessGrowth):
         self.candidates.parents[:, :nodes] = torch.arange(-1, nodes - 1, device=device)
 
     def grow(
-        self,
-        drafter: Any,
-        num_reqs: int,
-        metadata: list[Any] | None,
-        num_tokens_across_dp: torch.Tensor | None = None,
-        *,
-        num_nodes: int,
-        narrow: bool = False,
+        self, drafter: Any, num_reqs: int, *passes: Any, num_nodes: int, narrow: bool = False
     ) -> int:
-        """Fill the table from ``drafter.last_tokens``; see `Growth.grow`."""
         nodes = self.shape.num_nodes
         last = drafter.last_tokens[:num_reqs, None]
         self.candidates.tokens[:num_reqs, :nodes].copy_(last.expand(-1, nodes))
@@ -79,19 +70,18 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     model lets vLLM call `load_model`, where the target's layers come to verify trees.
     """
 
+    seams = ("ngram",)
     grafts_draft = grows_by_levels = False
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: Any = None
     ) -> None:
-        require_seams("ngram")
         super().__init__(vllm_config, device)
         self.last_tokens = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
 
     # --- no draft model ---------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
-        """Return a model without weights or layers."""
         return NoModel()
 
     def make_head(self) -> Any:
@@ -99,7 +89,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
 
     @property
     def ngram_config(self) -> NgramConfig:
-        """The lengths of matches as vLLM has them."""
         return lengths_of(self.config, self.speculative_config)
 
     def make_ngrams(self, config: NgramConfig) -> SeveralNgrams:
@@ -109,7 +98,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             self.max_model_len,
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
-            paths=self.trees.shape.topk,
+            matches=self.trees.shape.topk,
             depth=self.trees.shape.steps,
             reference=config.room(self.max_model_len),
         )
@@ -117,7 +106,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, RepeatGrowth]:
-        """A growth for each number of nodes."""
         self.growths = {
             shape: RepeatGrowth(shape, self.max_num_reqs, self.device, extra=self.extra_columns)
             for shape in shapes
@@ -144,7 +132,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def step_graphs(
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
-        """The graph of the growth, if there are nodes."""
         if not nodes:
             return []
         plans = self.trees.plans
@@ -153,7 +140,6 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     # --- a step -----------------------------------------------------------------------------------
 
     def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
-        """Note the requests and their last tokens; no model runs."""
         return self._note(*args, dummy_run=dummy_run, **kwargs)
 
     def _note(

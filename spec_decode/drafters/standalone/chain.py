@@ -23,8 +23,11 @@ from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ChainInputs, ExtendInputs
-from vllm_graft.spec_decode.drafters.standalone.first_pass import FirstPassGraphs, Metadata
+from vllm_graft.spec_decode.drafters.standalone.first_pass import (
+    ExtendInputs,
+    FirstPassGraphs,
+    Metadata,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,18 +38,47 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class ChainInputs:
+    """The captured loop's stand-in for `InputBatch`; `idx_mapping` is the speculator's own.
+
+    Attributes:
+        seq_lens: int32 ``[max_reqs]``, without rejected drafts; 0 in padding.
+        num_rejected: zeros: `seq_lens` excludes rejected drafts already.
+        seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
+    """
+
+    seq_lens: torch.Tensor
+    num_rejected: torch.Tensor
+    idx_mapping: torch.Tensor
+    seq_lens_cpu_upper_bound: None = None
+
+    @classmethod
+    def allocate(cls, idx_mapping: torch.Tensor) -> ChainInputs:
+        zeros = torch.zeros(idx_mapping.shape[0], dtype=torch.int32, device=idx_mapping.device)
+        return cls(zeros, zeros.clone(), idx_mapping)
+
+    def load(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor, num_reqs: int) -> None:
+        """Copy a step's lengths, ``[>= num_reqs]`` each; the rest becomes padding."""
+        rows = slice(0, num_reqs)
+        torch.sub(seq_lens[rows], num_rejected[rows], out=self.seq_lens[rows])
+        self.seq_lens[num_reqs:].zero_()
+
+    def rows(self, num_reqs: int) -> ChainInputs:
+        return ChainInputs(
+            self.seq_lens[:num_reqs], self.num_rejected[:num_reqs], self.idx_mapping[:num_reqs]
+        )
+
+
+@dataclass
 class ChainCounters:
     """How often first passes and loops ran as graphs or as launches.
 
     Attributes:
-        replays: loops that ran as a graph.
-        extend_replays: first passes that ran as a graph.
         padding_rows: padding requests in the replays of loops.
         too_large: loops launched step by step because the batch exceeds the largest graph.
-        uncaptured: loops launched step by step because there are no graphs: during profiling and
-            warm-up, or with the eager runner.
-        extend_launched: first passes launched because no graph fits the batch, most often a batch
-            with prompts.
+        uncaptured: loops launched because there are no graphs: during profiling and warm-up, or
+            with the eager runner.
+        extend_launched: first passes that no graph fits, most often with prompts in the batch.
     """
 
     replays: int = 0
@@ -62,8 +94,7 @@ class ChainSpeculator(FirstPassGraphs):
 
     The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
     `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
-    arguments and with attention metadata that the device refreshes. A batch that no graph fits
-    goes to the very same functions.
+    arguments. A batch that no graph fits goes to the very same functions.
     """
 
     chain_runner: DraftGraphRunner | None
@@ -85,12 +116,10 @@ class ChainSpeculator(FirstPassGraphs):
         self.counters = ChainCounters()
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the draft as vLLM does, and publish its report."""
         super().load_model(target_model)
         info.publish("draft", info.weakly(self.report), info.weakly(self.numbers))
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part."""
         return {
             "steps": self.num_speculative_steps,
             "graphs": _sizes(self.chain_runner),
@@ -101,7 +130,6 @@ class ChainSpeculator(FirstPassGraphs):
         }
 
     def numbers(self) -> Numbers:
-        """The numbers of this part's metrics."""
         counted = self.counters
         return {
             "loop_replays": counted.replays,
@@ -155,7 +183,6 @@ class ChainSpeculator(FirstPassGraphs):
             )
 
     def _plan_loop(self, cudagraph_mode: CUDAGraphMode) -> DraftGraphRunner:
-        """Plan graphs of the loop at the engine's sizes, in requests."""
         runner = self.graph_runner_cls(self.vllm_config, self.device, cudagraph_mode, 1)
         found = (
             "compilation_config.cudagraph_capture_sizes "
@@ -177,7 +204,6 @@ class ChainSpeculator(FirstPassGraphs):
         return runner
 
     def capture(self) -> None:
-        """Capture the first pass and the loop, each as one graph per planned size."""
         if self.chain_runner is None:
             return
         # All requests are padding: the captured run writes no K/V and samples for none of them.
@@ -189,7 +215,6 @@ class ChainSpeculator(FirstPassGraphs):
         self.chain_runner.capture_passes(self._prepare_loop, "Capturing draft chain CUDA graphs")
 
     def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
-        """Make the attention metadata of the loop for one size; return what to capture."""
         metadata, _ = prepare_inputs_to_capture(
             num_reqs,
             num_reqs,
@@ -213,17 +238,14 @@ class ChainSpeculator(FirstPassGraphs):
     # --- a step ---------------------------------------------------------------------------------
 
     def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
-        """The graphs of the first pass, for requests with one row more than they have drafts."""
         if self.extend_runner is None or width != self.extend_inputs.width:
             return None
         return self.extend_inputs, self.extend_runner
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of the first draft of each request."""
         return [self.draft_tokens[:num_reqs, :1].clone()]
 
     def count_first_pass(self, *, replayed: bool) -> None:
-        """Count a first pass."""
         self.counters.extend_replays += replayed
         self.counters.extend_launched += not replayed
 
@@ -258,7 +280,6 @@ class ChainSpeculator(FirstPassGraphs):
         self.counters.padding_rows += desc.num_reqs - num_reqs
 
     def _graph_of(self, num_reqs: int) -> BatchExecutionDescriptor | None:
-        """The smallest graph of the loop that fits a batch; counts a batch without one."""
         if self.chain_runner is None or not self.chain_runner.graphs:
             self.counters.uncaptured += 1
             return None
@@ -277,7 +298,6 @@ def _not_without(reason_and_remedy: str) -> ConfigError:
 
 
 def _sizes(runner: DraftGraphRunner | None) -> list[int]:
-    """Number of requests of each captured graph."""
     return [desc.num_reqs or 0 for desc in runner.graphs] if runner is not None else []
 
 

@@ -12,15 +12,9 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.levels import (
-    LevelGrowth,
-    frontier_context,
-    growths_by_levels,
-)
-from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
-from vllm_graft.spec_decode.drafters.standalone.first_pass import FirstPassGraphs
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
+from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 from vllm_graft.spec_decode.tuning.plan import widths
@@ -32,19 +26,12 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.kernels.topk import Noise
+    from vllm_graft.spec_decode.kernels.noise import Noise
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
 class StandaloneGrowth(LevelGrowth):
-    """A `LevelGrowth` whose draft has read one token more than the target: the last one drawn.
-
-    Args:
-        shape: bounds of the trees.
-        memory: shared by all growths.
-        token_dtype: dtype of token ids.
-        max_len: most tokens of a text.
-    """
+    """A `LevelGrowth` whose draft has read one token more than the target: the last one drawn."""
 
     def __init__(
         self, shape: TreeShape, memory: LevelMemory, token_dtype: torch.dtype, max_len: int
@@ -53,19 +40,13 @@ class StandaloneGrowth(LevelGrowth):
         self._max_len = max_len
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
-        """Note how many keys precede the tree, the root's among them."""
         super().set_prefix(seq_lens, num_rejected)
         self.prefix_lens[: num_rejected.shape[0]].add_(1).clamp_(max=self._max_len)
 
 
 @dataclass
 class FirstPassCounters:
-    """How first passes ran.
-
-    Attributes:
-        first_pass_replays: as a graph.
-        first_pass_launches: as launches, because no graph fits; most often beside prompts.
-    """
+    """How first passes ran: as a graph, or as launches, most often beside prompts."""
 
     first_pass_replays: int = 0
     first_pass_launches: int = 0
@@ -74,14 +55,14 @@ class FirstPassCounters:
 class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`.
 
-    The first pass is vLLM's own, as a graph where one fits the batch: it runs the draft over the
-    tokens that were accepted and the one that was drawn behind them. The first level is drafted
-    from what it leaves at the last of them, where a chain samples one token. The levels below run
-    as those of EAGLE, without states of the target.
+    The first pass is vLLM's own: it runs the draft over the tokens that were accepted and the one
+    that was drawn behind them. The first level is drafted from what it leaves at the last of them.
+    The levels below run as those of EAGLE, without states of the target.
     """
 
+    seams = ("draft",)
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        require_seams("draft")
         super().__init__(vllm_config, device)
         self.first_inputs: dict[int, ExtendInputs] = {}
         self.first_counters = FirstPassCounters()
@@ -94,7 +75,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]
     ) -> Mapping[TreeShape, StandaloneGrowth]:
-        """One growth for each width and depth; all growths share their memory."""
         self.accepted = AcceptedRows(self.input_buffers, torch.zeros_like(self._no_states))
         self.memory = LevelMemory(
             shapes,
@@ -113,7 +93,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     # --- graphs -----------------------------------------------------------------------------------
 
     def plan_growth_graphs(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the graphs of growing, and those of the first pass for each width of the target."""
         super().plan_growth_graphs(cudagraph_mode)
         if cudagraph_mode.decode_mode() != CUDAGraphMode.FULL or not self.refreshes_first_pass:
             return
@@ -127,11 +106,10 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
             runner = self.plan_first_pass(
                 self.trees.graph_runner_cls, cudagraph_mode, width, wanted
             )
-            # vLLM's memory profiling looks through attributes: see `growth_graphs.plan`.
+            # vLLM's memory profiling looks through attributes: see `plan_graphs`.
             setattr(self, _runner_name(width), runner)
 
     def capture_first_pass(self) -> None:
-        """Capture vLLM's first pass for each width of the target."""
         # All requests are padding: the captured run writes no K/V.
         self.idx_mapping.fill_(-1)
         self.last_token_indices.zero_()
@@ -140,7 +118,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
                 self.capture_extends(*found)
 
     def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
-        """The graphs of the first pass for requests with `width` rows of the target."""
         runner: DraftGraphRunner | None = getattr(self, _runner_name(width), None)
         return None if runner is None else (self.first_inputs[width], runner)
 
@@ -150,17 +127,14 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
         return found[1] if found else None, width + 1
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:
-        """Copies of what the first pass has left of each request."""
-        assert self.root_states is not None
-        return [self.root_states[:num_reqs].clone()]
+        assert self.trees.roots.states is not None
+        return [self.trees.roots.states[:num_reqs].clone()]
 
     def count_first_pass(self, *, replayed: bool) -> None:
-        """Count a first pass."""
         self.first_counters.first_pass_replays += replayed
         self.first_counters.first_pass_launches += not replayed
 
     def report(self) -> dict[str, Any]:
-        """What `graft_info()` says about this part."""
         found = {width: self.first_pass_graphs(width) for width in self.first_inputs}
         runners = {width: each[1] for width, each in found.items() if each}
         checks = {width: runner.checks() for width, runner in runners.items()}
@@ -226,11 +200,7 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
-        """The noise that the target will draw with; see `Drafter.noise`.
-
-        A row has the position of its own token here, so that the target draws the next one with the
-        noise of that very position, at all levels.
-        """
+        """Offset 0: a row has its own token's position, which keys the draw of the next token."""
         return super().noise(num_reqs, positions, rows=rows, offset=0)
 
     @property
@@ -246,7 +216,6 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
         metadata: Any,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft over a frontier; see `Drafter.run_frontier`."""
         rows = positions.shape[0]
         with frontier_context(self.vllm_config, rows, metadata, num_tokens_across_dp):
             output = self.model(input_ids=tokens, positions=positions)
@@ -254,5 +223,4 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
 
 
 def _runner_name(width: int) -> str:
-    """The speculator's attribute with the graphs of the first pass for a width of the target."""
     return f"first_pass_{width}_cudagraph_manager"

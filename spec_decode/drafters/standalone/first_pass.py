@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -19,12 +21,96 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
 
 Metadata = dict[str, Any]
 
 EXTEND_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
 """Attention backends that can refresh metadata of queries of several tokens on the device, too."""
+
+
+@dataclass
+class ExtendInputs:
+    """The captured first pass's stand-in for `InputBatch`: each request has `width` rows.
+
+    Attributes:
+        width: rows per request, one more than its drafts.
+        num_reqs: requests, padding included.
+        seq_lens: int32 ``[max_reqs]``, tokens of each request, rejected drafts included; `width`
+            in padding, so that its rows have keys to attend to.
+        last_sampled: int32 ``[max_reqs]`` by request state. Memory holds one more element before
+            the first, because padding has index -1.
+        idx_mapping: int64 ``[max_reqs]``, the speculator's own; -1 in padding.
+        seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
+    """
+
+    width: int
+    num_reqs: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc: torch.Tensor
+    query_start_loc_np: np.ndarray
+    seq_lens: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor
+    idx_mapping: torch.Tensor
+    seq_lens_cpu_upper_bound: None = None
+
+    @classmethod
+    def allocate(cls, idx_mapping: torch.Tensor, width: int) -> ExtendInputs:
+        num_reqs, device = idx_mapping.shape[0], idx_mapping.device
+        starts = np.arange(num_reqs + 1, dtype=np.int32) * width
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            width,
+            num_reqs,
+            input_ids=zeros(num_reqs * width),
+            positions=zeros(num_reqs * width, torch.int64),
+            query_start_loc=torch.tensor(starts, device=device),
+            query_start_loc_np=starts,
+            seq_lens=zeros(num_reqs) + width,
+            num_rejected=zeros(num_reqs),
+            last_sampled=zeros(num_reqs + 1)[1:],
+            idx_mapping=idx_mapping,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_reqs * self.width
+
+    def fits(self, batch: InputBatch) -> bool:
+        return batch.num_tokens == batch.num_reqs * self.width and bool(
+            (batch.num_scheduled_tokens == self.width).all()
+        )
+
+    def load(
+        self, batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor
+    ) -> None:
+        """Copy a batch that `fits`; the rest becomes padding. `last_sampled` is by request."""
+        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        self.input_ids[:num_tokens].copy_(batch.input_ids[:num_tokens])
+        self.positions[:num_tokens].copy_(batch.positions[:num_tokens])
+        self.seq_lens[:num_reqs].copy_(batch.seq_lens[:num_reqs])
+        self.seq_lens[num_reqs:].fill_(self.width)
+        self.num_rejected[:num_reqs].copy_(num_rejected[:num_reqs])
+        self.num_rejected[num_reqs:].zero_()
+        self.last_sampled.copy_(last_sampled.flatten())
+
+    def rows(self, num_reqs: int) -> ExtendInputs:
+        rows = num_reqs * self.width
+        return replace(
+            self,
+            num_reqs=num_reqs,
+            input_ids=self.input_ids[:rows],
+            positions=self.positions[:rows],
+            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            query_start_loc_np=self.query_start_loc_np[: num_reqs + 1],
+            seq_lens=self.seq_lens[:num_reqs],
+            num_rejected=self.num_rejected[:num_reqs],
+            idx_mapping=self.idx_mapping[:num_reqs],
+        )
 
 
 class FirstPassGraphs(StandaloneARSpeculator):
@@ -84,7 +170,6 @@ class FirstPassGraphs(StandaloneARSpeculator):
         )
 
     def _prepare_extend(self, inputs: ExtendInputs, num_reqs: int) -> Callable[[], None]:
-        """Make the attention metadata of the first pass for one size; return what to capture."""
         width = inputs.width + 1
         rows = num_reqs * width
         starts = self.arange_np[: num_reqs + 1] * width
@@ -123,7 +208,6 @@ class FirstPassGraphs(StandaloneARSpeculator):
             self._captured_metadata = None
 
     def _build_attn_metadata(self, num_reqs: int, *args: Any, **kwargs: Any) -> Metadata | None:
-        """During a capture, return the metadata made before it, refreshed on the device."""
         metadata = self._captured_metadata
         if metadata is None:
             built: Metadata | None = super()._build_attn_metadata(num_reqs, *args, **kwargs)
@@ -142,7 +226,6 @@ class FirstPassGraphs(StandaloneARSpeculator):
         skip_attn: bool,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> None:
-        """Draft the first token, or the first level, of every request, by a graph if one fits."""
         launch = functools.partial(
             super()._prefill,
             input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp,
@@ -163,7 +246,6 @@ class FirstPassGraphs(StandaloneARSpeculator):
     def _extend_graph_of(
         self, batch: InputBatch
     ) -> tuple[ExtendInputs, DraftGraphRunner, BatchExecutionDescriptor] | None:
-        """The smallest graph of the first pass that fits a batch."""
         found = self.first_pass_graphs(batch.num_tokens // max(1, batch.num_reqs))
         if found is None or not found[0].fits(batch):
             return None

@@ -51,7 +51,6 @@ class AttentionCall(ABC):
 
     @property
     def head_pad(self) -> int:
-        """Elements of a head, padded."""
         return max(16, next_power_of_2(self.query.shape[2]))
 
     def parts(self, splits: int) -> int:
@@ -59,7 +58,6 @@ class AttentionCall(ABC):
         return splits + 1 if self.draft and splits > 1 else splits
 
     def shared(self) -> dict[str, Any]:
-        """The constants that a kernel of splits and that of their combination take."""
         return {
             "HEADS": self.query.shape[1],
             "PARTIAL_ROWS": self.max_rows,
@@ -68,17 +66,11 @@ class AttentionCall(ABC):
         }
 
     def room(self, workspace: AttentionWorkspace) -> int:
-        """Splits of a request that there is memory for, at most."""
         pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
         free = pairs - self.num_reqs if self.draft else pairs
         return min(workspace.max_splits, free // self.num_reqs)
 
     def check_splits(self, workspace: AttentionWorkspace | None, splits: int) -> None:
-        """Check that there is memory for so many splits.
-
-        Raises:
-            ValueError: if they don't fit the workspace.
-        """
         num_heads, size = self.query.shape[1:]
         pairs = workspace.num_pairs(self.max_rows, num_heads, size) if workspace else 0
         if splits > 1 and self.num_reqs * self.parts(splits) > pairs:
@@ -92,10 +84,8 @@ class AttentionCall(ABC):
     ) -> int:
         """Splits of each request's paged keys, for so many programs per request and split.
 
-        The number depends on host values only, so that a captured grid stays right.
-
-        Raises:
-            ValueError: if the splits don't fit the workspace.
+        The number depends on host values only, so that a captured grid stays right. A ValueError is
+        raised if the splits don't fit the workspace.
         """
         if forced is not None:
             self.check_splits(workspace, forced)
@@ -122,18 +112,10 @@ class AttentionCall(ABC):
         overlapped: bool = False,
         used: UsedSplits | None = None,
     ) -> None:
-        """Make the output of what the splits have left, if there are several.
+        """Make the output of what the splits have left in the workspace, if there are several.
 
-        Args:
-            out: The output.
-            workspace: What the splits have written to.
-            splits: Their number.
-            warps: Warps of a program.
-            width: Most numbers of a head that a program makes, a power of 2; 0 for all.
-            partials: Dtype of their results.
-            overlapped: Whether the kernel starts while the splits run, and waits for them.
-            used: By what splits without keys are known, which have written nothing. None if all
-                have written.
+        Options are those of a `Plan`. `used` tells the splits without keys, which have written
+        nothing; None if all have written.
         """
         if splits == 1:
             return
@@ -166,11 +148,8 @@ class AttentionCall(ABC):
 class UsedSplits(NamedTuple):
     """By what the kernel that combines knows which splits have keys.
 
-    Attributes:
-        kv_lens: i32 ``[>= num_reqs]``, paged keys of each request.
-        keys: Keys of a tile, of which splits have whole numbers.
-        window: The window of the launch, 0 for none.
-        chunked: Whether that is the size of chunks.
+    `kv_lens`, i32 ``[>= num_reqs]``, are each request's paged keys. Splits have whole tiles of
+    `keys`. A `window` of 0 is none.
     """
 
     kv_lens: torch.Tensor
@@ -189,21 +168,13 @@ def partial_results(
 
 
 def check_masked_rows(max_rows: int) -> None:
-    """Refuse trees with more rows than a mask has bits.
-
-    Raises:
-        ValueError: if there are more, or none.
-    """
+    """Raise a ValueError for trees with more rows than a mask has bits, or none."""
     if not 1 <= max_rows <= 64:
         raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
 
 
 def check_prefix(query: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
-    """Refuse results of a pass over prefixes that are not those of a query.
-
-    Raises:
-        ValueError: if their shapes are not the query's.
-    """
+    """Raise a ValueError if results of a pass over prefixes have not a query's shapes."""
     wanted = (query.shape[1], query.shape[0])
     if prefix_out.shape != query.shape or prefix_lse.shape != wanted:
         raise ValueError(
@@ -213,11 +184,7 @@ def check_prefix(query: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torc
 
 
 def check_last_strides(*tensors: torch.Tensor) -> None:
-    """Refuse tensors whose last dimension is not contiguous.
-
-    Raises:
-        ValueError: for the first such tensor.
-    """
+    """Raise a ValueError for a tensor whose last dimension is not contiguous."""
     for tensor in tensors:
         if tensor.stride(-1) != 1:
             raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")

@@ -66,31 +66,6 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _merged_weights(logits, lse, sink):
-    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to.
-
-    Rows that see no key at all have weights of 0, no NaN.
-
-    Args:
-        logits: f32, in units of log 2; -inf where a row sees no such key.
-        lse: f32, log-sum-exp of the prefix, natural logarithm; -inf where there is none.
-        sink: f32, a logit without a value, natural; None where there is none.
-    """
-    prefix_peak = lse * 1.4426950408889634
-    top = tl.maximum(tl.max(logits, 1), prefix_peak)
-    if sink is not None:
-        sink = sink * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logits - base[:, None])
-    prefix_weight = tl.exp2(prefix_peak - base)
-    total = tl.sum(weights, 1) + prefix_weight
-    if sink is not None:
-        total += tl.exp2(sink - base)
-    return weights, prefix_weight, total
-
-
-@triton.jit
 def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
     """How many of a request's last rows belong to its tree, and the first of these rows.
 
@@ -107,7 +82,6 @@ def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
 def _first_key(
     kv_len, rows, level, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, DRAFT: tl.constexpr
 ):
-    """The first paged key that any row of a request sees."""
     first = 0
     if WINDOW > 0:
         if DRAFT:
@@ -122,7 +96,6 @@ def _first_key(
 
 @triton.jit
 def _split_length(keys, num_splits, BLOCK_N: tl.constexpr):
-    """Keys of each split but the last ones, which have the rest or none."""
     return tl.cdiv(tl.cdiv(keys, num_splits), BLOCK_N) * BLOCK_N
 
 

@@ -1,31 +1,96 @@
-"""How a launch of tree attention computes: tile, splits, and what its kernels do besides."""
+"""The plan of a launch of tree attention, by sizes that the host knows before it.
+
+The rule for sm_90 and sm_10x follows what a search on an H200 found
+(``python -m benchmarks.attention.search``). Elsewhere, for float32 and in the interpreter, programs
+load without stages.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
+from vllm_graft.spec_decode.kernels.attention.workspace import (
+    MAX_TILE,
+    MIN_DRAFT_SPLIT_KEYS,
+    MIN_SPLIT_KEYS,
+    split_count,
+)
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+
+# For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
+# be empty, and programs without rows would hold a multiprocessor for themselves.
+_MIXED_TILE = 32
+
+_PIECE = 128
+"""Most numbers of a head that a program makes when it combines: more would spill registers."""
+
+_LONG_SPLIT = 2048
+"""Keys of a split from which on a second program on the multiprocessor gains."""
+
+_MOST_DOUBLED = 16
+_MOST_DRAFT_SPLITS = 16
+"""Splits above which what they gain goes into combining them."""
+
+_ROOM_FOR_TWO = 113 << 10
+"""Bytes of shared memory that a program leaves for another one, of 227 KiB."""
+
+
+class Tile(NamedTuple):
+    """What a program holds at a time, and how.
+
+    Attributes:
+        rows: query rows, times the heads that share K/V.
+        keys: keys whose K/V is held.
+        stages: stages of its loop over the keys.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    @classmethod
+    @functools.cache
+    def choose(
+        cls, rows: int, head_pad: int, dtype: torch.dtype, *, crowded: bool, split: bool
+    ) -> Tile:
+        """Choose a tile whose accumulator and two K/V tiles fit a block.
+
+        `rows` are those of a request, times the heads that share K/V. If `crowded`, multiprocessors
+        have several programs each, which hide one another's waits; otherwise the loads of one
+        program should be few, large and at once. If `split`, several programs share a request's
+        keys, so each has few.
+        """
+        rows = max(16, next_power_of_2(rows))
+        if dtype == torch.float32:
+            # Exact float32 has no tensor cores: small tiles, or registers spill.
+            return cls(min(rows, 32 if head_pad <= 128 else 16), 32, 4, 1)
+        wide = max(head_pad, 128) // 128
+        if crowded:
+            rows = min(rows, MAX_TILE // wide)
+            return cls(rows, 64 if wide == 1 else 32, 8 if rows * head_pad > 64 * 128 else 4, 2)
+        return cls(min(rows, MAX_TILE // 2 // wide), (64 if split else 128) // wide, 4, 1)
 
 
 class Plan(NamedTuple):
     """How the kernels of one launch compute. All plans compute the same, but for rounding.
 
     Attributes:
-        tile: What a program holds at a time.
-        splits: Programs that share a request's paged keys.
-        ahead: Whether page numbers are loaded one step of the loop before their keys.
-        edges: Whether the rows' windows are looked at only near where they begin and end. Elsewhere
-            all rows see all keys.
-        skip_empty: Whether splits without keys, as a graph for long contexts has over short ones,
+        tile: what a program holds at a time.
+        splits: programs that share a request's paged keys.
+        ahead: whether page numbers are loaded one step of the loop before their keys.
+        edges: whether the rows' windows are looked at only near where they begin and end.
+        skip_empty: whether splits without keys, as a graph for long contexts has over short ones,
             neither write nor are read. Otherwise they write that they have seen nothing.
-        partials: Dtype of the splits' results: float32, or float16 or bfloat16 for results that
+        partials: dtype of the splits' results: float32, or float16 or bfloat16 for results that
             each split has normalised. Their sums stay float32.
-        combine_warps: Warps of a program that combines splits.
-        combine_width: Most numbers of a head that such a program makes, a power of 2; 0 for all. It
-            holds as many of each split.
-        overlapped: Whether the kernel that combines is launched while the splits still run, and
+        combine_width: most numbers of a head that a program which combines splits makes, a power of
+            2; 0 for all. It holds as many of each split.
+        overlapped: whether the kernel that combines is launched while the splits still run, and
             waits for them itself (programmatic dependent launch). From sm_90 on.
     """
 
@@ -38,3 +103,166 @@ class Plan(NamedTuple):
     combine_warps: int = 4
     combine_width: int = 0
     overlapped: bool = False
+
+
+class Sizes(NamedTuple):
+    """What the rule looks at; see `AttentionCall` and `AttentionWorkspace`.
+
+    Attributes:
+        rows: query rows of a request, times the heads that share K/V.
+        head: elements of a head, padded to a power of 2.
+        dtype: computed in: the query's, or fp16 if that is e4m3.
+        keys: upper bound of the paged keys that a request's rows see, so that all lengths that a
+            graph serves have one plan.
+        most_splits: splits that there is memory for.
+        multiprocessors: of the device; 0 without a workspace.
+        native: how an e4m3 query and cache are multiplied; None in other dtypes.
+    """
+
+    rows: int
+    head: int
+    dtype: torch.dtype
+    num_reqs: int
+    kv_heads: int
+    keys: int
+    window: bool = False
+    draft: bool = False
+    mixed: bool = False
+    most_splits: int = 1
+    multiprocessors: int = 0
+    capability: tuple[int, int] = (0, 0)
+    native: Native | None = None
+
+    @property
+    def staged(self) -> bool:
+        # Others than these have at most 163 KiB of shared memory, those of sm_12x 99.
+        return self.capability[0] in (9, 10) and self.dtype.itemsize == 2
+
+    @property
+    def crowded(self) -> bool:
+        """Whether each multiprocessor has a program, however few rows a tile has."""
+        return self.num_reqs * self.kv_heads > self.multiprocessors
+
+    @property
+    def most_rows(self) -> int:
+        return min(self.rows, _MIXED_TILE if self.mixed else MAX_TILE)
+
+    def programs(self, tile: Tile) -> int:
+        return self.num_reqs * self.kv_heads * cdiv(self.rows, tile.rows)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def choose_plan(sizes: Sizes, splits: int | None = None) -> Plan:
+    """How to compute a launch, with a forced number of splits if one is given."""
+    if not sizes.staged:
+        found = _plain_splits(sizes) if splits is None else splits
+        return Plan(_plain_tile(sizes, split=found > 1), found)
+    if splits is None:
+        splits = _draft_splits(sizes) if sizes.draft else _splits(sizes)
+    return staged_plan(sizes, _tile(sizes, split=splits > 1), splits)
+
+
+def staged_plan(sizes: Sizes, tile: Tile, splits: int) -> Plan:
+    """A plan of such a tile and of so many splits, with the options that were found to help."""
+    plan = Plan(tile, splits, ahead=tile.stages > 1, edges=sizes.window and not sizes.draft)
+    if splits == 1:
+        return plan
+    width = min(sizes.head, _PIECE)
+    return plan._replace(
+        skip_empty=True,
+        combine_warps=combine_warps(splits, width),
+        combine_width=width,
+        overlapped=True,
+    )
+
+
+def combine_warps(splits: int, width: int) -> int:
+    """Warps that hold so many numbers of so many splits, 64 in a thread."""
+    return min(8, max(1, next_power_of_2(splits) * width // (64 * 32)))
+
+
+def shared_bytes(tile: Tile, head: int, itemsize: int = 2) -> int:
+    """About the shared memory of a program, from sm_90 on; `head` is padded."""
+    # Products of 64 rows and more are asynchronous, and hold one stage more.
+    stages = max(tile.stages - (tile.rows < 64), 1)
+    return (stages * 2 * tile.keys + tile.rows) * head * itemsize
+
+
+def native_bytes(tile: Tile, head: int) -> int:
+    """About the shared memory of a program over e4m3 keys, at most, as `shared_bytes`.
+
+    A tile of K and V lies there once more in fp16, and the stage that is converted is free.
+    """
+    staged = max(tile.stages - 1, 1) * 2 * tile.keys
+    return (staged + 2 * (2 * tile.keys + tile.rows)) * head
+
+
+def _plain_tile(sizes: Sizes, *, split: bool) -> Tile:
+    return Tile.choose(sizes.most_rows, sizes.head, sizes.dtype, crowded=sizes.crowded, split=split)
+
+
+def _plain_splits(sizes: Sizes) -> int:
+    return split_count(
+        sizes.programs(_plain_tile(sizes, split=True)),
+        sizes.multiprocessors,
+        sizes.keys,
+        sizes.most_splits,
+        MIN_DRAFT_SPLIT_KEYS if sizes.draft else MIN_SPLIT_KEYS,
+    )
+
+
+def _draft_splits(sizes: Sizes) -> int:
+    return min(_plain_splits(sizes), _MOST_DRAFT_SPLITS)
+
+
+def _splits(sizes: Sizes) -> int:
+    tile = _tile(sizes, split=True)
+    wanted = sizes.multiprocessors // sizes.programs(tile)
+    # One program of 64 rows has four warps, which are few for a multiprocessor.
+    least = 1 if sizes.native and sizes.native.rows else 2
+    few = least <= wanted <= _MOST_DOUBLED // 2
+    if few and sizes.keys >= _LONG_SPLIT * wanted and _two_fit(sizes, tile):
+        wanted *= 2
+    return max(1, min(wanted, cdiv(sizes.keys, tile.keys), sizes.most_splits))
+
+
+def _two_fit(sizes: Sizes, tile: Tile) -> bool:
+    if not sizes.native:
+        return shared_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
+    # Eight warps that hold 128 rows take the registers of the whole multiprocessor.
+    return tile.rows < 128 and native_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
+
+
+def _native_tile(sizes: Sizes, native: Native) -> Tile:
+    """The tile over e4m3 keys that are loaded in stages.
+
+    Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
+    at once. For fewer rows it would fetch each number of V by itself. One tile of 128 rows per K/V
+    head is slower than two of 64 where contexts are short.
+    """
+    wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
+    rows = native.rows if wide else 64
+    if sizes.head > 128:
+        return Tile(rows, 32, rows // 16, 3)
+    return Tile(rows, native.keys, rows // 16, 3 if native.keys == 64 else 2)
+
+
+def _tile(sizes: Sizes, *, split: bool) -> Tile:
+    if sizes.draft and (split or sizes.head > 128 or sizes.rows > 32):
+        # The keys of the prefix are few then, and those of the scratch begin a second loop.
+        return _plain_tile(sizes, split=split)
+    if sizes.native and sizes.native.rows and sizes.head <= 256 and not sizes.draft:
+        return _native_tile(sizes, sizes.native)
+    rows = max(16, next_power_of_2(sizes.most_rows))
+    if sizes.head > 256:
+        return Tile(64, 32, 8, 2) if rows >= 64 else Tile(rows, 16, 4, 3)
+    if sizes.head > 128:
+        return Tile(min(rows, 64), 32, 4, 3)
+    if rows >= 128 and sizes.crowded:
+        return Tile(128, 64, 8, 2)
+    if rows >= 64:
+        return Tile(64, 64, 4, 3)
+    if split or (rows == 16 and sizes.crowded):
+        return Tile(rows, 32, 4, 3)
+    # The fewer rows, the more time is the wait for keys.
+    return Tile(rows, 128 if rows == 16 and not sizes.draft else 64, 4, 3)

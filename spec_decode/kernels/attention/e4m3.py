@@ -20,8 +20,7 @@ register at once (PTX); neither needs hardware for FP8. The others need it, and 
 ``HALVES`` converts all three to fp16, two numbers in an instruction: fp16 holds all of e4m3's
 numbers, and the softmax's weights with three bits more than bf16. ``PRODUCTS`` multiplies queries
 and keys as they are, and converts the values to fp16. The tensor cores of sm_90 add such products
-with about 14 bits.
-"""
+with about 14 bits."""
 
 _PACKED = tl.constexpr(PACKED)
 _HALVES = tl.constexpr(HALVES)
@@ -38,9 +37,9 @@ class Native(NamedTuple):
 
     Attributes:
         form: ``HALVES`` or ``PRODUCTS``.
-        rows: Most rows of a tile of tree attention, 64 or 128, and 64 are the fewest. 0 for the
+        rows: most rows of a tile of tree attention, 64 or 128, and 64 are the fewest. 0 for the
             tiles of 16 bits.
-        keys: Keys of such a tile, 64 or 128.
+        keys: keys of such a tile, 64 or 128.
     """
 
     form: int
@@ -49,29 +48,19 @@ class Native(NamedTuple):
 
 
 NATIVE: Native | None = Native(PRODUCTS, 128)
-"""What is used. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache.
-
-It takes 0.38 to 0.66 of the time that converting before takes (docs/results.md, "Trees")."""
+"""How it is done. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache."""
 
 
 def native(capability: tuple[int, int], dtype: torch.dtype) -> Native | None:
     """How kernels take e4m3 queries on such a device; None where a layer converts them before.
 
-    It is measured on Hopper alone.
-
-    Args:
-        capability: Compute capability of an NVIDIA device, else zeros.
-        dtype: Dtype of the output. One of 32 bits is not computed from weights in fp16.
+    It is measured on Hopper alone. Outputs of 32 bits are not computed from weights in fp16.
     """
     return NATIVE if capability == _MEASURED and dtype.itemsize == 2 else None
 
 
 def refuse_without_hardware(capability: tuple[int, int]) -> None:
-    """Refuse an e4m3 query on a device that is known to have no instructions for it.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Raise a ValueError for an e4m3 query on a device known to have no instructions for it."""
     if (0, 0) < capability < _HARDWARE:
         major, minor = capability
         raise ValueError(
@@ -81,10 +70,7 @@ def refuse_without_hardware(capability: tuple[int, int]) -> None:
 
 
 def conversion(cache: torch.Tensor, query: torch.dtype) -> int:
-    """What a kernel does with the rows of a cache beside a query; 0 if they have the same dtype.
-
-    A tensor without memory stands for one on the GPU, where there is one.
-    """
+    """What a kernel does with the rows of a cache beside a query; 0 if they have the same dtype."""
     if cache.dtype not in FP8:
         return 0
     if query in FP8:

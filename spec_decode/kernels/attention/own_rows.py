@@ -15,7 +15,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _key_value_scales,
     _logits,
-    _merged_weights,
     _tree_rows,
 )
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
@@ -26,6 +25,28 @@ from vllm_graft.spec_decode.trees.batch import TreeBatch
 # Few rows per program: there is only one tile of keys, so what counts is how many loads are under
 # way at once.
 _TILE = 32
+
+
+@triton.jit
+def merged_weights(logits, lse, sink):
+    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to.
+
+    Rows that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse`
+    (the prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
+    natural.
+    """
+    prefix_peak = lse * 1.4426950408889634
+    top = tl.maximum(tl.max(logits, 1), prefix_peak)
+    if sink is not None:
+        sink = sink * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(logits - base[:, None])
+    prefix_weight = tl.exp2(prefix_peak - base)
+    total = tl.sum(weights, 1) + prefix_weight
+    if sink is not None:
+        total += tl.exp2(sink - base)
+    return weights, prefix_weight, total
 
 
 @Kernel
@@ -126,7 +147,7 @@ def own_rows_kernel(
     if sinks is not None:
         # A sink is a logit without a value, which the first pass has not counted.
         sink = tl.load(sinks + q_head, mask=inside, other=float("-inf")).to(tl.float32)
-    weights, prefix_weight, total = _merged_weights(logits, lse, sink)
+    weights, prefix_weight, total = merged_weights(logits, lse, sink)
     acc = tl.dot(weights.to(computed), v, input_precision=PRECISION) * value_scale
     acc += prefix.to(tl.float32) * prefix_weight[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -144,11 +165,11 @@ def attend_own_rows(
     device value is read on the host.
 
     Args:
-        batch: A batch whose query has the dtype of ``out``, or is e4m3.
+        batch: its query has the dtype of ``out``, or is e4m3.
         prefix_out: ``[num_tokens, num_heads, head_size]``, the first pass's output, any floating
             dtype. Not read for a request without a prefix.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
-        out: Like the query, bf16, fp16 or fp32; rows that are not computed stay untouched.
+        out: bf16, fp16 or fp32; rows that are not computed stay untouched.
 
     Raises:
         ValueError: if shapes, dtypes or strides are not these.

@@ -1,10 +1,13 @@
 """Attention of tree rows: paged keys, one ancestor mask per row, split over the keys."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
@@ -14,7 +17,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     FP8,
     HALVES,
@@ -22,13 +25,10 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     native,
     refuse_without_hardware,
 )
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
-from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-
-__all__ = ["draft_attention", "plan_of", "tree_attention", "write_scratch"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,17 +46,14 @@ class _Call(AttentionCall):
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
         return int(self.query.shape[1] // self.kv_cache.shape[1])
 
     @property
     def small(self) -> bool:
-        """Whether the query is e4m3."""
         return self.query.dtype in FP8
 
     @property
     def computed(self) -> torch.dtype:
-        """Dtype of values and weights."""
         return torch.float16 if self.small else self.query.dtype
 
     def most_keys(self) -> int:
@@ -64,21 +61,14 @@ class _Call(AttentionCall):
         return min(bound, self.window + self.max_rows) if self.window else bound
 
     def tiles(self, plan: Plan) -> int:
-        """Tiles of a request's rows and the heads that share K/V."""
         return cdiv(self.max_rows * self.group, plan.tile.rows)
 
     def plan(self, workspace: AttentionWorkspace | None, num_splits: int | None) -> Plan:
-        """How to compute, by sizes that the host knows.
-
-        Raises:
-            ValueError: if the splits don't fit the workspace.
-        """
         if num_splits is not None:
             self.check_splits(workspace, num_splits)
         return choose_plan(self.sizes(workspace), num_splits)
 
     def sizes(self, workspace: AttentionWorkspace | None) -> Sizes:
-        """What the plan is chosen by."""
         sizes = Sizes(
             rows=self.max_rows * self.group,
             head=self.head_pad,
@@ -138,12 +128,11 @@ def tree_attention(
     are upper bounds.
 
     Args:
-        batch: A batch, whose query may be e4m3 if its cache is, from compute capability 8.9 on.
-        out: Like the query, or in 16 or 32 bits if that is e4m3; rows that are not computed stay
+        batch: its query may be e4m3 if its cache is, from compute capability 8.9 on.
+        out: like the query, or in 16 or 32 bits if that is e4m3; rows that are not computed stay
             untouched.
-        workspace: Receives partial results; None means one split.
-        num_splits: Forces the number of splits.
-        plan: Forces all of how it is computed.
+        workspace: receives partial results; None means one split.
+        num_splits: forces the number of splits, `plan` all of how it is computed.
 
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
@@ -159,27 +148,15 @@ def draft_attention(
     num_splits: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Attention of a level's frontier in the draft.
+    """Attention of a level's frontier in the draft, as `tree_attention`.
 
-    Args:
-        batch: A batch whose scratch holds the level's own K/V; see :func:`write_scratch`.
-        out: As in :func:`tree_attention`.
-        workspace: As in :func:`tree_attention`.
-        num_splits: Forces the number of splits.
-        plan: Forces all of how it is computed.
-
-    Raises:
-        ValueError: As in :func:`tree_attention`.
+    The batch's scratch holds the level's own K/V already; see `write_scratch`.
     """
     _launch(_draft_call(batch), out, workspace, num_splits, plan)
 
 
 def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
-    """How a batch is computed where nothing is forced; host values alone decide.
-
-    Raises:
-        ValueError: As in :func:`tree_attention`.
-    """
+    """How a batch is computed where nothing is forced; host values alone decide."""
     make = _draft_call if isinstance(batch, DraftBatch) else _tree_call
     return make(batch).plan(workspace, None)  # type: ignore[arg-type]
 
@@ -316,4 +293,77 @@ def _launch_splits(
         OVERLAPPED=plan.overlapped and splits > 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+@Kernel
+@triton.jit(do_not_specialize=["level"])
+def _scratch_kernel(
+    key,
+    value,
+    scratch,
+    level,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    scratch_req_stride,
+    scratch_slot_stride,
+    scratch_head_stride,
+    TOPK: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, KEY_PAD)
+    in_key = d < KEY
+    e = tl.arange(0, VALUE_PAD)
+    in_value = e < VALUE
+    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask=in_key)
+    v = tl.load(value + row * value_row_stride + head * value_head_stride + e, mask=in_value)
+    slot = level * TOPK + row % TOPK
+    at = row // TOPK * scratch_req_stride + slot * scratch_slot_stride + head * scratch_head_stride
+    tl.store(scratch + at + d, k, mask=in_key)
+    tl.store(scratch + at + KEY + e, v, mask=in_value)
+
+
+def write_scratch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scratch_kv: torch.Tensor,
+    level: int,
+    num_reqs: int,
+    topk: int,
+) -> None:
+    """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``.
+
+    `key` and `value` are ``[num_reqs * topk, kv_heads, size]``, last dimension contiguous; with MLA
+    the latent, of one head, and the rotated part of the key. `scratch_kv` is of the same dtype,
+    ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``.
+    """
+    if num_reqs == 0:
+        return
+    heads, key_size = key.shape[1:]
+    value_size = value.shape[2]
+    _scratch_kernel[(num_reqs * topk, heads)](
+        key,
+        value,
+        scratch_kv,
+        level,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        scratch_kv.stride(0),
+        scratch_kv.stride(1),
+        scratch_kv.stride(2),
+        TOPK=topk,
+        KEY=key_size,
+        KEY_PAD=next_power_of_2(key_size),
+        VALUE=value_size,
+        VALUE_PAD=next_power_of_2(max(value_size, 1)),
+        num_warps=1,
     )

@@ -2,8 +2,7 @@
 
 A row that reads the paged cache by such a table sees the beginning of its text and the tokens right
 before it (StreamingLLM, arXiv:2309.17453). Cached keys are rotated by their own positions already,
-so that a table may leave blocks out. Every kernel that reads pages serves the window, and its time
-is bounded by the window's length.
+so that a table may leave blocks out, and every kernel that reads pages serves the window.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -22,13 +21,7 @@ _PIECE = 128
 
 
 def table_width(window: int, max_rows: int, block_size: int) -> int:
-    """Entries that a request's table of a window needs at most.
-
-    Args:
-        window: tokens that are seen before a request's first row.
-        max_rows: most rows of a request whose own keys are in the cache.
-        block_size: slots of a block.
-    """
+    """Entries that a request's table of a window needs at most; see `windowed_table`."""
     # The first token and the last one may share their blocks with others.
     return SINK_BLOCKS + (window + max_rows - 1) // block_size + 2
 
@@ -85,16 +78,13 @@ def windowed_table(
     Args:
         block_table: int32 ``[num_reqs, max_blocks]``.
         kv_lens: int32 ``[>= num_reqs]``, keys of each request, including those of its rows.
-        query_start_loc: int32 ``[>= num_reqs + 1]``, where each request's rows begin; None if no
-            row has its keys in the cache.
-        window: tokens that are seen before a request's first row, at least; more of them are seen
-            as far as their block begins earlier.
-        max_rows: upper bound of a request's rows.
-        block_size: slots of a block.
+        query_start_loc: int32 ``[>= num_reqs + 1]``; None if no row has its keys in the cache.
+        window: tokens that are seen before a request's first row, at least; more of them as far as
+            their block begins earlier.
+        max_rows: upper bound of a request's rows whose keys are in the cache.
 
     Returns:
-        int32 ``[num_reqs, width]``, blocks that no key is in are block 0, and int32
-        ``[num_reqs]``, keys of each request among these blocks.
+        int32 ``[num_reqs, width]``, block 0 where no key is, and the keys among these blocks.
     """
     num_reqs, table_blocks = block_table.shape
     width = min(table_width(window, max_rows, block_size), table_blocks)

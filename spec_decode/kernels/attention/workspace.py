@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.tile import MAX_TILE
 from vllm_graft.spec_decode.kernels.sizes import cdiv
+
+MAX_TILE = 128
+"""Most query rows of a program, times the heads that share K/V, at a head size of 128."""
 
 # A split of fewer keys costs more in the combine step than it gains. A draft's rows are few, so its
 # combine step costs less.
@@ -24,16 +26,13 @@ class AttentionWorkspace:
     request and split takes ``rows * num_heads * (head_size + 2) * 4`` bytes. The number of splits
     falls as the number of requests rises, so there is room for as many pairs as give each of
     ``4 * multiprocessors`` programs a tile of 128 rows, for at least ``max_splits`` pairs, and for
-    at most ``max_reqs * max_splits``. There are fewer splits where these pairs would take more than
-    256 MiB, as with 128 heads that share their keys (MLA).
+    at most ``max_reqs * max_splits``, but never for more than 256 MiB.
 
     Attributes:
         acc: f32 ``[pairs * max_rows * num_heads * head_size]``, not yet normalised.
         peak: f32 ``[pairs * max_rows * num_heads]``, largest logit in units of log 2.
-        total: f32 ``[pairs * max_rows * num_heads]``, sum of weights.
-        max_splits: Most splits of a request.
-        multiprocessors: Multiprocessors of the device.
-        capability: Compute capability of an NVIDIA device, else zeros.
+        total: f32, likewise, sum of weights.
+        capability: compute capability of an NVIDIA device, else zeros.
     """
 
     acc: torch.Tensor
@@ -70,7 +69,6 @@ class AttentionWorkspace:
         )
 
     def num_pairs(self, rows: int, num_heads: int, head_size: int) -> int:
-        """Pairs of request and split that fit, for a layer of these sizes."""
         places = rows * num_heads
         return int(min(self.peak.numel() // places, self.acc.numel() // (places * head_size)))
 
@@ -78,14 +76,9 @@ class AttentionWorkspace:
 def split_count(
     programs: int, multiprocessors: int, max_seq_len: int, room: int, least: int
 ) -> int:
-    """Splits for so many programs, where programs load without stages.
+    """Splits for so many `programs`, where programs load without stages.
 
-    Args:
-        programs: Programs without splits.
-        multiprocessors: Multiprocessors of the device.
-        max_seq_len: Upper bound of the keys of a request.
-        room: Splits that there is memory for.
-        least: Keys that a split should have.
+    `room` is the splits that there is memory for, `least` the keys that a split should have.
     """
     # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
     # one without splits already, the combine step would cost more than splits gain.
@@ -96,7 +89,6 @@ def split_count(
 
 
 def _device_of(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """Multiprocessors and compute capability."""
     if device.type == "meta" and torch.cuda.is_available():
         # No memory is asked for: it stands for the device of this process.
         device = torch.device("cuda", torch.cuda.current_device())

@@ -38,7 +38,6 @@ class Point(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """The point without its context."""
         return Size(self.num_reqs, self.rows)
 
 
@@ -47,13 +46,7 @@ Costs = Mapping[Point, Mapping[KernelName, float]]
 
 
 def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[Point]:
-    """Where to measure: at most three widths, four numbers of requests and three contexts.
-
-    Args:
-        widths: rows per request (root and nodes) that the engine may verify.
-        max_reqs: largest number of requests.
-        max_model_len: longest context.
-    """
+    """Where to measure `widths` (root and nodes): at most three of them."""
     ordered = sorted(set(widths))
     chosen = sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}) if ordered else []
     batches = sorted({min(batch, max_reqs) for batch in BATCHES})
@@ -72,11 +65,8 @@ def choose(costs: Costs, size: Size) -> KernelName:
     """The kernel whose worst loss against the better one, over all contexts, is the smallest.
 
     A graph is captured for one size and replayed at any context. A size that was not measured takes
-    the choice of the nearest measured size, by the ratios of requests and of rows. If two are
-    equally near, the larger one decides.
-
-    Raises:
-        ValueError: if nothing was measured.
+    the choice of the nearest measured size, by the ratios of requests and of rows; of two equally
+    near ones the larger decides. Nothing measured is a `ValueError`.
     """
     if not costs:
         raise ValueError("no kernel of tree attention was measured")
@@ -101,13 +91,9 @@ class KernelChoice:
     """The kernel for each size of one engine's batches.
 
     Attributes:
-        asked: what the configuration asks for.
         why: why there is no choice; empty where the measured times decide.
-        costs: measured times.
-        used: the kernel of each size that came up.
-        declined: layer calls that took the Triton kernel although ``flash`` was chosen. This
-            happens outside of graphs, where requests differ in rows or the query is not quantized
-            beside an fp8 cache.
+        declined: layer calls that took the Triton kernel although ``flash`` was chosen, outside of
+            graphs: requests differ in rows, or the query is not quantized beside an fp8 cache.
     """
 
     asked: Literal["auto", "triton", "flash"]
@@ -119,15 +105,10 @@ class KernelChoice:
     def of(self, num_reqs: int, rows: int) -> KernelName:
         """The kernel for a batch of `num_reqs` requests of `rows` rows each; it never changes."""
         size = Size(num_reqs, rows)
-        kernel = self.used.get(size)
-        if kernel is None:
-            kernel = self.used[size] = self._decide(size)
-        return kernel
-
-    def _decide(self, size: Size) -> KernelName:
-        if self.asked != "auto":
-            return self.asked
-        return choose(self.costs, size) if self.costs else "triton"
+        if size not in self.used:
+            measured = choose(self.costs, size) if self.costs else "triton"
+            self.used[size] = measured if self.asked == "auto" else self.asked
+        return self.used[size]
 
     def report(self) -> dict[str, Any]:
         """Plain values for ``graft_info()``."""

@@ -1,8 +1,4 @@
-"""Paged attention in plain torch, for the CPU: vLLM's own CPU kernels pack K in a private layout.
-
-It is meant for tests and demonstrations. Layers get it one by one after loading, so engines of the
-same process that did not ask for trees keep vLLM's own attention.
-"""
+"""Paged attention in plain torch for a CPU: vLLM's own kernels pack K in a private layout."""
 
 from __future__ import annotations
 
@@ -10,21 +6,19 @@ import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.dense.chunked_metadata import WholeBatch
-from vllm_graft.spec_decode.targets.dense.window import chunk_of, first_key, window_of
+from vllm_graft.spec_decode.targets.dense.plain_attention import attended, gathered
+from vllm_graft.spec_decode.targets.dense.window import WholeBatch, chunk_of, first_key, window_of
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -59,17 +53,14 @@ class TorchAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend that this one replaces."""
         return "CPU_ATTN"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Any block size that vLLM uses."""
         return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """The layout that the CPU platform allocates."""
         return (KVCacheLayout.LBHNC,)
 
     @staticmethod
@@ -89,27 +80,15 @@ class TorchAttentionImpl(AttentionImpl[WholeBatch]):
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
+        num_kv_heads: int,
+        *,
         sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
         chunk: int = 0,
     ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap
-        self.attn_type = attn_type
-        self.sliding_window = sliding_window
-        self.sinks = sinks
-        self.alibi_slopes = alibi_slopes
-        self.chunk = chunk
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype = float(scale), "auto"
+        self.sliding_window, self.sinks, self.chunk = sliding_window, sinks, chunk
 
     def do_kv_cache_update(
         self,
@@ -140,53 +119,32 @@ class TorchAttentionImpl(AttentionImpl[WholeBatch]):
         """Compute causal attention into `output` ``[num_tokens, num_heads, head_size]``."""
         if attn_metadata is None:
             return output.zero_()
-        starts = attn_metadata.query_start_loc.tolist()
-        lengths = attn_metadata.seq_lens.tolist()
-        block_size = kv_cache.shape[2]
-        for request, (first, last) in enumerate(itertools.pairwise(starts)):
+        window, chunked = self.chunk or window_of(self), self.chunk > 0
+        starts = itertools.pairwise(attn_metadata.query_start_loc.tolist())
+        # Padding may follow the requests.
+        each = zip(starts, attn_metadata.seq_lens.tolist(), attn_metadata.block_table)
+        for (first, last), length, blocks in each:
             if last == first:
                 continue
-            length, rows = lengths[request], last - first
-            blocks = attn_metadata.block_table[request, : -(-length // block_size)].long()
-            cache = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].transpose(0, 1)
-            keys, values = cache.to(query.dtype).split(self.head_size, -1)
-            visible = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-            if window := self.chunk or window_of(self):
-                chunked = self.chunk > 0
-                edges = [
-                    first_key(p, window, chunked=chunked) for p in range(length - rows, length)
-                ]
-                visible &= torch.arange(length) >= torch.tensor(edges)[:, None]
-                # Blocks before the window may be the null block, which may hold NaN.
-                seen = slice(edges[0], None)
-                visible, keys, values = visible[:, seen], keys[:, seen], values[:, seen]
-            output[first:last] = self._attend(query[first:last], keys, values, visible)
+            places = range(length - last + first, length)
+            edges = [first_key(place, window, chunked=chunked) for place in places]
+            visible = torch.ones(len(places), length, dtype=torch.bool).tril(places.start)
+            visible &= torch.arange(length) >= torch.tensor(edges)[:, None]
+            # Blocks before the window may be the null block, which may hold NaN.
+            keys, values = gathered(kv_cache, blocks, length, first=edges[0])
+            output[first:last] = attended(
+                query[first:last].float(),
+                keys,
+                values,
+                visible[:, edges[0] :],
+                self.scale,
+                sinks=self.sinks,
+            )
         return output
-
-    def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of one request, ``[rows, num_heads, head_size]``; K and V are head by head."""
-        if self.sinks is not None:
-            # A sink is one more key with a logit of its own and a value of zeros.
-            logits = torch.zeros(self.num_heads, *visible.shape, dtype=query.dtype)
-            logits.masked_fill_(~visible, float("-inf"))
-            sink = self.sinks.to(query.dtype).view(-1, 1, 1).expand(-1, len(visible), 1)
-            bias = torch.cat([logits, sink], dim=-1)
-            keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
-        else:
-            bias = visible
-        return F.scaled_dot_product_attention(
-            query.transpose(0, 1), keys, values, attn_mask=bias, scale=self.scale, enable_gqa=True
-        ).transpose(0, 1)
 
 
 def replace(layer: Attention) -> None:
-    """Give a loaded attention layer this backend in place of vLLM's CPU backend.
-
-    Raises:
-        ConfigError: if the layer stores K/V in fp8, or caps logits.
-    """
+    """Give a loaded attention layer this backend in place of vLLM's CPU backend."""
     old: Any = layer.impl
     if layer.kv_cache_dtype.startswith("fp8") or getattr(old, "logits_soft_cap", 0):
         raise ConfigError(
@@ -200,7 +158,6 @@ def replace(layer: Attention) -> None:
         old.scale,
         layer.num_kv_heads,
         sliding_window=old.sliding_window,
-        attn_type=layer.attn_type,
         sinks=old.sinks,
         chunk=chunk_of(layer),
     )

@@ -25,13 +25,24 @@ if TYPE_CHECKING:
 class DenseState:
     """K/V in pages: node i has the i-th new slot, and the accepted path moves to the front.
 
-    Attributes:
-        table: where the K/V of each layer lies.
-        slot_mappings: int64 ``[groups, max_tokens]``, the slot of each row of the batch.
+    `slot_mappings` is int64 ``[groups, max_tokens]``, the slot of each row of the batch.
     """
 
     table: KVCacheTable
     slot_mappings: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        caches: Mapping[str, torch.Tensor],
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+    ) -> DenseState:
+        """The state of layers by name, each with its cache by heads."""
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        own = {name: n for n, group in groups for name in group.layer_names if name in caches}
+        table = KVCacheTable.build([caches[name] for name in own], list(own.values()))
+        return cls(table, block_tables.slot_mappings)
 
     def fork(self, step: VerifyStep) -> None:
         """Do nothing: every node has a slot of its own."""
@@ -51,20 +62,12 @@ class DenseState:
 
 
 class DenseFamily:
-    """Every token attends to the tokens before it, or to the last ones of them in a window.
-
-    A layer has K/V of its own, or reads those of an earlier layer.
-    """
+    """Every token attends to the tokens before it, or to the last ones of them in a window."""
 
     def claims(self, layer: Any) -> bool:
         return isinstance(layer, Attention)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Put tree attention over the layer's own.
-
-        Raises:
-            ConfigError: if the layer's K/V can't be read, or if a draft's window is too short.
-        """
         window = window_of(layer.impl)
         if is_draft and 0 < window < context.shape.steps:
             raise ConfigError(
@@ -74,17 +77,9 @@ class DenseFamily:
         graft_attention(name, layer, context, is_draft=is_draft)
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> DenseState:
-        """The K/V caches of the layers, and the slots of their groups."""
-        caches, groups = [], []
-        for index, group in enumerate(kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                # A layer that reads another's K/V would have them moved twice.
-                if name in layers and not layers[name].kv_sharing_target_layer_name:
-                    caches.append(layers[name].kv_cache)
-                    groups.append(index)
-        return DenseState(KVCacheTable.build(caches, groups), block_tables.slot_mappings)
+        # A layer that reads another's K/V would have them moved twice.
+        own = {n: each for n, each in layers.items() if not each.kv_sharing_target_layer_name}
+        caches = {name: layer.kv_cache for name, layer in own.items()}
+        return DenseState.of(caches, kv_cache_config, block_tables)

@@ -13,24 +13,25 @@ BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 """Backends whose K/V cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``."""
 
 
-def _windows(model: Any) -> str:
+def _size_of(model: Any, kind: str, *names: str) -> int | None:
+    """The size that a configuration gives layers of a kind; None if there is no such layer."""
     text = model.hf_text_config
     types = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None) or getattr(
-        text, "interleaved_sliding_window", None
-    )
     # A window that no layer uses (Qwen2 lists "full_attention" only) does no harm.
-    used = types is None or any("sliding" in kind for kind in types)
-    return f"has sliding-window layers (window {window})" if window and used else ""
+    used = types is None or any(kind in each for each in types)
+    sizes = (getattr(text, name, None) for name in names)
+    return next((size for size in sizes if size and used), None)
+
+
+def _windows(model: Any) -> str:
+    window = _size_of(model, "sliding", "sliding_window", "interleaved_sliding_window")
+    return f"has sliding-window layers (window {window})" if window else ""
 
 
 def chunks_of(model: Any) -> str:
     """What a model has of chunked attention, as the words after "The target"; empty for none."""
-    text = model.hf_text_config
-    types = getattr(text, "layer_types", None)
-    chunk = getattr(text, "attention_chunk_size", None)
-    used = types is None or any("chunked" in kind for kind in types)
-    return f"has chunked-attention layers (chunk {chunk})" if chunk and used else ""
+    chunk = _size_of(model, "chunked", "attention_chunk_size")
+    return f"has chunked-attention layers (chunk {chunk})" if chunk else ""
 
 
 def _shared(model: Any) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.ledger.entry import Seam, seams
 
 _MASK = "an attention backend of vLLM's takes a mask per row"
 _METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
@@ -36,7 +35,6 @@ DENSE: tuple[Seam, ...] = (
         ("attention.backend.AttentionImpl", "class", "AttentionImplBase, Generic", "likewise"),
         ("attention.backend.AttentionMetadataBuilder", "has", "_cudagraph_support, supports_draft_decode_metadata_update", "likewise"),
         ("attention.backend.AttentionMetadataBuilder.build", "call", "self, common_prefix_len, common_attn_metadata, fast_build=", "likewise"),
-        ("attention.backend.AttentionType", "has", "DECODER", "likewise"),
         ("attention.backend.CommonAttentionMetadata", "has", "block_table_tensor, max_query_len, max_seq_len, query_start_loc, seq_lens", "likewise"),
         ("attention.backend.MultipleOf", "name", "present", "likewise: block sizes"),
         ("kv_cache_interface.KVCacheLayout", "has", "LBHNC", "the cache that it reads"),

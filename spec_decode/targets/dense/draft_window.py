@@ -21,15 +21,10 @@ Narrow = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
 
 
 class DraftWindow:
-    """Narrows the metadata of one layer's passes to the blocks that the window keeps.
+    """Narrows the metadata of one layer's passes to the first block and those of the last `tokens`.
 
-    Block tables are narrowed, and the kernels are not told: to them a request is a shorter text.
-    All rows of a pass share one window, which ends at the first of them. So the rows of a prompt's
-    part see the tokens of that part besides.
-
-    Args:
-        tokens: tokens that are seen before a pass's first row of a request, at least.
-        narrow: makes the tables.
+    The kernels are not told: to them a request is a shorter text. All rows of a pass share one
+    window, which ends at the first of them. So the rows of a prompt's part see that part besides.
     """
 
     def __init__(self, tokens: int, narrow: Narrow = windowed_table) -> None:
@@ -38,12 +33,7 @@ class DraftWindow:
         """The tables of the tree that is growing, which all of its levels share."""
 
     def of_extend(self, metadata: Any, block_size: int) -> Any:
-        """The metadata with which a pass reads the rows that the target has accepted, or a prompt.
-
-        Args:
-            metadata: vLLM's metadata of a paged backend, which stays as it is.
-            block_size: slots of a block of the layer's cache.
-        """
+        """The metadata of a pass over a prompt, or over the rows that the target has accepted."""
         table, lens = self.narrow(
             metadata.block_table,
             metadata.seq_lens,
@@ -66,11 +56,7 @@ class DraftWindow:
         if metadata.level == 0 or self._levels is None:
             # In a graph the first level makes the tables anew, and the others read them there.
             self._levels = self.narrow(
-                metadata.block_table,
-                metadata.prefix_lens,
-                None,
-                max_rows=0,
-                block_size=block_size,
+                metadata.block_table, metadata.prefix_lens, None, max_rows=0, block_size=block_size
             )
         table, lens = self._levels
         return dataclasses.replace(
@@ -82,11 +68,7 @@ class DraftWindow:
 
 
 def refuse_window(name: str, kind: str) -> None:
-    """Refuse a window over a layer of the draft that can't have one.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse a window over a layer of the draft that can't have one."""
     raise ConfigError(
         f"{flag('tree', 'draft_window')} needs a draft of plain attention over whole texts, but "
         f"layer {name} {kind}: drop the key"

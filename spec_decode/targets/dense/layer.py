@@ -1,7 +1,7 @@
 """Grafts tree attention onto the attention layers of a loaded model, layer by layer.
 
-The platform's backend stays what it is: its metadata, its K/V layout and its kernels serve
-prompts, chains and the draft's extend pass. Only rows of a drafted tree take another kernel.
+The platform's backend serves prompts, chains and the draft's extend pass. Only rows of a drafted
+tree take another kernel.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.targets.dense import plain_attention as reference
-from vllm_graft.spec_decode.targets.dense.chunked_metadata import keep_whole_batches, whole_batch
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.targets.dense.draft_window import DraftWindow, refuse_window
-from vllm_graft.spec_decode.targets.dense.plain_query import plain_query
 from vllm_graft.spec_decode.targets.dense.two_pass import why_not
-from vllm_graft.spec_decode.targets.dense.window import chunk_of, window_of
+from vllm_graft.spec_decode.targets.dense.window import (
+    chunk_of,
+    keep_whole_batches,
+    whole_batch,
+    window_of,
+)
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
@@ -44,16 +47,15 @@ class DraftTreeMetadata:
     """Attention metadata of one level of the draft tree, for one layer of the draft.
 
     Attributes:
-        level: level of the frontier whose rows run; 0 is the children of the root. `NO_LEVEL` for a
-            layer that reads K/V of the target's and has none of its own.
+        level: whose rows run; 0 is the children of the root. `NO_LEVEL` for a layer that reads K/V
+            of the target's and has none of its own.
         topk: frontier rows per request.
         num_reqs: requests, padding included; rows are ``num_reqs * topk``.
         prefix_lens: int32 ``[num_reqs]``, keys in the paged cache (0 for padding).
         block_table: int32 ``[num_reqs, max_blocks]``.
         ancestors: int32 ``[max_reqs, topk, steps]``, scratch slots that a frontier row sees.
-        scratch: ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, K/V of the tree, or
-            ``[max_reqs, steps * topk, 1, rank + rope]``, its latents. It has no slots with
-            `NO_LEVEL`.
+        scratch: K/V of the tree ``[max_reqs, steps * topk, num_kv_heads, 2 * head_size]``, or
+            latents ``[max_reqs, steps * topk, 1, rank + rope]``; without slots for `NO_LEVEL`.
         max_seq_len: upper bound of `prefix_lens`.
     """
 
@@ -65,6 +67,10 @@ class DraftTreeMetadata:
     ancestors: torch.Tensor
     scratch: torch.Tensor
     max_seq_len: int
+
+    def of_batch(self) -> dict[str, Any]:
+        """What batches of K/V and of latents take over: all but the scratch."""
+        return {name: each for name, each in vars(self).items() if name != "scratch"}
 
 
 class AttentionOps(NamedTuple):
@@ -83,6 +89,11 @@ TORCH = AttentionOps(
     reference.write_scratch_reference,
     reference.windowed_table_reference,
 )
+
+
+def plain_query(query: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An e4m3 query times its scale, computed in `dtype`."""
+    return query.to(dtype) * scale.to(dtype)
 
 
 class TreeAttentionMixin:
@@ -118,23 +129,19 @@ class TreeAttentionMixin:
             return output
         if self.window is not None and attn_metadata is not None:
             attn_metadata = self.window.of_extend(attn_metadata, kv_cache.shape[2])
-        mode = self.graft.mode
-        if self.is_draft or attn_metadata is None or mode is VerifyMode.NONE:
-            return self._platform(
-                layer, query, key, value, kv_cache, attn_metadata, output,
-                output_scale, output_block_scale,
-            )  # fmt: skip
-        if mode is VerifyMode.MIXED:
-            plain = self.graft.plain_metadata(attn_metadata) if self.skips_trees else attn_metadata
-            self._platform(
-                layer, query, key, value, kv_cache, plain, output,
-                output_scale, output_block_scale,
-            )  # fmt: skip
+        trees = not self.is_draft and attn_metadata is not None
+        mode = self.graft.mode if trees else VerifyMode.NONE
+        if mode is not VerifyMode.ALL:
+            plain = attn_metadata
+            if mode is VerifyMode.MIXED and self.skips_trees:
+                plain = self.graft.plain_metadata(attn_metadata)
+            found = super().forward(  # type: ignore[misc]
+                layer, query, key, value, kv_cache, plain, output, output_scale, output_block_scale
+            )
+            if mode is VerifyMode.NONE:
+                return found
         self._verify(layer, query, kv_cache, attn_metadata, output)
         return output
-
-    def _platform(self, *args: Any) -> torch.Tensor:
-        return super().forward(*args)  # type: ignore[misc]
 
     def _verify(
         self,
@@ -206,13 +213,7 @@ class TreeAttentionMixin:
             q_scale=layer._q_scale if self._quantized else None,
             kv_cache=self._cache(kv_cache),
             scratch_kv=metadata.scratch,
-            ancestors=metadata.ancestors,
-            level=metadata.level,
-            prefix_lens=metadata.prefix_lens,
-            block_table=metadata.block_table,
-            max_seq_len=metadata.max_seq_len,
-            num_reqs=metadata.num_reqs,
-            topk=metadata.topk,
+            **metadata.of_batch(),
             **self._scales(layer),
         )
         self.ops.draft_attention(batch, output, workspace=self.graft.workspace)
@@ -224,10 +225,7 @@ class TreeAttentionMixin:
     def _kernel_query(
         self, layer: Attention, query: torch.Tensor, output: torch.Tensor
     ) -> torch.Tensor:
-        """The query as the kernels of trees take it.
-
-        vLLM's backends ask for e4m3 queries beside an e4m3 cache.
-        """
+        """The query as the kernels of trees take it: vLLM makes e4m3 ones beside an e4m3 cache."""
         if query.dtype == output.dtype:
             return query
         if native(self.graft.workspace.capability, output.dtype):
@@ -257,17 +255,11 @@ class TreeAttentionMixin:
 
 @functools.cache
 def _tree_impl(base: type) -> type:
-    """The tree-aware subclass of a backend's implementation, one class per backend."""
     return type(f"Tree{base.__name__}", (TreeAttentionMixin, base), {})
 
 
 def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_draft: bool) -> None:
-    """Make the attention layer `name` compute tree rows besides what it does already.
-
-    Raises:
-        ConfigError: if the layer keeps its K/V in a layout or format that we can't read, or can't
-            have the window that a draft is to have.
-    """
+    """Make the attention layer `name` compute tree rows besides what it does, or refuse it."""
     backend = layer.get_attn_backend().get_name()
     if backend not in BACKENDS:
         raise ConfigError(
@@ -275,7 +267,7 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
             f"{', '.join(BACKENDS)}, but layer {name} uses {backend}: "
             f"pass --attention-backend FLASH_ATTN or --attention-backend TRITON_ATTN"
         )
-    _refuse_format(name, layer)
+    refuse_format(name, layer.impl.kv_cache_dtype)
     chunk = chunk_of(layer)
     if chunk and is_draft:
         raise ConfigError(
@@ -305,11 +297,10 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
     layer.impl = impl
 
 
-def _refuse_format(name: str, layer: Attention) -> None:
-    """Refuse K/V of a format that the tree kernel does not read."""
-    impl: Any = layer.impl
-    if impl.kv_cache_dtype not in KV_DTYPES:
+def refuse_format(name: str, kv_cache_dtype: str) -> None:
+    """Refuse a cache of a format that the kernels of trees do not read."""
+    if kv_cache_dtype not in KV_DTYPES:
         raise ConfigError(
-            f"--additional-config.graft.tree cannot read --kv-cache-dtype {impl.kv_cache_dtype} "
+            f"--additional-config.graft.tree cannot read --kv-cache-dtype {kv_cache_dtype} "
             f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
         )

@@ -8,30 +8,22 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
 from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.window import first_key
-from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, TreeBatch
 
 
 def tree_attention_reference(
     batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernels' ``tree_attention``, in float32, without a ``workspace``.
-
-    It reads lengths on the host.
-    """
+    """The kernels' ``tree_attention`` in float32; it reads lengths on the host."""
     query, scales = _float_query(batch), (batch.k_scale, batch.v_scale)
-    starts = batch.query_start_loc.tolist()
-    for r, (length, rows) in enumerate(zip(batch.seq_lens.tolist(), batch.num_rows.tolist())):
-        end = starts[r + 1]
-        rows = min(rows, batch.max_rows, end - starts[r])
+    for (r, own), length in zip(own_rows(batch), batch.seq_lens.tolist()):
+        rows = own.stop - own.start
         if rows == 0:
             continue
-        own = slice(end - rows, end)
         prefix = length - rows
         first = first_key(prefix, batch.window, chunked=batch.chunked)
-        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
-        bits = torch.arange(rows, device=query.device)
-        visible = torch.ones(rows, length, dtype=torch.bool, device=query.device)
-        visible[:, prefix:] = (batch.row_masks[own, None] >> bits & 1).bool()
+        key, value = gathered(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
+        visible = seen_keys(batch, own, length)
         if batch.window:
             assert batch.row_depths is not None
             depths = batch.row_depths[own].long()
@@ -42,48 +34,21 @@ def tree_attention_reference(
                 for depth in depths.tolist()
             ]
             visible &= places >= torch.tensor(edges, device=query.device)[:, None]
-        found = _attend(
-            query[own], key, value, visible[:, first:], batch.scale, batch.soft_cap, batch.sinks
-        )
+        visible = visible[:, first:]
+        found = attended(query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks)
         out[own] = found.to(out.dtype)
-
-
-def prefix_attention_reference(
-    batch: TreeBatch, *, multiprocessors: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A :class:`vllm_graft.spec_decode.targets.dense.two_pass.PrefixAttention` in float32.
-
-    Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
-    host.
-    """
-    query = _float_query(batch)
-    out = torch.full(query.shape, float("nan"), device=query.device)
-    lse = torch.full(query.shape[1::-1], float("nan"), device=query.device)
-    starts = batch.query_start_loc.tolist()
-    for r, length in enumerate(batch.prefix_lens.tolist()):
-        own = slice(starts[r], starts[r + 1])
-        if length == 0 or own.start == own.stop:
-            continue
-        key, value = _gather(
-            batch.kv_cache, batch.block_table[r], length, batch.k_scale, batch.v_scale
-        )
-        logits = _logits(query[own], key, batch.scale, batch.soft_cap)
-        lse[:, own] = logits.logsumexp(-1).flatten(0, 1)
-        mixed = torch.einsum("hgrn,nhd->rhgd", logits.softmax(-1), value)
-        out[own] = mixed.reshape(out[own].shape)
-    return out, lse
 
 
 def draft_attention_reference(
     batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernels' ``draft_attention``, in float32, without a ``workspace``."""
+    """The kernels' ``draft_attention`` in float32."""
     query, topk, slots = _float_query(batch), batch.topk, (batch.level + 1) * batch.topk
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
         first = min(first_key(length + batch.level, batch.window), length)
-        key, value = _gather(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
+        key, value = gathered(batch.kv_cache, batch.block_table[r], length, *scales, first=first)
         length -= first
         scratch = batch.scratch_kv[r, :slots].float()
         own_key, own_value = scratch.chunk(2, dim=-1)
@@ -92,7 +57,7 @@ def draft_attention_reference(
         seen = batch.ancestors[r, :, : batch.level + 1].long()
         visible.scatter_(1, length + seen, True)
         key, value = torch.cat([key, own_key]), torch.cat([value, own_value])
-        found = _attend(query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks)
+        found = attended(query[own], key, value, visible, batch.scale, batch.soft_cap, batch.sinks)
         out[own] = found.to(out.dtype)
 
 
@@ -104,7 +69,7 @@ def write_scratch_reference(
     num_reqs: int,
     topk: int,
 ) -> None:
-    """The reference of the kernels' ``write_scratch``."""
+    """The kernels' ``write_scratch``."""
     rows = num_reqs * topk
     both = torch.cat([key[:rows], value[:rows]], dim=-1)
     level_slots = slice(level * topk, (level + 1) * topk)
@@ -120,7 +85,7 @@ def windowed_table_reference(
     max_rows: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference of the kernels' ``windowed_table``. It reads lengths on the host."""
+    """The kernels' ``windowed_table``; it reads lengths on the host."""
     num_reqs = len(block_table)
     width = min(table_width(window, max_rows, block_size), block_table.shape[1])
     table, lens = block_table.new_zeros(num_reqs, width), kv_lens.new_zeros(num_reqs)
@@ -143,21 +108,47 @@ def _float_query(batch: TreeBatch | DraftBatch) -> torch.Tensor:
     return query if batch.q_scale is None else query * batch.q_scale
 
 
-def _gather(
+def own_rows(batch: TreeBatch | LatentBatch) -> list[tuple[int, slice]]:
+    """Each request with the rows of its tree."""
+    starts = batch.query_start_loc.tolist()
+    found = []
+    for r, rows in enumerate(batch.num_rows[: batch.num_reqs].tolist()):
+        end = starts[r + 1]
+        found.append((r, slice(end - min(rows, batch.max_rows, end - starts[r]), end)))
+    return found
+
+
+def seen_keys(batch: TreeBatch | LatentBatch, own: slice, length: int) -> torch.Tensor:
+    """Which of `length` keys the rows of a tree see, ``[rows, length]``."""
+    masks = batch.row_masks[own, None]
+    rows = len(masks)
+    visible = torch.ones(rows, length, dtype=torch.bool, device=masks.device)
+    bits = torch.arange(rows, device=masks.device)
+    visible[:, length - rows :] = (masks >> bits & 1).bool()
+    return visible
+
+
+def cached(
+    cache: torch.Tensor, blocks: torch.Tensor, length: int, first: int = 0
+) -> tuple[torch.Tensor, bool]:
+    """Rows of a sequence from a key on, f32 ``[length - first, heads, size]``; whether of e4m3."""
+    position = torch.arange(first, length, device=cache.device)
+    rows = cache[blocks[position // cache.shape[2]].long(), :, position % cache.shape[2]]
+    fp8 = rows.dtype in FP8
+    return rows.view(torch.float8_e4m3fn).float() if fp8 else rows.float(), fp8
+
+
+def gathered(
     kv_cache: torch.Tensor,
     blocks: torch.Tensor,
     length: int,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a sequence from a key on, each f32 ``[length - first, kv_heads, head_size]``."""
-    position = torch.arange(first, length, device=kv_cache.device)
-    block_size = kv_cache.shape[2]
-    rows = kv_cache[blocks[position // block_size].long(), :, position % block_size]
-    fp8 = rows.dtype in FP8
-    rows = rows.view(torch.float8_e4m3fn).float() if fp8 else rows.float()
+    rows, fp8 = cached(kv_cache, blocks, length, first)
     key, value = rows.chunk(2, dim=-1)
     if fp8 and k_scale is not None:
         key = key * k_scale
@@ -166,21 +157,22 @@ def _gather(
     return key, value
 
 
-def _attend(
+def attended(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     visible: torch.Tensor,
     scale: float,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Attention of one request, all f32: ``[rows, num_heads, size of a value]``."""
     logits = _logits(query, key, scale, soft_cap).masked_fill(~visible, float("-inf"))
     if sinks is not None:
         sink = sinks.float().view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sink], dim=-1)
     weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[0]]
-    return torch.einsum("hgrn,nhd->rhgd", weights, value).reshape(query.shape)
+    return torch.einsum("hgrn,nhd->rhgd", weights, value).flatten(1, 2)
 
 
 def _logits(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:

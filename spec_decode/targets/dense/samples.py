@@ -1,4 +1,4 @@
-"""Random inputs of the attention kernels: for their timing at an engine's start, and for tests."""
+"""Random inputs of the attention kernels, for their timing at an engine's start."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import torch
 
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.targets.dense.window import first_key
-from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-
-UNTOUCHED = 77.0
-"""Fills an output before a kernel runs: rows that are not computed keep it."""
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Largest error of an output in the interpreter: half a unit in the last place of the output, whose
-values reach 6, and of the softmax weights."""
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -24,21 +17,12 @@ class AttentionShape:
     """Sizes of a problem.
 
     Attributes:
-        rows: Tree rows of each request, 0 for one that the kernel must skip.
-        lens: Keys of each request: those of a tree include its own rows, those of a draft are its
-            prefix.
-        kv_heads: KV heads.
-        group: Query heads per KV head.
-        head_size: Elements of a head.
-        block_size: Slots per block.
-        dtype: Dtype of the query, and of the cache unless ``fp8``.
-        fp8: Whether the cache is e4m3, with scales.
-        slots_first: Whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
-        max_blocks: Requests share blocks when they need more than this many.
-        window: Positions that a row sees, 0 for all. Blocks before them hold NaN, as the null block
-            of an engine may.
-        chunked: Whether ``window`` is the size of chunks in place of a window; for trees alone.
-        sinks: Whether each head has a sink.
+        rows: tree rows of each request, 0 for one that the kernel must skip.
+        lens: keys of each request: of a tree with its own rows, of a draft its prefix.
+        group: query heads per KV head.
+        slots_first: whether memory holds a block as ``[slot, head]`` (NHD), else ``[head, slot]``.
+        max_blocks: requests share blocks when they need more than this many.
+        window: as in `TreeBatch`. Blocks before it hold NaN, as the null block of an engine may.
     """
 
     rows: tuple[int, ...]
@@ -85,42 +69,6 @@ def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 
         max_seq_len=cache["block_table"].shape[1] * shape.block_size,
         scale=shape.head_size**-0.5,
     )
-
-
-def draft_problem(
-    shape: AttentionShape,
-    topk: int,
-    steps: int,
-    level: int,
-    device: torch.device | str,
-    seed: int = 0,
-) -> DraftBatch:
-    """A random frontier of a draft; ``shape.rows`` is unused."""
-    generator = torch.Generator().manual_seed(seed)
-    num_reqs = len(shape.lens)
-    ancestors = torch.randint(0, topk, (num_reqs, topk, steps), generator=generator)
-    ancestors[:, :, level] = torch.arange(topk)
-    ancestors += torch.arange(steps) * topk
-    scratch = torch.randn(
-        num_reqs + 1, steps * topk, shape.kv_heads, 2 * shape.head_size, generator=generator
-    )
-    firsts = [length + level for length in shape.lens]
-    return DraftBatch(
-        **_cache(shape, device, generator, firsts),
-        query=_query(shape, num_reqs * topk, device, generator),
-        scratch_kv=scratch.to(device, shape.dtype),
-        ancestors=ancestors.to(device, torch.int32),
-        level=level,
-        prefix_lens=torch.tensor(shape.lens, dtype=torch.int32, device=device),
-        scale=shape.head_size**-0.5,
-        num_reqs=num_reqs,
-        topk=topk,
-    )
-
-
-def untouched(query: torch.Tensor) -> torch.Tensor:
-    """An output for a query: contiguous, of its shape and dtype, full of `UNTOUCHED`."""
-    return torch.full_like(query, UNTOUCHED, memory_format=torch.contiguous_format)
 
 
 def random_masks(rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """Tree attention in two passes: FlashAttention 3 over the prefix, then the tree's own rows.
 
-Where a request's rows times the heads that share K/V fill a tile of 128, arithmetic bounds
-attention over a long context, and FlashAttention 3 (arXiv:2407.08608) computes faster than our
-Triton kernel. It has no tree mask, so it computes attention over the keys before the tree, which
-all rows see, and returns its log-sum-exp. By that the second pass merges the few keys of the tree.
+Where a request's rows times the heads that share K/V fill a tile of 128, FlashAttention 3
+(arXiv:2407.08608) computes faster than our Triton kernel. It has no tree mask, so it attends to the
+keys before the tree, which all rows see. By its log-sum-exp the second pass merges the tree's keys.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,28 +33,8 @@ _SPLIT_BYTES = 128 << 20
 _MAX_SPLITS = 64
 
 
-class PrefixAttention(Protocol):
-    """The first pass: attention over the keys before the tree, without a mask."""
-
-    def __call__(
-        self, batch: TreeBatch, *, multiprocessors: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and its log-sum-exp (natural logarithm).
-
-        Args:
-            batch: its ``prefix_lens`` say which keys are read. Where that is 0 the results are
-                arbitrary.
-            multiprocessors: multiprocessors of the device.
-
-        Returns:
-            ``[num_tokens, num_heads, head_size]`` of any floating dtype, and f32
-            ``[num_heads, num_tokens]``.
-        """
-        ...
-
-
 def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
-    """Upper bound of the splits of a request's keys; see `bounded_splits`."""
+    """See `bounded_splits`."""
     num_tokens, num_heads, head_size = batch.query.shape
     kv_heads = batch.kv_cache.shape[1]
     programs = kv_heads * cdiv(batch.max_rows * (num_heads // kv_heads), _TILE)
@@ -65,55 +44,75 @@ def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
 def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) -> int:
     """Upper bound of the splits of a request's keys, within which FlashAttention decides.
 
-    The bound lets one long request fill the device, and keeps the partial results within a budget.
-    It depends on host values only, so that buffers in a captured graph stay large enough.
-
-    Args:
-        rows: rows of all requests, times query heads.
-        size: numbers of a value.
-        programs: programs of a request and split.
-        multiprocessors: multiprocessors of the device.
+    One long request may fill the device, and partial results keep to a budget. The bound depends on
+    host values only, so that buffers in a captured graph stay large enough. `rows` are those of all
+    requests times query heads, `size` is that of a value, `programs` are of a request and split.
     """
     fit = int(_SPLIT_BYTES // (4 * rows * (size + 1)))
     return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
 
 
-def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
-    """FlashAttention's schedule of the first pass, which all layers of a forward pass share.
+def scheduled(batch: TreeBatch | LatentBatch, **sizes: Any) -> torch.Tensor:
+    """FlashAttention's schedule of the first pass, int32, which all layers of a forward pass share.
 
-    One small kernel makes it; without a schedule, each layer would launch that kernel. No device
-    value is read on the host. Arguments are those of `PrefixAttention`.
-
-    Returns:
-        int32, opaque.
+    The host reads no device value.
     """
     from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
-    kv_heads, block_size = batch.kv_cache.shape[1:3]
     plan: torch.Tensor = get_scheduler_metadata(
         batch_size=batch.num_reqs,
         max_seqlen_q=batch.max_rows,
         max_seqlen_k=batch.max_seq_len,
         num_heads_q=batch.query.shape[1],
-        num_heads_kv=kv_heads,
-        headdim=batch.query.shape[2],
         cache_seqlens=batch.prefix_lens,
         qkv_dtype=batch.query.dtype,
         cu_seqlens_q=batch.query_start_loc,
-        page_size=block_size,
         causal=False,
+        **sizes,
+    )
+    return plan
+
+
+def attended_prefix(
+    batch: TreeBatch | LatentBatch, plan: torch.Tensor | None, **given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention 3 over the keys before each tree, which are `given` with their queries."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    out, lse = flash_attn_varlen_func(
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_rows,
+        seqused_k=batch.prefix_lens,
+        max_seqlen_k=batch.max_seq_len,
+        block_table=batch.block_table,
+        softmax_scale=batch.scale,
+        causal=False,
+        return_softmax_lse=True,
+        scheduler_metadata=plan,
+        fa_version=3,
+        **given,
+    )
+    return out, lse
+
+
+def plan_prefix(batch: TreeBatch, *, multiprocessors: int) -> torch.Tensor:
+    """`scheduled` for K and V of heads."""
+    kv_heads, block_size = batch.kv_cache.shape[1:3]
+    return scheduled(
+        batch,
+        num_heads_kv=kv_heads,
+        headdim=batch.query.shape[2],
+        page_size=block_size,
         has_softcap=batch.soft_cap > 0,
         num_splits=num_splits(batch, multiprocessors),
     )
-    return plan
 
 
 def flash_prefix_attention(
     batch: TreeBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`PrefixAttention` by vLLM's FlashAttention 3; `plan` is `plan_prefix` of the same batch."""
+    """The first pass by vLLM's FlashAttention 3; `plan` is `plan_prefix` of the same batch."""
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     # TMA requires aligned strides, even of the dimension of a single KV head.
     key, value = (
@@ -121,27 +120,18 @@ def flash_prefix_attention(
         for part in batch.kv_cache.transpose(1, 2).split(batch.query.shape[2], dim=-1)
     )
     scales = (batch.num_reqs, batch.kv_cache.shape[1])
-    out, lse = flash_attn_varlen_func(
+    return attended_prefix(
+        batch,
+        plan,
         q=batch.query,
         k=key,
         v=value,
-        cu_seqlens_q=batch.query_start_loc,
-        max_seqlen_q=batch.max_rows,
-        seqused_k=batch.prefix_lens,
-        max_seqlen_k=batch.max_seq_len,
-        block_table=batch.block_table,
-        softmax_scale=batch.scale,
         softcap=batch.soft_cap,
-        causal=False,
-        return_softmax_lse=True,
-        scheduler_metadata=plan,
         q_descale=None if batch.q_scale is None else batch.q_scale.expand(scales),
         k_descale=None if batch.k_scale is None else batch.k_scale.expand(scales),
         v_descale=None if batch.v_scale is None else batch.v_scale.expand(scales),
         num_splits=num_splits(batch, multiprocessors),
-        fa_version=3,
     )
-    return out, lse
 
 
 def two_pass_attention(
@@ -155,15 +145,10 @@ def two_pass_attention(
     """Attention of tree rows by two kernels; the result equals that of one kernel.
 
     Args:
-        batch: a batch whose queries have at most ``max_rows`` rows each.
-        out: like the query, bf16 or fp16. None completes what the first pass returns, in place;
-            `attend_own_latents` can do so.
-        multiprocessors: multiprocessors of the device.
-        prefix_attention: the first pass, a `PrefixAttention` of such batches.
-        own_attention: the second pass, which says what becomes of rows that are of no tree.
-
-    Returns:
-        `out`, or the first pass's output.
+        batch: its queries have at most ``max_rows`` rows each.
+        out: like the query, bf16 or fp16. None completes what the first pass returns, in place, and
+            returns it; `attend_own_latents` can do so.
+        prefix_attention, own_attention: see `Passes`.
     """
     if batch.num_reqs == 0:
         return torch.zeros_like(batch.query) if out is None else out
@@ -178,8 +163,10 @@ class Passes(NamedTuple):
 
     Attributes:
         plan: makes the schedule of the first pass.
-        prefix: the first pass, a `PrefixAttention` with a ``plan``.
-        own: the second pass.
+        prefix: attends to the keys before the tree, ``prefix_lens`` of them, without a mask.
+            Returns ``[num_tokens, num_heads, size]`` and its log-sum-exp (natural logarithm), f32
+            ``[num_heads, num_tokens]``. Both are arbitrary for a request without a prefix.
+        own: the second pass, which says what becomes of rows that are of no tree.
     """
 
     plan: Callable[..., torch.Tensor]
@@ -193,12 +180,7 @@ PLAIN_PASSES = Passes(plan_prefix, flash_prefix_attention, attend_own_rows)
 
 @dataclass
 class TwoPass:
-    """The two passes, for layers of one geometry and the batches for which they are chosen.
-
-    Attributes:
-        choice: which kernel computes which batch.
-        passes: what computes.
-    """
+    """The two passes, for layers of one geometry and the batches for which they are chosen."""
 
     choice: KernelChoice
     passes: Passes = field(default_factory=lambda: PLAIN_PASSES)
@@ -207,13 +189,10 @@ class TwoPass:
     _plan: torch.Tensor | None = None
 
     def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
-        """Whether the two passes compute a batch; only host values decide.
+        """Whether the two passes compute a batch whose requests all verify a tree, of `max_rows`.
 
-        Args:
-            metadata: vLLM's metadata of the attention backend, for a batch in which every request
-                verifies a tree.
-            max_rows: upper bound of a request's rows.
-            alike: whether query and cache are both fp8 or neither, as FlashAttention requires.
+        Only host values decide. `alike` says that query and cache are both fp8 or neither, as
+        FlashAttention requires.
         """
         num_reqs = metadata.query_start_loc.shape[0] - 1
         if self.choice.of(num_reqs, max_rows) != "flash":
@@ -231,17 +210,13 @@ class TwoPass:
         *,
         multiprocessors: int,
     ) -> torch.Tensor:
-        """Compute a batch for which `takes` was true.
+        """Compute a batch for which `takes` was true, and return its rows.
 
         Args:
             batch: the batch, without padding rows in its query.
             out: like the query, but it may have padding rows, which stay untouched; or None, as in
                 `two_pass_attention`.
             metadata: the object that `takes` saw; each forward pass has its own.
-            multiprocessors: multiprocessors of the device.
-
-        Returns:
-            The rows of the batch, like the query.
         """
         # A plan made before a capture is not in the captured graph: its replays would read the
         # plan of another batch.

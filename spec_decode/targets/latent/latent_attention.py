@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,8 +14,8 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     check_masked_rows,
     partial_results,
 )
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.latent.latent_kernel import copy_rows_kernel, latent_kernel
@@ -31,11 +32,10 @@ def latent_tile(
     """Rows and keys of a program, so that its accumulator fits its registers.
 
     Args:
-        rows: Query rows of a request, times heads.
-        rank_pad: Elements of a latent, padded.
-        dtype: Dtype of the query.
-        mixed: Whether most requests have far fewer rows, so that most of a large tile were empty.
-        two_dtypes: Whether cached latents are in FP8 and those of a draft's levels in 16 bits.
+        rows: query rows of a request, times heads.
+        rank_pad: elements of a latent, padded.
+        mixed: whether most requests have far fewer rows, so that most of a large tile were empty.
+        two_dtypes: whether cached latents are in FP8 and those of a draft's levels in 16 bits.
             Their tiles do not share memory, which for 64 rows sm_80 has too little of.
     """
     rows = max(16, next_power_of_2(rows))
@@ -43,6 +43,20 @@ def latent_tile(
         return Tile(16, 16, 4, 1)
     rows = min(rows, 32 if mixed or two_dtypes else 64)
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
+
+
+def check_latent_shapes(
+    query: torch.Tensor, rope: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Raise a `ValueError` if queries, latents and outputs don't fit."""
+    width = query.shape[2] + rope.shape[2]
+    if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
+        raise ValueError(
+            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
+            f"{tuple(latents.shape)}"
+        )
+    if out.shape != query.shape:
+        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,13 +72,7 @@ class _Call(AttentionCall):
     def check(self, out: torch.Tensor) -> None:
         query, rope, latents = self.query, self.query_rope, self.latents
         width = query.shape[2] + rope.shape[2]
-        if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-            raise ValueError(
-                f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-                f"{tuple(latents.shape)}"
-            )
-        if out.shape != query.shape:
-            raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
+        check_latent_shapes(query, rope, latents, out)
         if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *FP8):
             raise ValueError(
                 f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "
@@ -88,31 +96,20 @@ def latent_attention(
 ) -> None:
     """Attention of the last ``num_rows[r]`` rows of each request's query, as weighted latents.
 
-    No device value is read on the host, so the call can be captured. All sizes in a captured graph
-    are upper bounds.
+    The host reads no device value, so the call can be captured; sizes in a graph are upper bounds.
 
     Args:
-        batch: A batch.
         out: ``[num_tokens, num_heads, rank]``, dtype of the query; rows that are not computed stay
             untouched.
-        workspace: Receives partial results; None means one split.
-        num_splits: Forces the number of splits.
+        workspace: receives partial results; None means one split, unless `num_splits` forces more.
 
     Raises:
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
     check_masked_rows(batch.max_rows)
-    call = _Call(
-        query=batch.query,
-        query_rope=batch.query_rope,
-        latents=batch.latents,
-        block_table=batch.block_table,
-        num_reqs=batch.num_reqs,
+    call = _call(
+        batch,
         max_rows=batch.max_rows,
-        prefix_lens=batch.prefix_lens,
-        max_seq_len=batch.max_seq_len,
-        scale=batch.scale,
-        k_scale=batch.k_scale,
         query_start_loc=batch.query_start_loc,
         row_masks=batch.row_masks,
         num_rows=batch.num_rows,
@@ -128,28 +125,13 @@ def latent_draft_attention(
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
 ) -> None:
-    """Attention of a level's frontier in a draft with MLA, as weighted latents.
+    """Attention of a level's frontier in a draft with MLA; the rest is as of `latent_attention`.
 
-    Args:
-        batch: A batch whose scratch holds the level's own latents; see ``write_scratch``.
-        out: Like ``query``.
-        workspace: As in :func:`latent_attention`.
-        num_splits: Forces the number of splits.
-
-    Raises:
-        ValueError: As in :func:`latent_attention`.
+    The scratch of `batch` holds the level's own latents; see ``write_scratch``.
     """
-    call = _Call(
-        query=batch.query,
-        query_rope=batch.query_rope,
-        latents=batch.latents,
-        block_table=batch.block_table,
-        num_reqs=batch.num_reqs,
+    call = _call(
+        batch,
         max_rows=batch.topk,
-        prefix_lens=batch.prefix_lens,
-        max_seq_len=batch.max_seq_len,
-        scale=batch.scale,
-        k_scale=batch.k_scale,
         scratch=batch.scratch,
         ancestors=batch.ancestors,
         level=batch.level,
@@ -157,11 +139,23 @@ def latent_draft_attention(
     _launch(call, out, workspace, num_splits)
 
 
+def _call(batch: LatentBatch | LatentDraftBatch, **own: Any) -> _Call:
+    return _Call(
+        query=batch.query,
+        query_rope=batch.query_rope,
+        latents=batch.latents,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        prefix_lens=batch.prefix_lens,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.scale,
+        k_scale=batch.k_scale,
+        **own,
+    )
+
+
 def _launch(
-    call: _Call,
-    out: torch.Tensor,
-    workspace: AttentionWorkspace | None,
-    num_splits: int | None,
+    call: _Call, out: torch.Tensor, workspace: AttentionWorkspace | None, num_splits: int | None
 ) -> None:
     call.check(out)
     if call.num_reqs == 0:
@@ -221,14 +215,9 @@ def _launch(
 
 
 def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatch) -> None:
-    """Copy the rows of trees from one tensor to another, ``[>= num_tokens, width]`` each.
+    """Copy the rows of a batch's trees between tensors ``[>= num_tokens, width]`` of one dtype.
 
-    Other rows of the target stay untouched. No device value is read on the host.
-
-    Args:
-        source: rows of the batch.
-        target: likewise, of the same width and dtype.
-        batch: says which rows belong to trees.
+    Other rows of the target stay untouched. The host reads no device value.
     """
     width = source.shape[1]
     copy_rows_kernel[(batch.num_reqs, batch.max_rows, cdiv(width, _COPIED))](

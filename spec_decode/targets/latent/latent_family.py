@@ -1,6 +1,4 @@
-"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, Kimi Linear, GLM-4-MoE-Lite,
-LongCat.
-"""
+"""Multi-head latent attention (MLA): DeepSeek V2, V3 and R1, Kimi K2, Kimi Linear, LongCat, ..."""
 
 from __future__ import annotations
 
@@ -10,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
 from vllm_graft.spec_decode.targets.dense.draft_window import refuse_window
-from vllm_graft.spec_decode.targets.latent.kimi_latents import graft_kimi_latents
-from vllm_graft.spec_decode.targets.latent.latent_layer import graft_latents, is_latent
+from vllm_graft.spec_decode.targets.latent.latent_layer import (
+    graft_kimi_latents,
+    graft_latents,
+    is_latent,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class LatentFamily:
-    """Layers that cache one latent per token, from which K and V of all heads are made.
-
-    A node's latent has a slot of its own, as K/V of plain attention have, and moves as they do.
-    """
+    """Layers that cache one latent per token, which moves as K/V of plain attention do."""
 
     _checked = False
 
@@ -35,12 +32,6 @@ class LatentFamily:
         return is_latent(layer)
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Put tree attention over the layer's own.
-
-        Raises:
-            ConfigError: if its latents can't be read, or a draft's are to have a window.
-            SeamError: if this vLLM computes layers of Kimi Linear in another way than we know.
-        """
         if is_draft and context.draft_window:
             refuse_window(name, "has MLA")
         if isinstance(layer, MLAAttention):
@@ -52,16 +43,7 @@ class LatentFamily:
         graft_kimi_latents(name, layer, context, is_draft=is_draft)
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> DenseState:
-        """The caches of the layers, each with one head, and the slots of their groups."""
-        caches, groups = [], []
-        for index, group in enumerate(kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                if name in layers:
-                    caches.append(layers[name].kv_cache.unsqueeze(1))
-                    groups.append(index)
-        return DenseState(KVCacheTable.build(caches, groups), block_tables.slot_mappings)
+        caches = {name: layer.kv_cache.unsqueeze(1) for name, layer in layers.items()}
+        return DenseState.of(caches, kv_cache_config, block_tables)

@@ -66,9 +66,8 @@ def latent_kernel(
 ):
     """One tile, of a request's rows x heads, over one split of its keys.
 
-    A tile's rows and heads read the same keys, and a latent is loaded once as key and value. Rows
-    to verify see keys of the cache alone. Rows of a draft's level see all keys of the cache and
-    their ancestors in the scratch.
+    A latent is loaded once as key and value. Rows to verify see keys of the cache alone. Rows of a
+    draft's level see all keys of the cache and their ancestors in the scratch.
     """
     req = (tl.program_id(0) // TILES).to(tl.int64)
     split = tl.program_id(1)
@@ -168,7 +167,6 @@ def latent_kernel(
 
 @triton.jit
 def _latent_logits(q, q_rope, k, k_rope, scale, PRECISION: tl.constexpr):
-    """Logits by both parts of queries and keys."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     logits = tl.dot(q_rope, tl.trans(k_rope), logits, input_precision=PRECISION)
     return logits * scale

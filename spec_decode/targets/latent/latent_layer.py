@@ -1,11 +1,9 @@
 """Grafts tree attention onto layers with MLA, of a target or of a draft, in its absorbed form.
 
 vLLM computes a batch's leading requests in the absorbed form, where all heads read latents, and the
-others with K and V of each head, which it makes of the latents. Both see keys in the order of their
-slots. In which form a tree's rows would be computed depends on the backend and on the lengths of
-the other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute
-rows of trees in the absorbed form by our kernel, whatever else is in the batch. A level of a
-draft's tree has such rows alone, and their latents go to a scratch.
+others with K and V of each head. Which form a tree's rows would get depends on the backend and on
+other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute rows of
+trees in the absorbed form by our kernel. Latents of a draft's level go to a scratch.
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.kernels.attention.scratch import write_scratch
-from vllm_graft.spec_decode.targets.dense.dense_features import KV_DTYPES
-from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
+from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
+from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, refuse_format
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.targets.latent import latent_attention as kernels
 from vllm_graft.spec_decode.targets.latent import plain_latent as reference
@@ -31,6 +30,8 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 if TYPE_CHECKING:
+    from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
+
     from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
     from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -56,10 +57,7 @@ class LatentOps(NamedTuple):
 
 
 TRITON = LatentOps(
-    kernels.latent_attention,
-    kernels.copy_tree_rows,
-    kernels.latent_draft_attention,
-    write_scratch,
+    kernels.latent_attention, kernels.copy_tree_rows, kernels.latent_draft_attention, write_scratch
 )
 TORCH = LatentOps(
     reference.latent_attention_reference,
@@ -70,13 +68,7 @@ TORCH = LatentOps(
 
 
 class TreePart(NamedTuple):
-    """The part of a batch in which trees are.
-
-    Attributes:
-        num_reqs: requests up to the last one with a tree.
-        num_tokens: their rows.
-        block_table: int32 ``[num_reqs, max_blocks]``.
-    """
+    """The part of a batch in which trees are: up to the last request with one."""
 
     num_reqs: int
     num_tokens: int
@@ -85,14 +77,7 @@ class TreePart(NamedTuple):
 
 @dataclass
 class LatentTrees:
-    """Computes rows of trees over a layer's latents.
-
-    Attributes:
-        layer: an ``MLAAttention``, or a layer with its parts.
-        context: what the tree parts of the worker share.
-        ops: what computes rows of trees.
-        two_pass: the two passes, and where they are chosen; None where the kernel is the only one.
-    """
+    """Computes rows of trees over latents of a layer, an ``MLAAttention`` or one with its parts."""
 
     layer: Any
     context: TreeContext
@@ -100,7 +85,6 @@ class LatentTrees:
     two_pass: TwoPass | None = field(default=None, init=False)
 
     def part(self, metadata: Any) -> TreePart:
-        """Where the trees of a batch are."""
         return self.context.once(metadata, self._tree_part)
 
     def verify(
@@ -113,12 +97,9 @@ class LatentTrees:
     ) -> None:
         """Compute the rows of a batch's trees into `output`; other rows stay as they are.
 
-        Args:
-            query: absorbed queries of the rows of `part`, ``[num_tokens, num_heads, rank]``.
-            rope: their rotated parts, ``[num_tokens, num_heads, rope]``.
-            kv_cache: ``[num_blocks, block_size, rank + rope]``, the rows' latents among them.
-            metadata: vLLM's ``MLACommonMetadata``.
-            output: ``[>= num_tokens, num_heads * v_head_dim]``.
+        Absorbed queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated
+        parts ``[num_tokens, num_heads, rope]``, and outputs ``[>= num_tokens, num_heads * v_dim]``.
+        The cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents.
         """
         layer, context, part = self.layer, self.context, self.part(metadata)
         batch = LatentBatch(
@@ -150,8 +131,8 @@ class LatentTrees:
         """Weighted latents of tree rows, by the kernel that is chosen for such a batch.
 
         Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
-        its buffers among rows might spread. So they are zeros, but for those of a mixed batch,
-        which are not used.
+        its buffers among rows might spread. So they are zeros, but for a mixed batch, which does
+        not use them.
         """
         space, two_pass = self.context.workspace, self.two_pass
         if (
@@ -198,12 +179,7 @@ class LatentTrees:
 
 @dataclass
 class TreeLatents(LatentTrees):
-    """In place of a layer's ``forward_impl``: computes tree rows, passes other rows on.
-
-    Attributes:
-        stock: the layer's own ``forward_impl``.
-        is_draft: whether the layer is the draft's, whose levels have a metadata of their own.
-    """
+    """In place of a layer's ``forward_impl`` (`stock`): computes tree rows, passes others on."""
 
     stock: Callable[..., torch.Tensor]
     is_draft: bool = False
@@ -221,17 +197,9 @@ class TreeLatents(LatentTrees):
     ) -> torch.Tensor:
         """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``.
 
-        Args:
-            q: ``[num_tokens, num_heads, qk_head_dim]``.
-            k_c_normed: latents of the rows ``[num_tokens, rank]``, which are in the cache already,
-                but for those of a draft's level.
-            k_pe: their rotated parts ``[num_tokens, 1, rope]``, likewise.
-            kv_cache: ``[num_blocks, block_size, rank + rope]``.
-            attn_metadata: vLLM's ``MLACommonMetadata``, our `DraftTreeMetadata` in a draft's level,
-                or None in a run without attention.
-            output: receives the result.
-            *args: passed on.
-            **kwargs: passed on.
+        Latents of the rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe`
+        ``[num_tokens, 1, rope]`` are in the cache already, but for those of a draft's level, whose
+        metadata is a `DraftTreeMetadata`. It is None in a run without attention.
         """
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
@@ -254,7 +222,6 @@ class TreeLatents(LatentTrees):
         metadata: DraftTreeMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Compute a level of the draft's trees, whose latents are kept in the scratch."""
         layer, rows = self.layer, len(q)
         self.ops.write_scratch(
             latent.view(rows, 1, layer.kv_lora_rank),
@@ -270,13 +237,7 @@ class TreeLatents(LatentTrees):
             query_rope=rope,
             latents=kv_cache,
             scratch=metadata.scratch,
-            ancestors=metadata.ancestors,
-            level=metadata.level,
-            prefix_lens=metadata.prefix_lens,
-            block_table=metadata.block_table,
-            num_reqs=metadata.num_reqs,
-            topk=metadata.topk,
-            max_seq_len=metadata.max_seq_len,
+            **metadata.of_batch(),
             scale=layer.scale,
             k_scale=self.k_scale,
         )
@@ -286,11 +247,7 @@ class TreeLatents(LatentTrees):
 
 
 def ops_for(name: str, layer: Any, *, is_draft: bool = False) -> LatentOps:
-    """The operations that read the latents of the layer `name`.
-
-    Raises:
-        ConfigError: if it keeps them in a layout or format that we can't read.
-    """
+    """The operations that read the latents of the layer `name`, or refuse it."""
     backend = layer.get_attn_backend().get_name()
     if backend not in LATENT_BACKENDS:
         raise ConfigError(
@@ -299,23 +256,14 @@ def ops_for(name: str, layer: Any, *, is_draft: bool = False) -> LatentOps:
             f"--{'speculative-config.attention_backend' if is_draft else 'attention-backend'} "
             f"{'CPU_MLA' if backend == 'AMX_MLA' else 'TRITON_MLA'}"
         )
-    if layer.kv_cache_dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"--additional-config.graft.tree cannot read --kv-cache-dtype {layer.kv_cache_dtype} "
-            f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
-        )
+    refuse_format(name, layer.kv_cache_dtype)
     return TORCH if backend == "CPU_MLA" else TRITON
 
 
 def graft_latents(
     name: str, layer: MLAAttention, context: TreeContext, *, is_draft: bool = False
 ) -> None:
-    """Make the layer `name` compute tree rows besides what it does already.
-
-    Raises:
-        ConfigError: if the layer keeps its latents in a layout or format that we can't read, or
-            writes its output in another format than its queries have.
-    """
+    """Make the layer `name` compute tree rows besides what it does already, or refuse it."""
     ops = ops_for(name, layer, is_draft=is_draft)
     if layer._vllm_config.compilation_config.pass_config.fuse_attn_quant:
         raise ConfigError(
@@ -324,3 +272,68 @@ def graft_latents(
         )
     trees = TreeLatents(layer, context, ops, layer.forward_impl, is_draft)
     layer.forward_impl = layer.tree_latents = trees
+
+
+@dataclass
+class TreeKimiLatents(LatentTrees):
+    """In place of ``_attention`` (`stock`) of a layer with MLA of Kimi Linear, a class of its own.
+
+    Such a layer writes latents to the cache in the pass that makes their queries. So we stand
+    before both. It computes batches with prompts, and rows of trees are computed again.
+    """
+
+    stock: Callable[..., None]
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        attn_out: torch.Tensor,
+    ) -> None:
+        """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``.
+
+        `q` is ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens,
+        rank]``, keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so
+        `positions` go unused.
+        """
+        known, mode = get_forward_context().attn_metadata, self.context.mode
+        plain = not isinstance(known, dict) or mode is VerifyMode.NONE
+        if plain or mode is VerifyMode.MIXED:
+            self.stock(positions, q, kv_c_normed, k_pe, attn_out)
+        if plain:
+            return
+        layer = self.layer
+        metadata = known[layer.layer_name]
+        count = self.part(metadata).num_tokens
+        query, rope = self.absorbed(q[:count])
+        if mode is not VerifyMode.MIXED:
+            self._write(query, rope, kv_c_normed[:count], k_pe[:count])
+        self.verify(query, rope, layer._attn_read_kv_cache(), metadata, attn_out)
+
+    def _write(
+        self, query: torch.Tensor, rope: torch.Tensor, latents: torch.Tensor, keys: torch.Tensor
+    ) -> None:
+        """Write the latents of the rows to the cache, as the layer writes those of decodes."""
+        layer = self.layer
+        slots = get_forward_context().slot_mapping
+        assert isinstance(slots, dict)
+        own = slots[layer.layer_name][: len(query)]
+        layer._decode_concat_cache(query, rope, latents, keys, None, None, own)
+
+
+def graft_kimi_latents(
+    name: str, layer: MultiHeadLatentAttention, context: TreeContext, *, is_draft: bool
+) -> None:
+    """Make the layer `name` compute tree rows besides what it does already, or refuse it."""
+    if is_draft or layer.rotary_emb is not None:
+        raise ConfigError(
+            f"--additional-config.graft.tree does not support layers like {name}, a "
+            f"{type(layer).__name__} {'of a draft' if is_draft else 'with rotations'}: remove the "
+            f"graft.tree keys to draft chains"
+        )
+    trees = TreeKimiLatents(layer, context, ops_for(name, layer), layer._attention)
+    layer.tree_latents = trees
+    # Its own is no part of a PIECEWISE graph, which it interrupts; nor is ours.
+    layer._attention = eager_break_during_capture(trees)

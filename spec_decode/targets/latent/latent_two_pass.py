@@ -1,23 +1,36 @@
 """Tree attention over latents (MLA) in two passes: FlashAttention 3 over the prefix, then the tree.
 
 In the absorbed form all heads of a request's rows share their keys, so arithmetic bounds attention
-over a long context, and FlashAttention 3 (arXiv:2407.08608) computes several times as fast as our
-Triton kernel. Its keys are the rotated parts, its values the latents, which meet queries of their
-own.
+over a long context, where FlashAttention 3 is several times as fast as our Triton kernel. Its keys
+are the rotated parts, its values the latents, which meet queries of their own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.targets.dense.two_pass import Passes, bounded_splits
+from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, KernelName, Point
+from vllm_graft.spec_decode.targets.dense.samples import random_masks
+from vllm_graft.spec_decode.targets.dense.two_pass import (
+    Passes,
+    TwoPass,
+    attended_prefix,
+    bounded_splits,
+    scheduled,
+)
+from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
+from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.batch import LatentBatch
+
 
 _TILE = 64
 """Query rows of a program of FlashAttention 3 with values of 512 numbers, times heads."""
@@ -27,70 +40,38 @@ _RANK, _ROPE = 512, 64
 
 
 def latent_splits(batch: LatentBatch, multiprocessors: int) -> int:
-    """Upper bound of the splits of a request's latents; see `bounded_splits`."""
+    """See `bounded_splits`."""
     num_tokens, num_heads, rank = batch.query.shape
     programs = cdiv(batch.max_rows * num_heads, _TILE)
     return bounded_splits(num_tokens * num_heads, rank, programs, multiprocessors)
 
 
 def plan_latent_prefix(batch: LatentBatch, *, multiprocessors: int) -> torch.Tensor:
-    """FlashAttention's schedule of the first pass, which all layers of a forward pass share.
-
-    No device value is read on the host.
-
-    Returns:
-        int32, opaque.
-    """
-    from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
-
-    plan: torch.Tensor = get_scheduler_metadata(
-        batch_size=batch.num_reqs,
-        max_seqlen_q=batch.max_rows,
-        max_seqlen_k=batch.max_seq_len,
-        num_heads_q=batch.query.shape[1],
+    """`scheduled` for latents."""
+    return scheduled(
+        batch,
         num_heads_kv=1,
         headdim=batch.query_rope.shape[2],
         headdim_v=batch.query.shape[2],
-        cache_seqlens=batch.prefix_lens,
-        qkv_dtype=batch.query.dtype,
-        cu_seqlens_q=batch.query_start_loc,
         page_size=batch.latents.shape[1],
-        causal=False,
         num_splits=latent_splits(batch, multiprocessors),
     )
-    return plan
 
 
 def flash_prefix_latents(
     batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the latents before each tree; `plan` is `plan_latent_prefix` of the same batch.
-
-    Returns:
-        ``[num_tokens, num_heads, rank]`` of the query's dtype, and its log-sum-exp, f32
-        ``[num_heads, num_tokens]``. Both are arbitrary for a request without a prefix.
-    """
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-
+    """Attend to the latents before each tree; `plan` is `plan_latent_prefix` of the same batch."""
     rank = batch.query.shape[2]
-    out, lse = flash_attn_varlen_func(
+    return attended_prefix(
+        batch,
+        plan,
         q=batch.query_rope,
         k=batch.latents[..., rank:].unsqueeze(-2),
         v=batch.latents[..., :rank].unsqueeze(-2),
         q_v=batch.query,
-        cu_seqlens_q=batch.query_start_loc,
-        max_seqlen_q=batch.max_rows,
-        seqused_k=batch.prefix_lens,
-        max_seqlen_k=batch.max_seq_len,
-        block_table=batch.block_table,
-        softmax_scale=batch.scale,
-        causal=False,
-        return_softmax_lse=True,
-        scheduler_metadata=plan,
         num_splits=latent_splits(batch, multiprocessors),
-        fa_version=3,
     )
-    return out, lse
 
 
 LATENT_PASSES = Passes(plan_latent_prefix, flash_prefix_latents, attend_own_latents)
@@ -116,3 +97,86 @@ def why_no_latent_passes(layer: Any) -> str | None:
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is set, and splits depend on the batch"
     return None
+
+
+_CACHE_BYTES = 256 << 20
+"""Bytes of latents in a measurement. Longer contexts share blocks."""
+
+
+class LatentGeometry(NamedTuple):
+    """What attention's time depends on besides the batch, of one rank."""
+
+    num_heads: int
+    rank: int
+    rope: int
+    dtype: torch.dtype
+    block_size: int
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of all requests above which a point is left out: 128 heads take long over more."""
+        return 1 << 18
+
+    @property
+    def calls_timed(self) -> int:
+        """Calls in a graph that is timed."""
+        return 2
+
+    @classmethod
+    def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> LatentGeometry:
+        sizes = (len(layer.W_UK_T), layer.kv_lora_rank, layer.qk_rope_head_dim)
+        return cls(*sizes, dtype, block_size)
+
+    def problem(self, point: Point, device: torch.device | str) -> LatentBatch:
+        """A batch of random trees, all with ``point.rows`` rows."""
+        keys = max(point.context, point.rows)
+        rows, width = point.num_reqs * point.rows, self.rank + self.rope
+        block_bytes = self.block_size * width * self.dtype.itemsize
+        per_request = cdiv(keys, self.block_size)
+        blocks = max(1, min(point.num_reqs * per_request, _CACHE_BYTES // block_bytes))
+        generator = torch.Generator().manual_seed(0)
+        masks = random_masks(point.rows, generator).repeat(point.num_reqs)
+
+        def drawn(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, device=device, dtype=self.dtype)
+
+        def filled(value: int) -> torch.Tensor:
+            return torch.full((point.num_reqs,), value, dtype=torch.int32, device=device)
+
+        table = torch.randint(blocks, (point.num_reqs, per_request), generator=generator)
+        return LatentBatch(
+            query=drawn(rows, self.num_heads, self.rank),
+            query_rope=drawn(rows, self.num_heads, self.rope),
+            latents=drawn(blocks, self.block_size, width),
+            query_start_loc=torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device),
+            prefix_lens=filled(keys - point.rows),
+            block_table=table.to(device, torch.int32),
+            row_masks=masks.to(device),
+            num_rows=filled(point.rows),
+            max_rows=point.rows,
+            max_seq_len=keys,
+            scale=width**-0.5,
+        )
+
+    def lengthen(self, batch: LatentBatch, keys: int) -> None:
+        """Give each request so many keys, its tree's among them."""
+        batch.prefix_lens.fill_(keys - batch.max_rows)
+
+    def calls(
+        self, batch: LatentBatch, workspace: AttentionWorkspace, longest: int
+    ) -> dict[KernelName, Callable[[], None]]:
+        """A call of each kernel, for graphs whose requests have up to `longest` keys.
+
+        The kernel that is the only one gets zeros to write to, as in a layer.
+        """
+        batch = replace(batch, max_seq_len=longest)
+        both, metadata = TwoPass(KernelChoice("flash"), LATENT_PASSES), object()
+        multiprocessors = workspace.multiprocessors
+
+        def alone() -> None:
+            latent_attention(batch, torch.zeros_like(batch.query), workspace=workspace)
+
+        def passes() -> None:
+            both.attend(batch, None, metadata, multiprocessors=multiprocessors)
+
+        return {"triton": alone, "flash": passes}

@@ -15,12 +15,11 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     check_masked_rows,
     check_prefix,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
-    _merged_weights,
-    _tree_rows,
-)
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import _tree_rows
+from vllm_graft.spec_decode.kernels.attention.own_rows import merged_weights
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.targets.latent.latent_attention import check_latent_shapes
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 _PROGRAMS = 256
@@ -30,11 +29,8 @@ _PROGRAMS = 256
 class OwnTile(NamedTuple):
     """Sizes of a program of the second pass.
 
-    Attributes:
-        rows: rows times heads, a power of 2 from 16 on.
-        chunk: numbers of a latent that are loaded and multiplied at a time, likewise.
-        warps: warps.
-        stages: chunks that are under way at a time, that of the arithmetic among them.
+    Rows times heads, and numbers of a latent that are multiplied at a time, are powers of 2 from 16
+    on. `stages` are chunks that are under way at a time.
     """
 
     rows: int
@@ -45,16 +41,11 @@ class OwnTile(NamedTuple):
 
 @functools.cache
 def own_tile(num_reqs: int, rows: int, rank: int) -> OwnTile:
-    """Sizes of a program, by sizes that the host knows.
+    """Sizes of a program for requests of at most `rows` rows times heads, by values of the host.
 
     A program reads all latents of its tree, so large tiles read less. A latent goes through in
     chunks, because an accumulator of all its numbers takes so many registers that a multiprocessor
     has room for one program, which then waits for memory.
-
-    Args:
-        num_reqs: requests.
-        rows: most rows of a request's query, times heads.
-        rank: numbers of a latent.
     """
     most = max(16, next_power_of_2(rows))
     wide = [size for size in (64, 32) if num_reqs * cdiv(rows, size) >= _PROGRAMS]
@@ -173,7 +164,7 @@ def own_latents_kernel(
     logits = logits * (scale * 1.4426950408889634)
     bit = (mask[:, None] >> n[None, :].to(tl.int64)) & 1
     logits = tl.where((bit != 0) & exists[None, :], logits, float("-inf"))
-    weights, prefix_weight, total = _merged_weights(logits, lse, None)
+    weights, prefix_weight, total = merged_weights(logits, lse, None)
     total = tl.where(total > 0, total, 1.0)
     weights = weights.to(latents.dtype.element_ty)
 
@@ -200,20 +191,17 @@ def attend_own_latents(
     """The second of two passes over latents: a tree's own ones, then the merge.
 
     The partial softmaxes are merged by their log-sum-exp (flash-decoding, arXiv:2311.01282). The
-    result equals that of `latent_attention` if the first pass saw the latents before each tree. No
-    device value is read on the host.
-
-    Rows that belong to no tree become zeros: those of a request before its tree, and those behind
-    the last request, which a graph has where fewer requests run than it was captured for.
+    host reads no device value. Rows that belong to no tree become zeros: those of a request before
+    its tree, and those behind the last request, which a graph has where fewer run than it was
+    captured for.
 
     Args:
-        batch: A batch whose latents have the dtype of its query, and whose ``max_rows`` is an upper
-            bound of the rows of every query.
+        batch: its latents have the dtype of its query, and ``max_rows`` bounds every query's rows.
         prefix_out: ``[num_tokens, num_heads, rank]``, the first pass's output, any floating dtype.
             Not read for a request without a prefix, nor for rows that belong to no tree.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
-        out: Like the query. It may be `prefix_out` itself.
-        tile: Sizes of a program; None decides by the batch's sizes.
+        out: like the query. It may be `prefix_out` itself.
+        tile: sizes of a program; None decides by the batch's sizes.
 
     Raises:
         ValueError: if shapes, dtypes or strides are not these.
@@ -269,15 +257,8 @@ def _check(
 ) -> None:
     check_masked_rows(batch.max_rows)
     query, rope, latents = batch.query, batch.query_rope, batch.latents
-    width = query.shape[2] + rope.shape[2]
-    if latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-        raise ValueError(
-            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-            f"{tuple(latents.shape)}"
-        )
+    check_latent_shapes(query, rope, latents, out)
     check_prefix(query, prefix_out, prefix_lse)
-    if out.shape != query.shape:
-        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
     if not query.dtype == rope.dtype == latents.dtype == out.dtype:
         raise ValueError(
             f"queries of {query.dtype} and {rope.dtype}, latents of {latents.dtype} and an output "

@@ -5,100 +5,60 @@ from __future__ import annotations
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.targets.dense.plain_attention import (
+    attended,
+    cached,
+    own_rows,
+    seen_keys,
+)
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
 def latent_attention_reference(
     batch: LatentBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernel's ``latent_attention``, in float32, without a ``workspace``.
-
-    It reads lengths on the host.
-    """
-    for r, own in enumerate(_own_rows(batch)):
-        rows = own.stop - own.start
-        if rows == 0:
+    """The kernel's ``latent_attention`` in float32; it reads lengths on the host."""
+    for r, own in own_rows(batch):
+        if own.start == own.stop:
             continue
-        prefix = int(batch.prefix_lens[r])
-        keys = _gather(batch, r, prefix + rows)
-        visible = torch.ones(rows, len(keys), dtype=torch.bool, device=keys.device)
-        bits = torch.arange(rows, device=keys.device)
-        visible[:, prefix:] = (batch.row_masks[own, None] >> bits & 1).bool()
-        out[own] = _attend(batch, own, keys, visible).to(out.dtype)
-
-
-def prefix_latents_reference(
-    batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of two passes in float32, the latents before each tree, with its log-sum-exp.
-
-    Results are NaN where there is no prefix: a merge must not read them. It reads lengths on the
-    host.
-    """
-    out = torch.full(batch.query.shape, float("nan"), device=batch.query.device)
-    lse = torch.full(batch.query.shape[1::-1], float("nan"), device=batch.query.device)
-    starts = batch.query_start_loc.tolist()
-    for r, length in enumerate(batch.prefix_lens.tolist()):
-        own = slice(starts[r], starts[r + 1])
-        if length == 0:
-            continue
-        keys = _gather(batch, r, length)
-        both = torch.cat([batch.query[own], batch.query_rope[own]], dim=-1).float()
-        logits = torch.einsum("rhd,nd->hrn", both, keys) * batch.scale
-        lse[:, own] = logits.logsumexp(-1)
-        latents = keys[:, : batch.query.shape[2]]
-        out[own] = torch.einsum("hrn,nd->rhd", logits.softmax(-1), latents)
-    return out, lse
+        keys = gathered_latents(batch, r, int(batch.prefix_lens[r]) + own.stop - own.start)
+        out[own] = _attended(batch, own, keys, seen_keys(batch, own, len(keys))).to(out.dtype)
 
 
 def latent_draft_attention_reference(
     batch: LatentDraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
 ) -> None:
-    """The reference of the kernel's ``latent_draft_attention``, in float32, without a workspace."""
+    """The kernel's ``latent_draft_attention`` in float32."""
     topk, slots = batch.topk, (batch.level + 1) * batch.topk
     for r, prefix in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)
-        keys = torch.cat([_gather(batch, r, prefix), batch.scratch[r, :slots, 0].float()])
+        keys = torch.cat([gathered_latents(batch, r, prefix), batch.scratch[r, :slots, 0].float()])
         visible = torch.zeros(topk, len(keys), dtype=torch.bool, device=keys.device)
         visible[:, :prefix] = True
         visible.scatter_(1, prefix + batch.ancestors[r, :, : batch.level + 1].long(), True)
-        out[own] = _attend(batch, own, keys, visible).to(out.dtype)
+        out[own] = _attended(batch, own, keys, visible).to(out.dtype)
 
 
 def copy_tree_rows_reference(
     source: torch.Tensor, target: torch.Tensor, batch: LatentBatch
 ) -> None:
-    """The reference of the kernel's ``copy_tree_rows``."""
-    for own in _own_rows(batch):
+    """The kernel's ``copy_tree_rows``."""
+    for _, own in own_rows(batch):
         target[own] = source[own]
 
 
-def _own_rows(batch: LatentBatch) -> list[slice]:
-    """The rows of each request's tree."""
-    starts = batch.query_start_loc.tolist()
-    found = []
-    for r, rows in enumerate(batch.num_rows[: batch.num_reqs].tolist()):
-        end = starts[r + 1]
-        found.append(slice(end - min(rows, batch.max_rows, end - starts[r]), end))
-    return found
-
-
-def _attend(
+def _attended(
     batch: LatentBatch | LatentDraftBatch, own: slice, keys: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
     """Weighted latents of some rows of the query, f32 ``[rows, num_heads, rank]``."""
     both = torch.cat([batch.query[own], batch.query_rope[own]], dim=-1).float()
-    logits = torch.einsum("rhd,nd->hrn", both, keys) * batch.scale
-    weights = logits.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hrn,nd->rhd", weights, keys[:, : batch.query.shape[2]])
+    key = keys[:, None]
+    return attended(both, key, key[..., : batch.query.shape[2]], visible, batch.scale)
 
 
-def _gather(batch: LatentBatch | LatentDraftBatch, request: int, length: int) -> torch.Tensor:
+def gathered_latents(
+    batch: LatentBatch | LatentDraftBatch, request: int, length: int
+) -> torch.Tensor:
     """The keys of a request, f32 ``[length, rank + rope]``."""
-    position = torch.arange(length, device=batch.latents.device)
-    size = batch.latents.shape[1]
-    blocks = batch.block_table[request, position // size].long()
-    keys = batch.latents[blocks, position % size]
-    fp8 = keys.dtype in (torch.uint8, torch.float8_e4m3fn)
-    keys = keys.view(torch.float8_e4m3fn).float() if fp8 else keys.float()
-    return keys * batch.k_scale if fp8 and batch.k_scale is not None else keys
+    keys, fp8 = cached(batch.latents.unsqueeze(1), batch.block_table[request], length)
+    return (keys * batch.k_scale if fp8 and batch.k_scale is not None else keys)[:, 0]

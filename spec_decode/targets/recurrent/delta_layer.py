@@ -13,10 +13,11 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import Batch, keep_inputs
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
+    Batch,
     Parted,
     TreeRecurrence,
+    keep_inputs,
     metadata_of,
     told,
 )
@@ -41,12 +42,7 @@ class DeltaTrees(TreeRecurrence):
     """Whether vLLM hands over zeros to be filled."""
 
     def compute(self, out: torch.Tensor, given: Tensors) -> None:
-        """Compute a batch.
-
-        Args:
-            out: receives the result.
-            given: the other arguments of the pass.
-        """
+        """Compute a batch into `out`; `given` are the other arguments of the pass."""
         metadata = metadata_of(self.layer)
         if metadata is None or metadata.spec_sequence_masks is None:
             # A run without attention, or prompts alone.
@@ -85,7 +81,6 @@ class DeltaTrees(TreeRecurrence):
         raise NotImplementedError
 
     def _part(self, metadata: GDNAttentionMetadata) -> Parted:
-        """Where trees are, and what is kept of them. Layers of one metadata object share it."""
         part = parted(metadata, self.context.rows.row_parents)
         leads = part.others is None
         batch = Batch(
@@ -99,11 +94,9 @@ class DeltaTrees(TreeRecurrence):
 
 
 def parted(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> Parted:
-    """Where trees are, by host values alone.
+    """Where trees are in a batch with verified requests, by host values alone.
 
-    Args:
-        metadata: of a batch with verified requests.
-        parents: i32 ``[max_tokens]``, the row that each row of the batch continues.
+    `parents` is i32 ``[max_tokens]``, the row that each row of the batch continues.
     """
     count = metadata.num_spec_decodes
     columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
@@ -141,19 +134,14 @@ class TreeDeltaRule(DeltaTrees):
     DECAY = Decay.SCALAR
 
     def __call__(
-        self,
-        mixed_qkv: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-        core_attn_out: torch.Tensor,
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
-        """Compute a batch into `core_attn_out` ``[num_tokens, value_heads, V]``.
+        """Compute a batch into `core_attn_out` ``[num_tokens, value_heads, V]``, which holds zeros.
 
         Args:
             mixed_qkv: ``[num_tokens, dim]``, queries, keys and values before the convolution.
             b: ``[num_tokens, value_heads]``, betas before the sigmoid.
             a: ``[num_tokens, value_heads]``, decays before the softplus.
-            core_attn_out: zeros; receives the result.
         """
         self.compute(core_attn_out, {"mixed_qkv": mixed_qkv, "b": b, "a": a})
 
@@ -167,11 +155,7 @@ class TreeDeltaRule(DeltaTrees):
 
     @classmethod
     def prepare(cls, name: str, layer: Any) -> None:
-        """Refuse other kernels than CUDA's.
-
-        Raises:
-            ConfigError: if the platform computes the layer by others.
-        """
+        """Refuse other kernels than CUDA's."""
         method = layer._forward_method.__name__
         if method != "forward_cuda":
             raise ConfigError(
@@ -208,13 +192,11 @@ class TreeKeyDecays(DeltaTrees):
             g1: ``[1, num_tokens, heads, K]``, decays before the activation.
             g2: ``[num_tokens, heads, V]``, the norm's gate.
             beta: ``[1, num_tokens, heads]``, betas before the sigmoid.
-            core_attn_out: receives the result.
         """
         given = {"mixed_qkv": mixed_qkv, "g1": g1, "g2": g2, "beta": beta}
         self.compute(core_attn_out, given)
 
     def finished(self, found: torch.Tensor, given: Tensors) -> torch.Tensor:
-        """The gated norm of it."""
         normed: torch.Tensor = self.layer.o_norm(found, given["g2"])
         return normed
 
@@ -248,5 +230,4 @@ class TreeKeyDecays(DeltaTrees):
         return True
 
     def fold_gates(self) -> tuple[None, None]:
-        """None: the gates are kept as they count."""
         return None, None

@@ -1,6 +1,6 @@
 """Grafts trees onto layers of Mamba-2, in Nemotron-H, Falcon-H1 and Granite 4.0-H.
 
-Rows that drafts are verified of lead such a layer's batch, prompts follow.
+Verified rows lead such a layer's batch, prompts follow.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, SelectiveGates
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import Batch, keep_inputs
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
+    Batch,
     Parted,
     TreeRecurrence,
+    keep_inputs,
     metadata_of,
     told,
 )
@@ -36,9 +37,7 @@ class TreeSelectiveState(TreeRecurrence):
     def __call__(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
         """Compute a batch into `output` ``[num_tokens, heads * P]``.
 
-        Args:
-            projected_states: ``[num_tokens, gate + inputs, B and C + heads]``.
-            output: receives the result.
+        `projected_states` is ``[num_tokens, gate + inputs, B and C + heads]``.
         """
         metadata = metadata_of(self.layer)
         if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:
@@ -62,7 +61,6 @@ class TreeSelectiveState(TreeRecurrence):
         self.recur(inputs, gates, part, output.unflatten(1, (layer.tped_dt_size, layer.head_dim)))
 
     def _part(self, metadata: Mamba2AttentionMetadata) -> Parted:
-        """Where trees are, by host values alone. Layers of one metadata object share it."""
         columns, starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
         accepted = metadata.num_accepted_tokens
         assert columns is not None
@@ -79,11 +77,7 @@ class TreeSelectiveState(TreeRecurrence):
 
     @classmethod
     def prepare(cls, name: str, layer: Any) -> None:
-        """Refuse states that are kept as inputs of a chain.
-
-        Raises:
-            ConfigError: if ``--use-replayssm`` is given.
-        """
+        """Refuse states that are kept as inputs of a chain."""
         if layer.use_replayssm:
             raise ConfigError(
                 f"--use-replayssm keeps no state per row in layer {name}, which "
@@ -99,11 +93,5 @@ class TreeSelectiveState(TreeRecurrence):
     def groups(self) -> int:
         return int(self.layer.n_groups // self.layer.tp_size)
 
-    @property
-    def weights(self) -> torch.Tensor:
-        weights: torch.Tensor = self.layer.conv_weights
-        return weights
-
     def fold_gates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rates of decay, and what is added to steps."""
         return self.layer.A, self.layer.dt_bias

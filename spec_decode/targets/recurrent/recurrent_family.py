@@ -1,11 +1,8 @@
-"""Recurrent layers: the gated delta rule (Qwen3-Next, Qwen3.5), Kimi Delta Attention (Kimi Linear)
-and Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H).
+"""Recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2.
 
 vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
 its parent's state and leaves its own in the block of its row; or it leaves its inputs in a buffer
-of the layer, and the state that the accepted path ends in is made of them. So nothing of what vLLM
-allocates or schedules changes; see `vllm_graft.spec_decode.targets.recurrent.recurrent_layer` for
-the pass.
+of the layer, and the state that the accepted path ends in is made of them.
 """
 
 from __future__ import annotations
@@ -18,7 +15,10 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.compare import require_seams
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule, TreeKeyDecays
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import (
+    TreeDeltaRule,
+    TreeKeyDecays,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
@@ -31,18 +31,14 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     move_states,
 )
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
-from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
-    TreeRecurrence,
-    graft_of,
-    windows_of,
-)
+from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import TreeRecurrence, windows_of
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
@@ -50,11 +46,8 @@ if TYPE_CHECKING:
 class RecurrentState:
     """A state or kept inputs per node, and a window of the inputs of all nodes.
 
-    Attributes:
-        caches: what each layer keeps.
-        table: where it lies.
-        kept: which requests have left inputs in place of states; None if none ever does.
-        folds: the layers that keep inputs; None likewise.
+    `kept` says which requests have left inputs in place of states, `folds` by which layers; both
+    are None if none ever does.
     """
 
     caches: list[RecurrentCache]
@@ -65,9 +58,9 @@ class RecurrentState:
     def fork(self, step: VerifyStep) -> None:
         """Let prompts of one token that carry placeholders for drafts be verified, from zeros.
 
-        Every node has a column of its own already. But vLLM pads such a prompt to the rows of a
-        tree, and takes it for a prompt of so many tokens: its state would be the one behind the
-        placeholders. (Where a token comes before it, vLLM has it verified.)
+        vLLM pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens.
+        So its state would be the one behind the placeholders. (Where a token comes before it, vLLM
+        has it verified.)
         """
         if self.kept is not None:
             self.kept.firsts.fill_(-1)
@@ -110,12 +103,8 @@ class RecurrentState:
 
 def _kind_of(layer: MambaBase) -> type[TreeRecurrence] | None:
     # The modules of these layers bring many kernels: they are there if such a layer is.
-    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
-        KimiGatedDeltaNetAttention,
-    )
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
-        QwenGatedDeltaNetAttention,
-    )
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     if isinstance(layer, QwenGatedDeltaNetAttention):
@@ -136,12 +125,6 @@ class RecurrentFamily:
         return isinstance(layer, MambaBase) and _kind_of(layer) is not None
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Let tree rows continue their parents' states.
-
-        Raises:
-            ConfigError: if the layer is the draft's, or its states can't be read.
-            SeamError: if this vLLM computes such layers in another way than we know.
-        """
         if is_draft:
             raise ConfigError(
                 f"--additional-config.graft.tree needs a draft of plain attention layers, but "
@@ -158,12 +141,8 @@ class RecurrentFamily:
         self._kept = context.kept
 
     def state(
-        self,
-        layers: Mapping[str, Any],
-        kv_cache_config: KVCacheConfig,
-        block_tables: BlockTables,
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> RecurrentState:
-        """The caches of the layers, and the blocks of their groups."""
         caches: list[RecurrentCache] = []
         folded: list[FoldedLayer] = []
         modes: set[str] = set()
@@ -191,8 +170,7 @@ class RecurrentFamily:
 
 
 def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
-    """The layer, if it keeps inputs."""
-    trees = graft_of(layer)
+    trees: TreeRecurrence | None = getattr(layer, "tree_recurrence", None)
     if trees is None or trees.inputs is None:
         return []
     rates, bias = trees.fold_gates()

@@ -29,42 +29,35 @@ def is_recurrent(model: Any) -> bool:
     return bool(model.is_hybrid or model.is_attention_free)
 
 
+def _is_of(model: Any, types: tuple[str, ...]) -> bool:
+    text = model.hf_text_config
+    # With such a gate a model's layers are of another kind.
+    gate = (getattr(text, "linear_attn_config", None) or {}).get("use_full_rank_gate")
+    return is_recurrent(model) and not gate and getattr(text, "model_type", None) in types
+
+
 def can_keep_inputs(model: Any) -> bool:
     """Whether a target's recurrent layers can keep inputs in place of states."""
-    return is_recurrent(model) and _type_of(model) in (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2)
+    return _is_of(model, (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2))
 
 
 def has_key_decays(model: Any) -> bool:
     """Whether a target is one of those whose layers with Kimi Delta Attention are served."""
-    return is_recurrent(model) and _type_of(model) in _KEY_DECAYS
+    return _is_of(model, _KEY_DECAYS)
 
 
 def has_mamba2(model: Any) -> bool:
     """Whether a target is one of those whose layers of Mamba-2 are served."""
-    return is_recurrent(model) and _type_of(model) in _MAMBA2
-
-
-def _type_of(model: Any) -> str | None:
-    """The type of a model whose layers are of one kind; None if a gate makes them another."""
-    text = model.hf_text_config
-    delta = getattr(text, "linear_attn_config", None) or {}
-    return None if delta.get("use_full_rank_gate") else getattr(text, "model_type", None)
-
-
-def _of_types(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
-    def find(model: Any) -> str:
-        has = is_recurrent(model) and _type_of(model) in types
-        return says if has and _on_nvidia() else ""
-
-    return find
-
-
-_delta_rule = _of_types(_DELTA_RULE, "has recurrent layers with the gated delta rule")
+    return _is_of(model, _MAMBA2)
 
 
 def has_delta_rule(model: Any) -> bool:
     """Whether a target has layers with the gated delta rule that are served on this platform."""
-    return bool(_delta_rule(model))
+    return _is_of(model, _DELTA_RULE) and _on_nvidia()
+
+
+def _if_of(types: tuple[str, ...], says: str) -> Callable[[Any], str]:
+    return lambda model: says if _is_of(model, types) and _on_nvidia() else ""
 
 
 def _recurrent(model: Any) -> str:
@@ -82,22 +75,17 @@ RECURRENT: tuple[Feature, ...] = (
     Feature(
         "gated delta rule",
         _STATES,
-        in_model=_delta_rule,
+        in_model=_if_of(_DELTA_RULE, "has recurrent layers with the gated delta rule"),
         asked="recurrent",
         unasked=True,
     ),
     Feature(
         "Kimi delta attention",
         _STATES,
-        in_model=_of_types(_KEY_DECAYS, "has recurrent layers with Kimi Delta Attention"),
+        in_model=_if_of(_KEY_DECAYS, "has recurrent layers with Kimi Delta Attention"),
         asked="recurrent",
     ),
-    Feature(
-        "Mamba-2",
-        _STATES,
-        in_model=_of_types(_MAMBA2, "has Mamba-2 layers"),
-        asked="recurrent",
-    ),
+    Feature("Mamba-2", _STATES, in_model=_if_of(_MAMBA2, "has Mamba-2 layers"), asked="recurrent"),
     Feature(
         "other Mamba or linear attention",
         "A recurrent state folds the rows in order; a tree has no single order.",

@@ -1,7 +1,6 @@
 """Grafts trees onto recurrent layers: what the grafts of all kinds share.
 
-vLLM sends rows of requests that it verifies drafts of through a convolution and a recurrence of
-their own, each row behind the row before. A graft stands before both and lets each row continue its
+A graft stands before a layer's convolution and recurrence and lets each verified row continue its
 parent. All other rows are computed by the layer itself, as a batch of their own.
 """
 
@@ -20,21 +19,92 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, Gates, numbers_of
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import allocate_inputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+    MAX_ROWS,
+    KeptRows,
+    LayerInputs,
+    RecurrentRows,
+    keep_rows,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import LayerInputs
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+        LayerInputs,
+        RecurrentRows,
+    )
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 
+_LEAST_ROWS = 4
+"""Rows of a request from which on inputs are kept: states, of 2 MiB a layer in Qwen3-Next against
+16 KiB of a row's inputs, would be moved five times and more, in place of three times."""
+
+
+def allocate_inputs(
+    weight: torch.Tensor,
+    gates: tuple[int, int],
+    context: TreeContext,
+    dtype: torch.dtype | None = None,
+) -> LayerInputs:
+    """Memory for the inputs of a layer with a convolution's weight ``[features, ...]``.
+
+    What all layers share is allocated with the first one. `gates` are the numbers per head that a
+    row's gates are, and heads; `dtype` is that of what is behind the convolution, None for the
+    weight's.
+    """
+    max_reqs, width = context.path.shape
+    max_tokens = len(context.rows.row_parents)
+    max_rows = min(max_tokens, max_reqs * width)
+    if context.kept is None:
+        context.kept = KeptRows.allocate(max_tokens, max_rows, weight.device)
+    inputs = LayerInputs.allocate(
+        max_rows, weight.shape[0], gates, dtype or weight.dtype, weight.device
+    )
+    context.kept_bytes += inputs.nbytes
+    return inputs
+
+
+class Batch(NamedTuple):
+    """Rows of a pass that drafts are verified in, as the host knows them.
+
+    `requests` and `padded` (rows) include a graph's padding; `most` is of one request.
+    """
+
+    rows: int
+    requests: int
+    most: int
+    padded: int
+
+
+def keeps_inputs(batch: Batch, context: TreeContext) -> bool:
+    """Whether the rows' inputs are kept, by host values alone: a graph is captured in one form."""
+    kept = context.kept
+    if kept is None or max(batch.rows, batch.padded) > kept.max_rows:
+        return False
+    if batch.most > MAX_ROWS or batch.rows <= batch.requests:
+        return False
+    return context.recurrent_form == "inputs" or batch.rows >= _LEAST_ROWS * batch.requests
+
+
+def keep_inputs(
+    batch: Batch, rows: RecurrentRows, batch_rows: torch.Tensor | None, context: TreeContext
+) -> int:
+    """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`.
+
+    The most rows of a request are returned, or 0 where the pass writes states.
+    """
+    if context.kept is None or not keeps_inputs(batch, context):
+        return 0
+    keep_rows(context.kept, rows, batch_rows, batch.most)
+    return batch.most
+
+
 class Parted(NamedTuple):
-    """The two parts of a batch with verified requests.
+    """The rows of requests that drafts are verified of, and the rest of a batch.
 
     Attributes:
-        rows: the rows of requests that drafts are verified of.
         others: vLLM's metadata of the rest alone; None if there is none.
         max_rows: most rows of a request, if their inputs are kept; 0 if their states are written.
     """
@@ -46,18 +116,11 @@ class Parted(NamedTuple):
 
 @dataclass
 class TreeRecurrence:
-    """In place of a layer's pass: each verified row continues its parent's state.
+    """In place of a layer's pass (`stock`): each verified row continues its parent's state.
 
     A pass either writes each row's state to the row's column, or writes no state and keeps the
-    rows' inputs, by which the accepted path's state is made afterwards.
-
-    A kind of layer is a subclass, called in place of the layer's method `PASS`.
-
-    Attributes:
-        layer: the layer.
-        context: what the tree parts of the worker share.
-        stock: the layer's own pass.
-        inputs: keeps the rows' inputs; None if every pass writes states.
+    rows' `inputs`, by which the accepted path's state is made afterwards. A kind of layer is a
+    subclass, called in place of the layer's method `PASS`.
     """
 
     PASS: ClassVar[str]
@@ -75,17 +138,11 @@ class TreeRecurrence:
     inputs: LayerInputs | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a batch as the layer's own pass would."""
         raise NotImplementedError
 
     @classmethod
     def graft(cls, name: str, layer: Any, context: TreeContext) -> None:
-        """Make the layer `name` compute tree rows besides what it does already.
-
-        Raises:
-            ConfigError: if the layer keeps its states in another way than a column per row, or is
-                computed by kernels that ours don't stand for.
-        """
+        """Make the layer `name` compute tree rows besides what it does already, or refuse it."""
         cls.prepare(name, layer)
         require_columns(name, layer)
         trees = cls(layer, context, getattr(layer, cls.PASS))
@@ -100,12 +157,10 @@ class TreeRecurrence:
         """Refuse the layer, or have it take the pass that is replaced."""
 
     def installed(self) -> Callable[..., Any]:
-        """What takes the place of the layer's pass."""
         return self
 
     @property
     def heads(self) -> int:
-        """Heads of values of this rank."""
         return len(self.layer.A_log)
 
     @property
@@ -124,12 +179,6 @@ class TreeRecurrence:
         raise NotImplementedError
 
     @property
-    def weights(self) -> torch.Tensor:
-        """Weights of the convolution ``[features, taps]``."""
-        weights: torch.Tensor = self.layer.conv1d.weight.flatten(1)
-        return weights
-
-    @property
     def silu(self) -> bool:
         """Whether SiLU follows the convolution; otherwise there is no activation."""
         return self.layer.activation in ("silu", "swish")
@@ -139,20 +188,16 @@ class TreeRecurrence:
         return self.layer.A_log, self.layer.dt_bias
 
     def recur(self, inputs: torch.Tensor, gates: Gates, part: Parted, out: torch.Tensor) -> None:
-        """Send rows through convolution and recurrence.
+        """Send `inputs` ``[num_rows, features]`` through convolution and recurrence.
 
-        Args:
-            inputs: ``[num_rows, features]``, before the convolution.
-            gates: of the rows.
-            part: which row continues which, and what is kept.
-            out: ``[num_rows, heads, V]``, receives the result.
+        `out` ``[num_rows, heads, V]`` receives the result.
         """
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
         mixed = tree_conv(
             inputs,
             windows_of(layer),
-            self.weights,
+            layer.conv1d.weight.flatten(1),
             layer.conv1d.bias,
             rows,
             silu=self.silu,
@@ -175,11 +220,6 @@ class TreeRecurrence:
             groups=groups,
             max_rows=part.max_rows,
         )
-
-
-def graft_of(layer: Any) -> TreeRecurrence | None:
-    """What computes a layer's trees; None if it has no graft."""
-    return getattr(layer, "tree_recurrence", None)
 
 
 def windows_of(layer: Any) -> torch.Tensor:
@@ -208,11 +248,7 @@ def told(layer: Any, metadata: Any) -> Iterator[None]:
 
 
 def require_columns(name: str, layer: Any) -> None:
-    """Refuse a layer that does not keep a state per row.
-
-    Raises:
-        ConfigError: if vLLM keeps the states of the layer `name` in another way.
-    """
+    """Refuse a layer that does not keep a state per row."""
     mode = layer.cache_config.mamba_cache_mode
     if mode not in ("none", "align"):
         raise ConfigError(

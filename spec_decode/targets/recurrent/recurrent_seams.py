@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.seams.ledger.notation import seams
+from vllm_graft.seams.ledger.entry import Seam, seams
 
 _TREE = "vLLM verifies trees itself"
 

@@ -29,7 +29,6 @@ STATES = Refusals()
     f"set `{flag('tree', 'recurrent')}` to true for trees on these, or {_CHAIN}",
 )
 def _not_asked(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    """Trees on some recurrent layers are asked for by name, and those on others can be left out."""
     model = target_of(vllm_config)
     if tree.topk == 1 or model is None:
         return

@@ -1,11 +1,13 @@
-"""How many nodes of a tree a preset lets vLLM hold recurrent states for."""
+"""Memory of trees on recurrent layers, and how many nodes a preset lets vLLM hold states for."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vllm_graft.base.options import target_of
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_key_decays, has_mamba2
 
 MOST, FEW = 15, 7
 SHARE = 4
@@ -14,13 +16,7 @@ same requests need the rest."""
 
 
 class StateRoom(NamedTuple):
-    """The room that a device has for recurrent states.
-
-    Attributes:
-        nodes: most nodes of a preset's tree.
-        says: why it has so many, or why there is no room.
-        fits: whether states of so many nodes have room.
-    """
+    """The most nodes of a preset's tree, why so many or none, and whether they have room."""
 
     nodes: int
     says: str
@@ -30,9 +26,7 @@ class StateRoom(NamedTuple):
 def node_bytes(nodes: int, vllm_config: Any) -> int:
     """Bytes that vLLM holds on one rank for one row of one request with the gated delta rule.
 
-    Args:
-        nodes: of a tree. A row's window of inputs has room for all of them.
-        vllm_config: its target's recurrent layers all have the gated delta rule.
+    A row's window of inputs has room for all `nodes` of a tree.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import (
         MambaStateDtypeCalculator,
@@ -58,11 +52,7 @@ def node_bytes(nodes: int, vllm_config: Any) -> int:
 
 
 def state_room(vllm_config: Any) -> StateRoom:
-    """How many nodes a preset's tree gets at most. All of it is known before the model is loaded.
-
-    Args:
-        vllm_config: as for `node_bytes`.
-    """
+    """How many nodes a preset's tree gets at most, for a target as of `node_bytes`."""
     from vllm.platforms import current_platform
 
     requests = vllm_config.scheduler_config.max_num_seqs
@@ -85,3 +75,21 @@ def state_room(vllm_config: Any) -> StateRoom:
     if none := too_much(FEW):
         return StateRoom(FEW, none, fits=False)
     return StateRoom(FEW, crowded)
+
+
+def kept_bytes(rows: int, model: Any, window: Sequence[int], state: Sequence[int]) -> int:
+    """Bytes of what one layer keeps of so many rows in place of states.
+
+    `window` is the shape of a request's window of inputs, features first or last, `state` that of
+    its state, heads first and keys last.
+    """
+    import torch
+
+    from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, numbers_of
+    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import LayerInputs
+
+    by_key = Decay.BY_KEY if has_key_decays(model) else Decay.SCALAR
+    decay = Decay.SELECTIVE if has_mamba2(model) else by_key
+    gates = numbers_of(decay, state[-1]), state[0]
+    # Features are more than a window's inputs.
+    return LayerInputs.allocate(rows, max(window), gates, model.dtype, torch.device("meta")).nbytes

@@ -13,6 +13,7 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_graft.graph_runners.language import draft
 from vllm_graft.graph_runners.language.draft import (
     DraftGraphRunner,
     EagerDraftRunner,
@@ -54,21 +55,11 @@ def make_runner(lone_rank: None) -> Any:
 FULL = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        (CUDAGraphMode.NONE, CUDAGraphMode.NONE),
-        (CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE),
-        (CUDAGraphMode.FULL_DECODE_ONLY, FULL),
-        (CUDAGraphMode.FULL_AND_PIECEWISE, FULL),
-        (CUDAGraphMode.FULL, FULL),
-    ],
-)
-def test_levels_are_captured_where_decodes_are(
-    mode: CUDAGraphMode, expected: CUDAGraphMode
-) -> None:
-    assert DraftGraphRunner.resolve(mode) == expected
-    assert EagerDraftRunner.resolve(mode) == CUDAGraphMode.NONE
+def test_levels_are_captured_where_decodes_are() -> None:
+    without = {CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE}
+    for mode in CUDAGraphMode:
+        assert DraftGraphRunner.resolve(mode) == (CUDAGraphMode.NONE if mode in without else FULL)
+        assert EagerDraftRunner.resolve(mode) == CUDAGraphMode.NONE
 
 
 def sizes(runner: Any) -> list[int]:
@@ -85,11 +76,14 @@ def test_sizes_are_whole_requests_the_largest_first(make_runner: Any) -> None:
     assert sizes(make_runner(CUDAGraphMode.FULL_AND_PIECEWISE, EagerDraftRunner)) == []
 
 
-def test_sizes_that_fit_no_batch_are_named(
-    make_runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("vllm_graft.graph_runners.language.draft.warning_once", said.append)
+@pytest.fixture
+def said(monkeypatch: Any) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(draft, "warning_once", found.append)
+    return found
+
+
+def test_sizes_that_fit_no_batch_are_named(make_runner: Any, said: list[str]) -> None:
     make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
     make_runner(CUDAGraphMode.PIECEWISE)
     assert not said
@@ -98,18 +92,20 @@ def test_sizes_that_fit_no_batch_are_named(
     assert "add sizes from 4 to 24" in said[0]
 
 
+def dispatch(runner: Any, num_reqs: int, rows: int = 0) -> Any:
+    """The graph of a batch, once graphs are captured."""
+    runner._graphs_captured = True
+    return runner.dispatch(num_reqs, rows or num_reqs * TOPK, TOPK, num_active_loras=0)
+
+
 def test_batch_sizes_of_a_graph(make_runner: Any) -> None:
     runner = make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
     assert [list(runner.batch_sizes(size)) for size in (1, 2, 4)] == [[1], [2], [3, 4]]
     for num_reqs in (1, 2, 3, 4):
-        runner._graphs_captured = True
-        desc = runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
-        assert num_reqs in runner.batch_sizes(desc.num_reqs)
+        assert num_reqs in runner.batch_sizes(dispatch(runner, num_reqs).num_reqs)
 
 
-def test_levels_are_captured_at_each_size(
-    make_runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_are_captured_at_each_size(make_runner: Any, monkeypatch: Any) -> None:
     def capture(self: Any, create: Any, title: str) -> None:
         for desc in self._capture_descs[CUDAGraphMode.FULL]:
             create(desc, warmup=True)(CUDAGraphMode.NONE)
@@ -120,7 +116,7 @@ def test_levels_are_captured_at_each_size(
     assert drafted == [4, 2, 1]
 
 
-def test_managers_share_a_capture_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_managers_share_a_capture_stream(monkeypatch: Any) -> None:
     """One stream's capture cannot reuse memory of another stream's capture."""
     contexts: list[Any] = []
 
@@ -163,14 +159,10 @@ def test_a_batch_takes_the_next_size(make_runner: Any, num_reqs: int, padded: in
     runner = make_runner(FULL)
     options = {"uniform_token_count": TOPK, "num_active_loras": 0}
     assert runner.dispatch(num_reqs, num_reqs * TOPK, **options).cg_mode == CUDAGraphMode.NONE
-    runner._graphs_captured = True
-    desc = runner.dispatch(num_reqs, num_reqs * TOPK, **options)
-    if padded is None:
-        assert desc.cg_mode == CUDAGraphMode.NONE
-        assert desc.num_tokens == num_reqs * TOPK
-    else:
-        assert desc.cg_mode == CUDAGraphMode.FULL
-        assert (desc.num_reqs, desc.num_tokens) == (padded, padded * TOPK)
+    desc = dispatch(runner, num_reqs)
+    assert desc.cg_mode == (CUDAGraphMode.FULL if padded else CUDAGraphMode.NONE)
+    assert desc.num_tokens == (padded or num_reqs) * TOPK
+    assert padded in (None, desc.num_reqs)
 
 
 def test_sizes_that_serve_no_wanted_batch_are_dropped(make_runner: Any) -> None:
@@ -189,15 +181,7 @@ def test_counts_whatever_the_engine_s_sizes(make_runner: Any) -> None:
     runner = make_runner(CUDAGraphMode.FULL_AND_PIECEWISE)
     runner.plan_counts([1, 3, 5])
     assert sizes(runner) == [5, 3, 1]
-    served = {
-        num_reqs: next(
-            desc.num_reqs
-            for desc in runner._candidates[num_reqs * TOPK, 0]
-            if desc.uniform_token_count == TOPK
-        )
-        for num_reqs in range(1, 6)
-    }
-    assert served == {1: 1, 2: 3, 3: 3, 4: 5, 5: 5}
+    assert [dispatch(runner, num_reqs).num_reqs for num_reqs in range(1, 6)] == [1, 3, 3, 5, 5]
 
 
 def test_at_most_a_third_is_padding() -> None:
@@ -215,13 +199,12 @@ def test_at_most_a_third_is_padding() -> None:
 @pytest.mark.parametrize("num_reqs", range(1, 6))
 def test_exact_sizes_alone(make_runner: Any, num_reqs: int) -> None:
     runner = make_runner(FULL, ExactDraftRunner)
-    runner._graphs_captured = True
-    desc = runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+    desc = dispatch(runner, num_reqs)
     is_size = num_reqs in (1, 2, 4)
     assert desc.cg_mode == (CUDAGraphMode.FULL if is_size else CUDAGraphMode.NONE)
     assert (desc.num_reqs, desc.num_tokens) == (num_reqs, num_reqs * TOPK)
     # A data-parallel rank with fewer requests takes the size that the ranks agreed on.
-    assert runner.dispatch(1, 4 * TOPK, TOPK, num_active_loras=0).num_reqs == 4
+    assert dispatch(runner, 1, 4 * TOPK).num_reqs == 4
 
 
 class Doubling:
@@ -230,8 +213,7 @@ class Doubling:
     def __init__(self, runner: Any, num_reqs: int, stale: bool = False) -> None:
         self.runner = runner
         self.inputs, self.drafts = torch.zeros(6), torch.zeros(6)
-        runner._graphs_captured = True
-        self.desc = runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+        self.desc = dispatch(runner, num_reqs)
         self.launches = 0
         graph = cuda_graphs.CUDAGraph()
         with cuda_graphs.graph(graph):
@@ -244,10 +226,9 @@ class Doubling:
         self.launches += 1
         torch.mul(self.inputs, 2, out=self.drafts)
 
-    def draft(self, value: float, num_reqs: int) -> list[float]:
-        """Return the drafts of a step, by graph or not."""
+    def draft(self, value: float, num_reqs: int = 3) -> list[float]:
         self.inputs.fill_(value)
-        desc = self.runner.dispatch(num_reqs, num_reqs * TOPK, TOPK, num_active_loras=0)
+        desc = dispatch(self.runner, num_reqs)
         if desc.cg_mode == CUDAGraphMode.FULL:
             self.runner.replay(desc, self.launch, lambda: [self.drafts[:num_reqs].clone()])
         else:
@@ -258,41 +239,28 @@ class Doubling:
 
 def test_the_first_replay_of_a_size_is_compared(make_runner: Any) -> None:
     doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4)
-    for step in range(1, 4):
-        assert doubling.draft(step, 3) == [2 * step] * 3
+    assert [doubling.draft(step) for step in (1, 2, 3)] == [[2] * 3, [4] * 3, [6] * 3]
     assert doubling.launches == 1
     assert doubling.runner.graphs[doubling.desc].replays == 3
     assert doubling.runner.checks() == {"verified": [4], "differing": []}
 
 
-def test_a_graph_with_a_stale_input_is_never_believed(
-    make_runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("vllm_graft.graph_runners.language.draft.warning_once", said.append)
+def test_a_graph_with_a_stale_input_is_never_believed(make_runner: Any, said: list[str]) -> None:
     doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4, stale=True)
-    for step in range(1, 4):
-        assert doubling.draft(step, 3) == [2 * step] * 3
+    assert [doubling.draft(step) for step in (1, 2, 3)] == [[2] * 3, [4] * 3, [6] * 3]
     assert doubling.launches == 3
     assert doubling.runner.graphs[doubling.desc].replays == 1
     assert doubling.runner.checks() == {"verified": [], "differing": [4]}
     assert "graph of 4 requests (16 rows)" in said[0]
     # Other sizes keep their graphs.
-    assert doubling.runner.dispatch(2, 2 * TOPK, TOPK, num_active_loras=0).num_reqs == 2
+    assert dispatch(doubling.runner, 2).num_reqs == 2
 
 
-def test_a_graph_that_another_rank_refuses_is_launched(
-    make_runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank must not replay what its peer launches."""
+def test_a_graph_that_another_rank_refuses_is_launched(make_runner: Any, monkeypatch: Any) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(
-        "vllm_graft.graph_runners.language.draft.all_ranks_agree",
-        lambda own: bool(asked.append(own)),
-    )
+    monkeypatch.setattr(draft, "all_ranks_agree", lambda own: bool(asked.append(own)))
     doubling = Doubling(make_runner(FULL, VerifyingDraftRunner), 4)
-    for step in range(1, 4):
-        assert doubling.draft(step, 3) == [2 * step] * 3
+    assert [doubling.draft(step) for step in (1, 2, 3)] == [[2] * 3, [4] * 3, [6] * 3]
     assert asked == [True]
     assert doubling.launches == 3
     assert doubling.runner.checks() == {"verified": [], "differing": [4]}
@@ -300,6 +268,6 @@ def test_a_graph_that_another_rank_refuses_is_launched(
 
 def test_the_other_runners_check_nothing(make_runner: Any) -> None:
     doubling = Doubling(make_runner(FULL), 4)
-    assert doubling.draft(5, 3) == [10.0] * 3
+    assert doubling.draft(5) == [10.0] * 3
     assert doubling.launches == 0
     assert doubling.runner.checks() == {}

@@ -34,7 +34,7 @@ class Clock:
 
 
 def test_captures_take_less_than_their_share_of_a_stream(
-    kind: str, model: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, model: Any, monkeypatch: Any
 ) -> None:
     clock = Clock()
     for module in (runner_module, route, exact_captures):
@@ -57,12 +57,11 @@ def test_captures_take_less_than_their_share_of_a_stream(
     found = runner.report()
     assert found["captures"]["exact"] == 3
     # The first capture is that of the layout that half of the batches have.
-    (first, *_), _ = next(iter(runner.store.exact)), None
+    first: Any = next(iter(runner.store.exact))[0]
     assert first[1:4] == popular[0]
     assert found["items"]["exact"] > 50
     # Each batch that a graph was captured with was answered by the eager pass.
-    assert found["items"]["eager"] == 3
-    assert found["declines"] == {}
+    assert (found["items"]["eager"], found["declines"]) == (3, {})
 
 
 def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -> None:
@@ -75,10 +74,8 @@ def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -
     assert mode.calls > 100
     assert mode.idle == []
     # Negative control: the probe finds such work if there is some.
-    constants = dict(graph.buffers)
-    constants["cu_seqlens"] = constants["cu_seqlens"].clone()
     with torch.inference_mode(), Idle(graph.buffers["pixel_values"]) as mode:
-        runner.tower.forward({**constants, "pos_embeds": constants["pos_embeds"] * 1.0})
+        runner.tower.forward({**graph.buffers, "pos_embeds": graph.buffers["pos_embeds"] * 1.0})
     assert mode.idle == ["aten.mul.Tensor"]
 
 

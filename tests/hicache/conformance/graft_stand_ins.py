@@ -1,6 +1,6 @@
 """Stand-ins that vLLM's own test files import where they name a class of vLLM's.
 
-This file is copied beside them; see ``suites.py``.
+This file is copied beside them; see ``test_conformance.py``.
 """
 
 from __future__ import annotations

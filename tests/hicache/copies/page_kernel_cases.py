@@ -1,4 +1,4 @@
-"""Cases of the page kernel, which test_page_kernel.py compiles."""
+"""Cases of the page kernel, which test_fp8_copy.py compiles."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.host_cache.simulated_copies import LAYERS, Rig, run_copy
+from tests.support.host_cache.third_stores import raising
 from vllm_graft.hicache.copies import streams as stream_engine
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.testing import simulated
@@ -49,24 +50,17 @@ def test_steps_are_timed_when_the_device_has_done_them(rig: Rig) -> None:
     assert rig.engine.step_seconds() == {}
 
 
-def test_fence_keeps_a_block_until_its_store_has_read_it(rig: Rig) -> None:
+@pytest.mark.parametrize(("fenced", "kept"), [(5, 7.0), (4, -1.0)])
+def test_a_fence_keeps_a_block_until_its_store_has_read_it(
+    rig: Rig, fenced: int, kept: float
+) -> None:
     rig.write(3, 7.0)
     rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
     rig.engine.begin_step()
-    rig.engine.fence([5])
+    rig.engine.fence([fenced])
     rig.write(3, -1.0)
     rig.engine.drain()
-    assert (rig.slot(1) == 7.0).all()
-
-
-def test_without_a_fence_the_block_is_overwritten(rig: Rig) -> None:
-    rig.write(3, 7.0)
-    rig.engine.store(rig.operation(Direction.STORE, 3, 1, job=5))
-    rig.engine.begin_step()
-    rig.engine.fence([4])
-    rig.write(3, -1.0)
-    rig.engine.drain()
-    assert (rig.slot(1) == -1.0).all()
+    assert (rig.slot(1) == kept).all()
 
 
 def test_layers_are_there_once_they_are_waited_for(rig: Rig) -> None:
@@ -169,23 +163,17 @@ def test_async_load_starts_behind_the_work_of_earlier_steps(rig: Rig) -> None:
     assert all((cache[6] == 9.0).all() for cache in rig.caches.values())
 
 
-@pytest.mark.parametrize("host_dtype", HOST_DTYPES)
-def test_a_copy_that_raises_has_failed(host_dtype: torch.dtype) -> None:
-    with simulated():
-        rig = Rig(True, host_dtype)
-
-        def broken(*_: Any) -> None:
-            raise RuntimeError("no such device")
-
-        rig.engine._batch_copy = rig.engine._run_copy = broken
-        rig.engine._convert = rig.engine._convert and broken
-        rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
-        assert [result.failed for result in rig.engine.finished()] == [True]
-        load = rig.operation(Direction.LOAD, 6, 2)
-        rig.engine.load_layers(load, first=())
-        assert rig.engine.take_incomplete() == [load]
-        assert [result.failed for result in rig.engine.finished()] == [True]
-        assert rig.engine.wait_all_layers() == 0, "nothing is waited for that nobody runs"
+def test_a_copy_that_raises_has_failed(rig: Rig) -> None:
+    broken = raising(RuntimeError("no such device"))
+    rig.engine._batch_copy = rig.engine._run_copy = broken
+    rig.engine._convert = rig.engine._convert and broken
+    rig.engine.load(rig.operation(Direction.LOAD, 6, 2))
+    assert [result.failed for result in rig.engine.finished()] == [True]
+    load = rig.operation(Direction.LOAD, 6, 2)
+    rig.engine.load_layers(load, first=())
+    assert rig.engine.take_incomplete() == [load]
+    assert [result.failed for result in rig.engine.finished()] == [True]
+    assert rig.engine.wait_all_layers() == 0, "nothing is waited for that nobody runs"
 
 
 @pytest.mark.parametrize("host_dtype", HOST_DTYPES)

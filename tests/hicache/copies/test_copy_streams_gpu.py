@@ -1,7 +1,8 @@
-"""Copies on real streams: bytes arrive, in both directions, and never late."""
+"""Copies on real streams: bytes arrive, in both directions or through buffers, and never late."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -325,3 +326,292 @@ def _strided_rig(order: str, delay: int, monkeypatch: pytest.MonkeyPatch) -> Gpu
     monkeypatch.setattr(strided, "LEAST_BYTES", 5 * width)
     monkeypatch.setattr(pool_shape, "PIN_BYTES", 9 * LAYERS * 4 * 16 * 64 * 4)
     return GpuRig(order, delay, driver=CudaDriver.load(torch.cuda.current_device()))
+
+
+ORDERS = ["LBHNC", "BLHNC", "LHBNC"]
+PAGE = 4 * 16 * 64 * 4
+"""Bytes of a layer's page."""
+
+CHUNK_ROWS = 4
+"""How many pages of a layer a buffer holds."""
+
+SLOT_LIST = list(range(SLOTS))
+TARGETS = {
+    "reversed": [BLOCKS - 1 - slot for slot in SLOT_LIST],
+    "random": random.Random(5).sample(range(BLOCKS), SLOTS),
+    # Memory is pinned in pieces; the slots of the first piece are copied straight.
+    "mixed": [
+        *range(20, 29),
+        *(60, 3, 58, 5, 56, 7, 54, 9, 52),
+        *range(19, 10, -1),
+        *(30, 35, 31, 36, 32),
+    ],
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Make rigs whose loads go by 2D copies of five rows and more, with small buffers."""
+    from vllm_graft.hicache.copies import page_kernel, strided
+    from vllm_graft.hicache.copies.cuda_driver import CudaDriver
+    from vllm_graft.hicache.copies.row_copies import BUFFERS, StagingRing
+    from vllm_graft.hicache.pages import pool_shape
+
+    made: list[GpuRig] = []
+    # It is compiled before, or delays would be over by then.
+    page_kernel.warm_up()
+    monkeypatch.setattr(pool_shape, "PIN_BYTES", 9 * LAYERS * PAGE)
+
+    def make(order: str = "LBHNC", delay: int = 0) -> GpuRig:
+        # Heads are outermost in one order: a page of a layer is four rows there.
+        width = PAGE // 4 if order == "LHBNC" else PAGE
+        monkeypatch.setattr(strided, "LEAST_BYTES", 5 * width)
+        ring = StagingRing.allocate(BUFFERS * CHUNK_ROWS * PAGE)
+        driver = CudaDriver.load(torch.cuda.current_device())
+        rig = GpuRig(order, delay, driver=driver, ring=ring)
+        made.append(rig)
+        return rig
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def _fill(rig: GpuRig, slots: list[int], seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for slot in slots:
+        rig.slot(slot)[:] = torch.randn(rig.page // 4, generator=generator)
+
+
+def _expected(rig: GpuRig, slots: list[int], blocks: list[int]) -> dict[str, torch.Tensor]:
+    """Load these pages by the copy engine of a rig without 2D copies, and return its caches."""
+    other = GpuRig(rig.order)
+    for slot in slots:
+        other.slot(slot)[:] = rig.slot(slot)
+    other.engine.begin_step()
+    other.engine.load(other.operation(Direction.LOAD, slots, blocks))
+    other.engine.drain()
+    torch.cuda.synchronize()
+    assert [result.staged_bytes for result in other.engine.finished()] == [0]
+    found = {name: cache.clone() for name, cache in other.caches.items()}
+    other.close()
+    return found
+
+
+def _submit(rig: GpuRig, way: str, slots: list[int], blocks: list[int]) -> None:
+    submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, blocks))
+    if way == "async":
+        rig.engine.drain()
+
+
+def _same(rig: GpuRig, expected: dict[str, torch.Tensor]) -> None:
+    """Compare each layer, read by the compute stream as soon as it may."""
+    copies = {}
+    for name, cache in rig.caches.items():
+        rig.engine.wait_layer(name)
+        copies[name] = cache.clone()
+    for name, cache in copies.items():
+        assert torch.equal(cache, expected[name]), name
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", LOAD_WAYS)
+@pytest.mark.parametrize("targets", list(TARGETS))
+@pytest.mark.parametrize("delay", [0, DELAY])
+def test_loads_bring_the_bytes(small: Any, order: str, way: str, targets: str, delay: int) -> None:
+    """There are more chunks than buffers; other blocks stay as they are."""
+    rig, blocks = small(order, delay), TARGETS[targets]
+    _fill(rig, SLOT_LIST)
+    expected = _expected(rig, SLOT_LIST, blocks)
+    rig.engine.begin_step()
+    _submit(rig, way, SLOT_LIST, blocks)
+    _same(rig, expected)
+    rig.engine.drain()
+    torch.cuda.synchronize()
+    (result,) = rig.engine.finished()
+    assert not result.failed
+    assert result.num_bytes == SLOTS * rig.page
+    # Blocks whose layers lie together are long copies already, unless layers are asked for.
+    if order == "BLHNC" and way != "layers":
+        assert result.staged_bytes == 0
+    elif targets == "mixed":
+        assert result.strided_bytes == 9 * rig.page
+        assert result.staged_bytes == 23 * rig.page
+    else:
+        assert result.staged_bytes + result.strided_bytes == result.num_bytes
+        assert result.staged_bytes >= 27 * rig.page
+    assert rig.engine.second_tries == 0
+    assert rig.engine.staged
+    assert rig.engine.strided
+
+
+def _hold_up(rig: GpuRig) -> None:
+    """Delay the kernels that empty buffers."""
+    with torch.cuda.stream(rig.engine._rows.ring.stream):
+        torch.cuda._sleep(3 * DELAY)
+
+
+@pytest.mark.parametrize("way", LOAD_WAYS)
+@pytest.mark.parametrize("held", ["copies", "kernels", "both"])
+def test_whoever_is_late_is_waited_for(small: Any, way: str, held: str) -> None:
+    rig, blocks = small(delay=0 if held == "kernels" else DELAY), TARGETS["random"]
+    _fill(rig, SLOT_LIST)
+    expected = _expected(rig, SLOT_LIST, blocks)
+    rig.engine.begin_step()
+    if held != "copies":
+        _hold_up(rig)
+    _submit(rig, way, SLOT_LIST, blocks)
+    _same(rig, expected)
+
+
+def test_without_its_wait_a_buffer_is_overwritten(small: Any) -> None:
+    """Negative control: kernels are late enough to be seen."""
+    rig, blocks = small(), TARGETS["random"]
+    _fill(rig, SLOT_LIST)
+    expected = _expected(rig, SLOT_LIST, blocks)
+    ring = rig.engine._rows.ring
+    stock = ring.through
+
+    def careless(*arguments: Any) -> None:
+        # Waiting for an event that was never recorded returns at once.
+        ring._emptied = [torch.cuda.Event() for _ in ring._emptied]
+        stock(*arguments)
+
+    ring.through = careless
+    rig.engine.begin_step()
+    _hold_up(rig)
+    rig.engine.load(rig.operation(Direction.LOAD, SLOT_LIST, blocks))
+    rig.engine.drain()
+    torch.cuda.synchronize()
+    wrong = [name for name, cache in rig.caches.items() if not torch.equal(cache, expected[name])]
+    assert wrong
+
+
+def test_a_layer_s_event_on_the_copies_stream_is_early(small: Any) -> None:
+    """Negative control: kernels are late enough to be seen."""
+    rig = small()
+    slots, blocks = SLOT_LIST[:9], [30, 12, 28, 14, 26, 16, 24, 18, 22]
+    for slot in slots:
+        rig.slot(slot)[:] = 3.0
+
+    def read(name: str) -> torch.Tensor:
+        return rig.caches[name][blocks].amin()
+
+    name = next(iter(rig.caches))
+    assert read(name).item() == 0.0, "kernels are loaded now"
+    stock = rig.engine._rows.ring.behind
+    for behind, value in ((lambda copies: copies, 0.0), (stock, 3.0)):
+        for cache in rig.caches.values():
+            cache.zero_()
+        torch.cuda.synchronize()
+        rig.engine._rows.ring.behind = behind
+        _hold_up(rig)
+        rig.engine.load_layers(rig.operation(Direction.LOAD, slots, blocks), first=())
+        # A copy of the first layer waits for no buffer: there are as many as it needs.
+        rig.engine.wait_layer(name)
+        early = read(name)
+        rig.engine.drain()
+        rig.engine.wait_all_layers()
+        assert early.item() == value
+        assert read(name).item() == 3.0
+
+
+def test_layers_beside_a_busy_device(small: Any) -> None:
+    """Matrices are multiplied before each layer is read, as in a step; steps follow each other."""
+    rig = small()
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    expected = []
+    for step in range(6):
+        _fill(rig, SLOT_LIST, seed=step)
+        expected.append(_expected(rig, SLOT_LIST, TARGETS["random"]))
+    seen: list[dict[str, torch.Tensor]] = []
+    for step in range(6):
+        torch.cuda.synchronize()  # Nothing reads the slots of the last step any more.
+        _fill(rig, SLOT_LIST, seed=step)
+        rig.engine.begin_step()
+        for _ in range(4):
+            matrix @ matrix
+        load = rig.operation(Direction.LOAD, SLOT_LIST, TARGETS["random"])
+        rig.engine.load_layers(load, first=())
+        layers = {}
+        for name, cache in rig.caches.items():
+            for _ in range(2):
+                matrix @ matrix
+            rig.engine.wait_layer(name)
+            layers[name] = cache.clone()
+        seen.append(layers)
+    for step, layers in enumerate(seen):
+        for name, cache in layers.items():
+            assert torch.equal(cache, expected[step][name]), (step, name)
+    rig.engine.drain()
+    assert [result.failed for result in rig.engine.finished()] == [False] * 6
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_two_loads_in_a_row(small: Any, held: bool) -> None:
+    """A step's load and one beside it use the same buffers; the second writes last."""
+    rig = small()
+    _fill(rig, SLOT_LIST)
+    first = SLOT_LIST[:18], TARGETS["reversed"][:18]
+    # These go straight, in ascending order, and the rest through buffers.
+    second = SLOT_LIST[18:], [*range(46, 55), 8, 6, 4, 2, 0]
+    slots, blocks = first[0] + second[0], first[1] + second[1]
+    last = {block: slot for slot, block in zip(slots, blocks)}
+    expected = _expected(rig, list(last.values()), list(last))
+    rig.engine.begin_step()
+    if held:
+        _hold_up(rig)
+    rig.engine.load_layers(rig.operation(Direction.LOAD, *first), first=())
+    rig.engine.load(rig.operation(Direction.LOAD, *second))
+    rig.engine.drain()
+    assert rig.engine.wait_all_layers() == LAYERS
+    torch.cuda.synchronize()
+    for name, cache in rig.caches.items():
+        assert torch.equal(cache, expected[name]), name
+    results = rig.engine.finished()
+    assert [result.staged_bytes for result in results] == [18 * rig.page, 5 * rig.page]
+    assert [result.strided_bytes for result in results] == [0, 9 * rig.page]
+
+
+def test_an_operation_has_ended_when_its_kernels_have(small: Any) -> None:
+    """vLLM reads the blocks of an ended operation at once."""
+    rig, blocks = small(), TARGETS["reversed"]
+    _fill(rig, SLOT_LIST)
+    expected = _expected(rig, SLOT_LIST, blocks)
+    rig.engine.begin_step()
+    _hold_up(rig)
+    rig.engine.load(rig.operation(Direction.LOAD, SLOT_LIST, blocks))
+    assert rig.engine.finished() == []
+    while not (results := rig.engine.finished()):
+        pass
+    found = {name: cache.clone() for name, cache in rig.caches.items()}
+    assert [result.failed for result in results] == [False]
+    for name, cache in found.items():
+        assert torch.equal(cache, expected[name]), name
+
+
+def test_a_graph_reads_what_was_loaded_for_it(small: Any) -> None:
+    rig, blocks = small(), TARGETS["reversed"]
+    sums = torch.zeros(LAYERS, device="cuda")
+
+    def read() -> None:
+        for number, cache in enumerate(rig.caches.values()):
+            sums[number] = cache[blocks[0] - SLOTS + 1 : blocks[0] + 1].sum()
+
+    read()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        read()
+    size = rig.page // 4 // LAYERS * SLOTS
+    for step in range(1, 20):
+        for slot in SLOT_LIST:
+            rig.slot(slot)[:] = float(step)
+        _hold_up(rig)
+        if step % 2:
+            rig.engine.load_now(rig.operation(Direction.LOAD, SLOT_LIST, blocks))
+        else:
+            rig.engine.load_layers(rig.operation(Direction.LOAD, SLOT_LIST, blocks), first=())
+            assert rig.engine.wait_all_layers() == LAYERS
+        graph.replay()
+        assert sums.tolist() == [float(step) * size] * LAYERS

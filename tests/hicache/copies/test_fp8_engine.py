@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines.cache_engines import generate, metrics, prompts, transfer
+from tests.support.engines.cache_engines import generate, metrics, prompts, stored, transfer
 from tests.support.samples.fp8_numbers import back, rounded
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.copies.copy_engine import MemoryCopyEngine
@@ -64,9 +64,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> _Watch:
 
 @pytest.mark.usefixtures("reads_pay")
 def test_a_hit_is_the_computed_kv_rounded(llama: Path, watch: _Watch, tmp_path: Path) -> None:
-    storage = {"backend": "segments", "path": str(tmp_path), "max_bytes": "1GiB"}
-    options: dict[str, Any] = {"load": "async", "storage": storage}
-    options |= {"prefetch": {"policy": "wait_complete"}, "host_dtype": "fp8"}
+    options = stored(tmp_path) | {"host_dtype": "fp8"}
     with cpu_engine(llama, kv_transfer_config=transfer(**options), dtype="bfloat16") as llm:
         assert generate(llm, PROMPTS)[1] == [0, 0, 0, 0]
         assert llm.reset_prefix_cache()

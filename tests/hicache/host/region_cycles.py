@@ -68,7 +68,6 @@ class Engine:
         self._pipes: list[Connection] = []
 
     def start_ranks(self) -> None:
-        """Start the ranks, in any order."""
         for number in random.sample(range(RANKS), RANKS):
             self._start(rank, number)
 
@@ -91,14 +90,12 @@ class Engine:
         return ended and sorted(found) == [bytes([number + 101]) for number in range(RANKS)]
 
     def kill(self) -> None:
-        """Send SIGKILL to all of its processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.join()
 
     def leaves(self) -> int:
-        """List the files that it has in ``/dev/shm``."""
         return len(list(region.SHM.glob(f"{self.name}*")))
 
     def _start(self, run: object, *arguments: int) -> None:
@@ -123,7 +120,6 @@ def cycle(counts: Counter[str]) -> None:
 
 
 def kill(counts: Counter[str], draw: random.Random) -> Engine:
-    """Kill an engine at a random moment of its start."""
     engine = Engine()
     engine.start_ranks()
     time.sleep(draw.random() * 0.03)

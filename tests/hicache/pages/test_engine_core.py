@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_graft.hicache.pages import engine_core
-from vllm_graft.hicache.pages.attention import attention_of
-from vllm_graft.hicache.pages.engine_core import Change
+from vllm_graft.hicache.pages.engine_core import Change, attention_of
 
 
 class _Core:

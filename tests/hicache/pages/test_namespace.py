@@ -15,8 +15,13 @@ from safetensors.torch import save_file
 from tests.support.checkpoints import change_a_tensor, tensors, write_parts
 from tests.support.vllm_configs import model_at, vllm_config_at
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.hicache.pages.inputs import INPUTS, Engine
-from vllm_graft.hicache.pages.namespace import NAMESPACE_START, namespace, namespace_start
+from vllm_graft.hicache.pages.namespace import (
+    INPUTS,
+    NAMESPACE_START,
+    Engine,
+    namespace,
+    namespace_start,
+)
 
 
 @pytest.fixture
@@ -129,7 +134,7 @@ def with_other_weights(found: Engine, folder: Path, monkeypatch: pytest.MonkeyPa
 MODEL = "model_config"
 LONG_ROPE = {"rope_type": "longrope"}
 CHANGES: dict[str, list[Change]] = {
-    "format": [patch("vllm_graft.hicache.pages.inputs.FORMAT", 2)],
+    "format": [patch("vllm_graft.hicache.pages.namespace.FORMAT", 2)],
     "vLLM": [patch("vllm.__version__", "0.99")],
     "device": [patch("vllm.platforms.current_platform.device_type", "tpu")],
     "weights": [with_other_weights, fields(weights="v1")],
@@ -144,10 +149,7 @@ CHANGES: dict[str, list[Change]] = {
         config(MODEL, "hf_values", "rms_norm_eps", value=0.1),
     ],
     "longest request": [config(MODEL, "hf_values", "rope_scaling", value=LONG_ROPE)],
-    "code": [
-        write("modeling_own.py", "pass"),
-        config(MODEL, "model_impl", value="transformers"),
-    ],
+    "code": [write("modeling_own.py", "pass"), config(MODEL, "model_impl", value="transformers")],
     "dtype": [config(MODEL, "dtype", value=torch.float16)],
     "quantization": [
         config(MODEL, "quantization", value="fp8"),
@@ -190,10 +192,7 @@ CHANGES: dict[str, list[Change]] = {
     "replica": [config("parallel_config", "data_parallel_index", value=1)],
     "states": [config("cache_config", "mamba_ssm_cache_dtype", value="float32")],
     "pools": [pools("kv_cache_spec", Spec(32)), pools("layer_names", ["layer.0"])],
-    "hash blocks": [
-        pools("hash_block_size", 32),
-        config("num_hash_lookahead_tokens", value=1),
-    ],
+    "hash blocks": [pools("hash_block_size", 32), config("num_hash_lookahead_tokens", value=1)],
     "pool layout": [pools("kv_cache_layout", "LBNHC")],
     "attention": [
         fields(attention={"TorchAttentionBackend": ["layer.0", "layer.1"]}),
@@ -265,11 +264,7 @@ def test_the_docs_list_every_input() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        config("weight_transfer_config", value=object()),
-        fields(attention=None),
-    ],
+    "change", [config("weight_transfer_config", value=object()), fields(attention=None)]
 )
 def test_what_no_file_tells_is_shared_with_nobody(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, change: Change

@@ -11,14 +11,14 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import change_a_tensor, keep_time, tensors, write_parts
-from vllm_graft.hicache.pages import weights as weights_module
-from vllm_graft.hicache.pages.weights import checkpoint_fingerprint
+from vllm_graft.hicache.pages import checkpoint as checkpoint_module
+from vllm_graft.hicache.pages.checkpoint import checkpoint_fingerprint
 
 
 @pytest.fixture
 def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the times of change tell nothing, so that only the bytes do."""
-    monkeypatch.setattr(weights_module, "_times", lambda status: str(status.st_mtime_ns))
+    monkeypatch.setattr(checkpoint_module, "_times", lambda status: str(status.st_mtime_ns))
 
 
 @pytest.fixture
@@ -169,15 +169,15 @@ def test_a_large_checkpoint_is_read_in_few_places(
 
     monkeypatch.setattr(os, "pread", pread)
     checkpoint_fingerprint(tmp_path)
-    assert len(read) <= weights_module.SAMPLES
-    assert sum(read) <= weights_module.SAMPLES * weights_module.SAMPLE_BYTES
+    assert len(read) <= checkpoint_module.SAMPLES
+    assert sum(read) <= checkpoint_module.SAMPLES * checkpoint_module.SAMPLE_BYTES
 
 
 @pytest.mark.usefixtures("unchanged")
 def test_many_tensors_are_thinned_and_headers_kept(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_module, "SAMPLES", 10)
+    monkeypatch.setattr(checkpoint_module, "SAMPLES", 10)
     before = checkpoint_fingerprint(checkpoint)
     rename_a_tensor(checkpoint)
     keep_time(checkpoint / "model-0.safetensors")

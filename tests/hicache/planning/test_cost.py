@@ -14,8 +14,8 @@ from vllm_graft.hicache.planning.cost import (
     LoadMode,
     Plan,
     Rate,
+    StepClock,
 )
-from vllm_graft.hicache.planning.step_clock import StepClock
 
 
 def _model(host: float = 50.0, prefill: float = 28_000.0, step: float = 0.01) -> CostModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import random
 import threading
 import time
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.host_cache.prefetches import wait_for
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.faults.injector import (
     FaultInjector,
@@ -25,19 +26,20 @@ from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.faulty import FaultyFiles, inject
 from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher, PrefetchPolicy, Slot
+from vllm_graft.hicache.storage.tier.io_threads import Slot
+from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
 FAULTS = 10_000
 KEYS = [page_key(number) for number in range(60)]
 
 
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+
+
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on what survives a power failure, and "full" lasts no time."""
+def _ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "FULL_SECONDS", 0)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def injector(rate: float, seed: int = 7, *kinds: FaultKind) -> FaultInjector:
@@ -190,11 +192,10 @@ def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) ->
         for key in KEYS:
             store.write(key, memoryview(page_of(key)))
         first = rng.randrange(len(KEYS))
-        wanted = PrefetchPolicy.WAIT_COMPLETE
-        operation = prefetcher.start(str(number), KEYS[first : first + 10], wanted)
+        operation = prefetcher.start(str(number), KEYS[first : first + 10], math.inf)
         if rng.random() < 0.3:
             threading.Thread(target=operation.cancel).start()
-        assert prefetcher.wait(operation, 30)
+        wait_for(prefetcher, operation)
     prefetcher.close()
     assert len(pool.free) == 8
     assert prefetcher.bytes_in_flight == 0

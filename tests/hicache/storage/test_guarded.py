@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
+from tests.support.host_cache.third_stores import GoodStore, raising
+from vllm_graft.hicache.host.index import Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.tier.loader import Load, Loader, Slot
-from vllm_graft.hicache.storage.tier.write_behind import Outcome, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.io_threads import (
+    Load,
+    Loader,
+    Outcome,
+    Slot,
+    Write,
+    WriteBehind,
+)
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
 
 KEYS = [page_key(number) for number in range(3)]
@@ -23,42 +31,9 @@ class PanicException(BaseException):
     """The exception of a panic in Rust, as pyo3 raises it."""
 
 
-class Good(StorageBackend):
-    """A third party's store that has every page."""
-
-    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        return [True] * len(keys)
-
-    def read(self, key: PageKey, buffer: memoryview) -> ReadStatus:
-        return ReadStatus.HIT
-
-    def write(self, key: PageKey, page: memoryview) -> bool:
-        return True
-
-    def remove(self, key: PageKey) -> None:
-        return
-
-    def flush(self) -> bool:
-        return True
-
-    def clear(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        return
-
-
 def store(**methods: Callable[..., Any]) -> StorageBackend:
-    """Make a store some of whose methods are replaced."""
-    kind: type[StorageBackend] = type("Third", (Good,), methods)
+    kind: type[StorageBackend] = type("Third", (GoodStore,), methods)
     return kind(NAMESPACE, {})
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*given: Any) -> Any:
-        raise error
-
-    return fail
 
 
 ERRORS = [OSError("gone"), SystemExit(3), PanicException("a panic"), GeneratorExit()]
@@ -93,7 +68,8 @@ def test_a_load_finishes_whatever_a_read_does(
     for key in KEYS:
         load = Load(key, slot())
         loader.submit(load)
-        loader.wait_finished(30)
+        with loader._changed:
+            assert loader._changed.wait_for(lambda: loader._finished, 30)
         assert loader.take_finished() == [load]
         assert load.status is ReadStatus.ERROR
     assert all(thread.is_alive() for thread in loader._threads)
@@ -112,9 +88,7 @@ def test_a_lookup_that_fails_is_a_miss_and_counted(
     assert backend.failed_lookups == 2
 
 
-def test_a_lookup_may_answer_with_other_truths(
-    loaders: Callable[[StorageBackend], Loader],
-) -> None:
+def test_a_lookup_may_answer_with_other_truths(loaders: Callable[[StorageBackend], Loader]) -> None:
     assert guarded(store(contains=lambda *_: (1, None, "x"))).contains(KEYS) == [True, False, True]
     assert loaders(store(contains=lambda *_: iter([1, 1, 0]))).contained(KEYS) == KEYS[:2]
 
@@ -123,10 +97,10 @@ def test_a_lookup_may_answer_with_other_truths(
 def test_a_write_finishes_whatever_the_store_does(fault: Callable[..., Any]) -> None:
     writer = WriteBehind(store(write=fault, flush=fault), 1, 10)
     writer._last_flush = -100.0
-    for tag in range(3):
-        assert writer.submit(Write(tag, ((KEYS[tag], memoryview(b"page")),)))
+    for slot_number, key in enumerate(KEYS):
+        assert writer.submit(Write(Page(key, slot_number), ((key, memoryview(b"page")),)))
     assert writer.close(30)
-    assert [one.outcome for one in writer.take_finished()] == [Outcome.FAILED] * 3
+    assert [outcome for _, outcome in writer.take_finished()] == [Outcome.FAILED] * 3
     assert writer.failed_flushes >= 1
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.record import encode_header, verify
+from vllm_graft.hicache.storage.segments.format import encode_header, verify
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import (
     NAMESPACE,
@@ -25,15 +25,16 @@ KEYS = [page_key(number, number % 2) for number in range(40)]
 OPTIONS = {"max_bytes": "8MiB", "segment_bytes": "64KiB", "sync_bytes": 10_000}
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on what survives a power failure."""
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def segments(path: Path, namespace: bytes = NAMESPACE) -> SegmentsBackend:
     return SegmentsBackend(namespace, {"path": path, **OPTIONS})
+
+
+def reopened(store: StorageBackend, path: Path) -> SegmentsBackend:
+    store.close()
+    return segments(path)
 
 
 def fill(store: StorageBackend) -> None:
@@ -43,18 +44,14 @@ def fill(store: StorageBackend) -> None:
 
 def count_hits(store: StorageBackend) -> int:
     """Count hits, and check that each is right."""
-    hits = 0
-    for key in KEYS:
-        status, found = read_page(store, key)
-        if status is ReadStatus.HIT:
-            assert found == page_of(key)
-            hits += 1
-    return hits
+    found = [(key, read_page(store, key)) for key in KEYS]
+    hits = [(key, page) for key, (status, page) in found if status is ReadStatus.HIT]
+    assert all(page == page_of(key) for key, page in hits)
+    return len(hits)
 
 
 def data_files(path: Path) -> list[Path]:
-    found = [*path.rglob("*.data"), *path.rglob("*.index")]
-    return sorted(found)
+    return sorted([*path.rglob("*.data"), *path.rglob("*.index")])
 
 
 def flip(file: Path, rng: random.Random) -> None:
@@ -123,8 +120,7 @@ def test_damage_is_never_served(
             store = segments(tmp_path)
         count_hits(store)
         fill(store)
-    store.close()
-    store = segments(tmp_path)
+    store = reopened(store, tmp_path)
     count_hits(store)
     fill(store)
     assert store.flush()
@@ -145,8 +141,7 @@ def test_a_flipped_bit_costs_one_page(tmp_path: Path) -> None:
     assert count_hits(store) == len(KEYS) - 1
     assert store.stats()["read_corrupt"] == 1
     [bad] = [key for key, there in zip(KEYS, store.contains(KEYS)) if not there]
-    store.close()
-    store = segments(tmp_path)
+    store = reopened(store, tmp_path)
     assert store.contains([bad]) == [False]
     fill(store)
     assert count_hits(store) == len(KEYS)
@@ -206,9 +201,8 @@ def test_a_lost_index_is_made_again(full: Path) -> None:
     store = segments(full)
     assert store.stats()["salvaged_pages"] == len(KEYS)
     assert count_hits(store) == len(KEYS)
-    store.close()
     # The new index lasts.
-    store = segments(full)
+    store = reopened(store, full)
     assert store.stats()["salvaged_pages"] == 0
     assert count_hits(store) == len(KEYS)
 
@@ -301,8 +295,7 @@ def test_keys_of_any_length(tmp_path: Path) -> None:
     keys = [PageKey(bytes(length), 3) for length in range(1, 65)]
     for key in keys:
         assert store.write(key, memoryview(page_of(key, 100)))
-    store.close()
-    store = segments(tmp_path)
+    store = reopened(store, tmp_path)
     for key in keys:
         assert read_page(store, key, 100) == (ReadStatus.HIT, page_of(key, 100))
 
@@ -317,8 +310,7 @@ def test_a_file_that_is_no_segment_is_left_alone(
     stray = tmp_path / NAMESPACE.hex() / name
     stray.parent.mkdir()
     stray.write_bytes(b"mine")
-    options = {"path": tmp_path, "max_bytes": "8MiB", "segment_bytes": "64KiB"}
-    store = SegmentsBackend(NAMESPACE, options)
+    store = segments(tmp_path)
     assert f"{stray} is no file of the KV store, and is left alone" in caplog.text
     key = page_key(1)
     assert store.write(key, memoryview(page_of(key)))

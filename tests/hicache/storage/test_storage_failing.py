@@ -16,6 +16,7 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import warning_once
+from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.files import Buffer, Files
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
@@ -76,20 +77,30 @@ def segments(path: Path, medium: Files) -> SegmentsBackend:
     return SegmentsBackend(NAMESPACE, OPTIONS | {"path": path}, medium)
 
 
-def write_all(store: StorageBackend) -> list[bool]:
-    return [store.write(key, memoryview(page_of(key))) for key in KEYS]
+def write_all(store: StorageBackend, keys: Sequence[PageKey] = KEYS) -> list[bool]:
+    return [store.write(key, memoryview(page_of(key))) for key in keys]
 
 
-def hits(store: StorageBackend) -> list[bool]:
-    found = [read_page(store, key) for key in KEYS]
-    assert all(
-        page == page_of(key) for key, (status, page) in zip(KEYS, found) if status.value == "hit"
-    )
-    return [status is ReadStatus.HIT for status, _ in found]
+def pages(first: int, end: int) -> list[PageKey]:
+    return [page_key(number) for number in range(first, end)]
+
+
+def hits(store: StorageBackend, keys: Sequence[PageKey] = KEYS) -> list[bool]:
+    found = [read_page(store, key) for key in keys]
+    there = [status is ReadStatus.HIT for status, _ in found]
+    assert all(page == page_of(key) for key, (_, page), hit in zip(keys, found, there) if hit)
+    return there
 
 
 def used(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def filled(path: Path) -> tuple[Medium, SegmentsBackend]:
+    medium = Medium()
+    store = segments(path, medium)
+    assert all(write_all(store))
+    return medium, store
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -100,14 +111,14 @@ def test_on_a_full_disk_the_oldest_pages_give_way(
     medium = Medium(tmp_path, 200_000)
     monkeypatch.setattr(errno, "ENOSPC", number)
     store = segments(tmp_path, medium)
-    keys = [page_key(number) for number in range(300)]
+    keys = pages(0, 300)
     for key in keys:
         assert store.write(key, memoryview(page_of(key)))
         assert used(tmp_path) <= 200_000
     there = store.contains(keys)
     assert there[-1]
     assert sum(there) > 25
-    assert all(read_page(store, key) == (ReadStatus.HIT, page_of(key)) for key in keys[-20:])
+    assert all(hits(store, keys[-20:]))
     assert store.stats()["evicted_segments"] > 10
     store.close()
     assert sum(segments(tmp_path, Files()).contains(keys)) > 25
@@ -118,15 +129,12 @@ def test_a_disk_that_others_fill_takes_no_more_than_a_segment_at_a_time(
 ) -> None:
     """Nothing that is freed is left for the store; the log says once that nothing is written."""
     warning_once.cache_clear()
-    medium = Medium()
-    store = segments(tmp_path, medium)
-    assert all(write_all(store))
-    keys = [page_key(number) for number in range(100, 140)]
-    more = [store.write(key, memoryview(page_of(key))) for key in keys]
-    assert all(more)
+    medium, store = filled(tmp_path)
+    keys = pages(100, 140)
+    assert all(write_all(store, keys))
     medium.room = 0
-    new = [page_key(number) for number in range(1000, 1100)]
-    assert not any(store.write(key, memoryview(page_of(key))) for key in new)
+    new = pages(1000, 1100)
+    assert not any(write_all(store, new))
     assert store.stats()["evicted_segments"] == 1
     assert sum(store.contains(KEYS + keys)) > 45
     assert store.full
@@ -141,12 +149,9 @@ def test_writes_that_keep_failing_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     warning_once.cache_clear()
-    medium = Medium()
-    store = segments(tmp_path, medium)
-    assert all(write_all(store))
+    medium, store = filled(tmp_path)
     medium.errors = {"write": errno.EIO}
-    for number in range(100, 400):
-        assert not store.write(page_key(number), memoryview(page_of(page_key(number))))
+    assert not any(write_all(store, pages(100, 400)))
     words = "The last 32 pages could not be written below"
     assert caplog.text.count(words) == 1
     assert os.strerror(errno.EIO) in caplog.text
@@ -163,15 +168,13 @@ def test_a_removed_directory_is_made_anew(tmp_path: Path) -> None:
     store = segments(root, Files())
     for start in (0, 100, 200):
         shutil.rmtree(root, ignore_errors=True)
-        keys = [page_key(number) for number in range(start, start + 60)]
-        for key in keys:
-            store.write(key, memoryview(page_of(key)))
+        keys = pages(start, start + 60)
+        write_all(store, keys)
         store.flush()
         store.flush()
-        for key in keys:
-            assert store.write(key, memoryview(page_of(key)))
+        assert all(write_all(store, keys))
         assert store.flush()
-        assert all(read_page(store, key) == (ReadStatus.HIT, page_of(key)) for key in keys)
+        assert all(hits(store, keys))
     assert store.stats()["renewed_directories"] == 3
     # Deleted files are closed, and the lock holds again.
     assert open_files() - before == 1 + store.stats()["segments"]
@@ -188,15 +191,15 @@ def test_another_process_s_directory_in_its_place_is_left_alone(tmp_path: Path) 
     assert all(write_all(store))
     shutil.rmtree(root)
     other = segments(root, Files())
-    keys = [page_key(number) for number in range(500, 530)]
-    assert all(other.write(key, memoryview(page_of(key))) for key in keys)
+    keys = pages(500, 530)
+    assert all(write_all(other, keys))
     assert other.flush()
     assert not store.flush()
     assert not store.clear()
     for _ in range(3):
         store._space._full_until = 0
         assert not any(write_all(store))
-    assert all(read_page(other, key) == (ReadStatus.HIT, page_of(key)) for key in keys)
+    assert all(hits(other, keys))
     other.close()
     # When the other has closed it, its pages are found.
     store._space._full_until = 0
@@ -225,13 +228,8 @@ def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
         store.close()
         print(sum(written), store.stats().get("write_errors", 0))
     """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     written, errors = map(int, done.stdout.split())
     # A segment that may not grow any further is followed by another one.
@@ -253,24 +251,18 @@ def test_a_read_only_directory_at_start_is_an_error(tmp_path: Path) -> None:
 
 
 def test_read_only_later_it_reads_on(tmp_path: Path) -> None:
-    medium = Medium()
-    store = segments(tmp_path, medium)
-    assert all(write_all(store))
+    medium, store = filled(tmp_path)
     assert store.flush()
     medium.errors = dict.fromkeys(("write", "create", "sync", "sync_directory"), errno.EROFS)
     assert all(hits(store))
-    more = [page_key(number) for number in range(100, 140)]
-    for key in more:
-        assert not store.write(key, memoryview(page_of(key)))
+    assert not any(write_all(store, pages(100, 140)))
     assert all(hits(store))
     store.close()
     assert all(hits(segments(tmp_path, Files())))
 
 
 def test_a_read_error_forgets_the_key(tmp_path: Path) -> None:
-    medium = Medium()
-    store = segments(tmp_path, medium)
-    assert all(write_all(store))
+    medium, store = filled(tmp_path)
     medium.errors = {"read": errno.EIO}
     assert read_page(store, KEYS[0])[0] is ReadStatus.ERROR
     assert store.contains(KEYS[:2]) == [False, True]
@@ -281,9 +273,7 @@ def test_a_read_error_forgets_the_key(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_synced_is_given_up(tmp_path: Path) -> None:
     """After a failed fdatasync the pages may be gone from the page cache, marked clean."""
-    medium = Medium()
-    store = segments(tmp_path, medium)
-    assert all(write_all(store))
+    medium, store = filled(tmp_path)
     medium.errors = {"sync": errno.EIO}
     assert not store.flush()
     assert not any(hits(store))
@@ -299,9 +289,7 @@ def test_an_index_that_cannot_be_written_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errno, "ENOSPC", errno.EIO)
-    medium = Medium()
-    store = segments(tmp_path, medium)
-    assert all(write_all(store))
+    medium, store = filled(tmp_path)
     medium.room = 50
     assert not store.flush()
     assert store.stats()["commit_errors"] == 2

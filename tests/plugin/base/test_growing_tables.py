@@ -28,11 +28,11 @@ BOUNDED = {
         plugin/hooks/manager.py:Manager._configured plugin/hooks/manager.py:Manager._hooks
         plugin/hooks/manager.py:Manager._plugins plugin/hooks/manager.py:Manager.broken
         plugin/hooks/manager.py:manager plugin/metrics/board.py:Board._states
-        plugin/metrics/board.py:Series._children plugin/metrics/increments.py:Increments._known
+        plugin/metrics/board.py:Series._children plugin/metrics/relay.py:Increments._known
         plugin/metrics/relay.py:Relay._reported plugin/seams/compare.py:_assigned
-        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/support.py:moved
+        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:moved
         plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
-        spec_decode/targets/dense/chunked_metadata.py:_keeping
+        spec_decode/targets/dense/window.py:_keeping
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches
         hicache/storage/guarded.py:Guarded._told
@@ -41,7 +41,7 @@ BOUNDED = {
         graph_runners/vision/graphs/vision_stats.py:VitStats.dropped
         graph_runners/vision/graphs/vision_stats.py:VitStats.items
         graph_runners/vision/graphs/vision_stats.py:VitStats.replays
-        graph_runners/vision/capture/capture_stream.py:stream_of
+        graph_runners/vision/capture/graph_backend.py:stream_of
         hicache/rank/worker.py:HiCacheWorker._counters
         hicache/messages/cache_stats.py:HiCacheProm._series""",
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
@@ -58,12 +58,12 @@ BOUNDED = {
         spec_decode/verification/context.py:TreeContext._made
         hicache/copies/streams.py:StreamCopyEngine._layer_events
         hicache/copies/strided.py:StridedPlanner.columns
-        hicache/pages/inputs.py:Engine.layout hicache/pages/inputs.py:Engine.options""",
+        hicache/pages/namespace.py:Engine.layout hicache/pages/namespace.py:Engine.options""",
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
         spec_decode/targets/latent/latent_attention.py:latent_tile
         spec_decode/targets/latent/own_latents.py:own_tile
-        spec_decode/kernels/attention/plan_rule.py:choose_plan
-        spec_decode/kernels/attention/tile.py:Tile.choose
+        spec_decode/kernels/attention/attention_plan.py:choose_plan
+        spec_decode/kernels/attention/attention_plan.py:Tile.choose
         spec_decode/counts/tree_metrics.py:TreeWatch._by_depth
         spec_decode/counts/tree_metrics.py:TreeWatch._nodes
         spec_decode/tuning/context_cost.py:ContextCost._kinds
@@ -82,8 +82,8 @@ BOUNDED = {
     "Bounded by bytes, and keyed by hashes.": """
         spec_decode/lookup/token_cache.py:TokenCache._kept""",
     "Graphs and buffers within the memory that the configuration gives.": """
-        graph_runners/vision/capture/arena.py:Arena._buffers
-        graph_runners/vision/capture/budget.py:ByteBudget._owners
+        graph_runners/vision/capture/device_memory.py:Arena._buffers
+        graph_runners/vision/capture/device_memory.py:ByteBudget.owners
         graph_runners/vision/capture/tensor_cache.py:TensorCache._entries
         graph_runners/vision/graphs/graph.py:PaddedGraph._offsets
         graph_runners/vision/graphs/graph.py:TowerGraph.buffers
@@ -113,21 +113,20 @@ BOUNDED = {
         hicache/planning/request_state.py:RequestState.sources
         hicache/planning/request_state.py:RequestState.stored
         hicache/planning/scheduler.py:HiCacheScheduler._states
-        hicache/planning/step_clock.py:StepClock._tokens
+        hicache/planning/cost.py:StepClock._tokens
         hicache/planning/storage_reads.py:StorageReads._running
         hicache/rank/worker.py:HiCacheWorker._async_loads
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
         hicache/storage/tier/prefetcher.py:Prefetcher._loads
         hicache/storage/tier/storage_tier.py:StorageTier._incoming
-        hicache/storage/tier/storage_tier.py:StorageTier._writing
         hicache/storage/tier/storage_tier.py:_Incoming.came""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
-        hicache/host/index.py:HostIndex._pages hicache/host/policies/arc.py:ArcPolicy._gone_often
-        hicache/host/policies/arc.py:ArcPolicy._gone_once
-        hicache/host/policies/arc.py:ArcPolicy._often hicache/host/policies/arc.py:ArcPolicy._once
-        hicache/host/policies/lru.py:LruPolicy._order
-        hicache/planning/touches.py:TouchCounter._counts""",
+        hicache/host/index.py:HostIndex._pages hicache/host/eviction.py:ArcPolicy._gone_often
+        hicache/host/eviction.py:ArcPolicy._gone_once
+        hicache/host/eviction.py:ArcPolicy._often hicache/host/eviction.py:ArcPolicy._once
+        hicache/host/eviction.py:LruPolicy._order
+        hicache/planning/store_planner.py:TouchCounter._counts""",
     "An entry per page, file or neighbour of the storage, within its max_bytes.": """
         hicache/storage/segments/directory.py:Directory._seen
         hicache/storage/segments/recovery.py:Recovered.entries

@@ -34,19 +34,16 @@ class Plugin:
             setattr(self, name, hookimpl(function))
 
 
-def _plugin(**hooks: Callable[..., Any]) -> Any:
-    return Plugin(**hooks)
+def _policies(*entries: Any) -> Any:
+    return Plugin(graft_tree_policies=lambda: [*entries])
 
 
-def _policy(name: str, load: Any = "json:loads") -> Any:
-    return _plugin(graft_tree_policies=lambda: [TreePolicy(name, load, "")])
+def _policy(name: str) -> Any:
+    return _policies(TreePolicy(name, "json:loads", ""))
 
 
 def _choose(manager: Manager, name: str) -> str:
     return str(manager.choose("graft_tree_policies", name, FLAG).provider.dist)
-
-
-# --- specifications -------------------------------------------------------------------------
 
 
 def test_every_specification_has_an_example_and_the_prefix() -> None:
@@ -110,9 +107,6 @@ def test_a_drafter_for_other_architectures_is_refused() -> None:
         chosen(TreeConfig(drafter="lilicorr"), speculative)
 
 
-# --- entries --------------------------------------------------------------------------------
-
-
 def test_an_entry_resolves_a_path_or_a_callable() -> None:
     import json
 
@@ -159,9 +153,6 @@ def test_nobody_catches_an_interrupt(entry_point: MakeEntryPoint) -> None:
         Manager([entry_point("bad", KeyboardInterrupt())])
 
 
-# --- choosing -------------------------------------------------------------------------------
-
-
 def test_a_third_party_replaces_ours_by_name(
     entry_point: MakeEntryPoint, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,17 +162,14 @@ def test_a_third_party_replaces_ours_by_name(
     assert "acme 1.0 replaces vllm-graft's own entry" in caplog.text
 
 
-def test_another_name_leaves_ours(entry_point: MakeEntryPoint) -> None:
-    manager = Manager([entry_point("acme", _policy("wide"))])
-    assert _choose(manager, "dynamic") == "vllm-graft"
-    assert _choose(manager, "wide") == "acme"
-
-
 def test_two_third_parties_with_one_name_are_refused(entry_point: MakeEntryPoint) -> None:
-    manager = Manager([entry_point("acme", _policy("x")), entry_point("zeta", _policy("x"))])
+    names = {"acme": "x", "zeta": "x", "other": "wide"}
+    manager = Manager([entry_point(dist, _policy(name)) for dist, name in names.items()])
     with pytest.raises(HookError, match=f"{FLAG}: acme 1.0 and zeta 1.0 both provide 'x'"):
         _choose(manager, "x")
+    # Another name leaves ours.
     assert _choose(manager, "dynamic") == "vllm-graft"
+    assert _choose(manager, "wide") == "other"
 
 
 def test_an_unknown_name_is_refused_with_a_hint() -> None:
@@ -190,9 +178,6 @@ def test_an_unknown_name_is_refused_with_a_hint() -> None:
     assert issubclass(EntryError, HookError)
     with pytest.raises(EntryError, match=f"{FLAG}: no graft_tree_policies.*'dinamic'.*'dynamic'"):
         _choose(Manager(), "dinamic")
-
-
-# --- broken third parties -------------------------------------------------------------------
 
 
 def _raise() -> Any:
@@ -213,7 +198,7 @@ def _renamed(**attributes: Any) -> Any:
     entry = TreePolicy("boom", "json:loads", "")
     for name, value in attributes.items():
         object.__setattr__(entry, name, value)
-    return _plugin(graft_tree_policies=lambda: [entry])
+    return _policies(entry)
 
 
 class Speechless(Exception):
@@ -224,8 +209,8 @@ class Speechless(Exception):
 BROKEN = {
     "import": ImportError("boom"),
     "exits at import": SystemExit(3),
-    "exits": _plugin(graft_tree_policies=_exit),
-    "exits in a generator": _plugin(graft_tree_policies=_yield_and_exit),
+    "exits": Plugin(graft_tree_policies=_exit),
+    "exits in a generator": Plugin(graft_tree_policies=_yield_and_exit),
     "cancelled": asyncio.CancelledError(),
     "no text of its error": Speechless(),
     "a name that is no text": _renamed(name=5),
@@ -234,16 +219,14 @@ BROKEN = {
     "no name": _renamed(name=None),
     "a summary that is no text": _renamed(summary=None),
     "a load that is no text": _renamed(load=5),
-    "a mapping": _plugin(graft_tree_policies=lambda: {"boom": "json:loads"}),
-    "a text": _plugin(graft_tree_policies=lambda: "boom"),
-    "unknown hook": _plugin(graft_no_such_hook=lambda: ["boom"]),
-    "unknown argument": _plugin(graft_tree_policies=lambda boom: []),
-    "raises": _plugin(graft_tree_policies=_raise),
-    "wrong type": _plugin(graft_tree_policies=lambda: [Drafter("boom", "json:loads", "")]),
-    "no list": _plugin(graft_tree_policies=lambda: 5),
-    "same name twice": _plugin(
-        graft_tree_policies=lambda: [TreePolicy("boom", "json:loads", "")] * 2
-    ),
+    "a mapping": Plugin(graft_tree_policies=lambda: {"boom": "json:loads"}),
+    "a text": Plugin(graft_tree_policies=lambda: "boom"),
+    "unknown hook": Plugin(graft_no_such_hook=lambda: ["boom"]),
+    "unknown argument": Plugin(graft_tree_policies=lambda boom: []),
+    "raises": Plugin(graft_tree_policies=_raise),
+    "wrong type": _policies(Drafter("boom", "json:loads", "")),
+    "no list": Plugin(graft_tree_policies=lambda: 5),
+    "same name twice": _policies(*[TreePolicy("boom", "json:loads", "")] * 2),
 }
 
 
@@ -251,18 +234,10 @@ BROKEN = {
 def test_a_broken_one_is_named_and_takes_nobody_down(
     entry_point: MakeEntryPoint, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    points = [
-        entry_point("first", _policy("one")),
-        entry_point("bad", BROKEN[fault]),
-        entry_point("last", _policy("two")),
-    ]
-    manager = Manager(points)
-    assert [offer.provider.dist for offer in manager.offers("graft_tree_policies")] == [
-        "first",
-        "last",
-        "vllm-graft",
-        "vllm-graft",
-    ]
+    plugins = {"first": _policy("one"), "bad": BROKEN[fault], "last": _policy("two")}
+    manager = Manager([entry_point(name, plugin) for name, plugin in plugins.items()])
+    found = [offer.provider.dist for offer in manager.offers("graft_tree_policies")]
+    assert found == ["first", "last", "vllm-graft", "vllm-graft"]
     assert [provider.dist for provider in manager.broken] == ["bad"]
     assert [provider.dist for provider in manager.third_parties] == ["first", "last"]
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -317,10 +292,8 @@ def test_a_hook_may_return_nothing_or_a_generator(entry_point: MakeEntryPoint) -
         yield TreePolicy("one", "json:loads", "")
         yield TreePolicy("two", "json:loads", "")
 
-    points = [
-        entry_point("none", _plugin(graft_tree_policies=lambda: None)),
-        entry_point("generator", _plugin(graft_tree_policies=generate)),
-    ]
+    hooks = {"none": lambda: None, "generator": generate}
+    points = [entry_point(name, Plugin(graft_tree_policies=hook)) for name, hook in hooks.items()]
     manager = Manager(points)
     assert [_choose(manager, name) for name in ("one", "two")] == ["generator"] * 2
     assert manager.broken == {}
@@ -334,11 +307,8 @@ def test_two_with_the_same_names_are_told_apart(entry_point: MakeEntryPoint) -> 
         entry_point("vllm-graft", _policy("three"), "builtin"),
     ]
     manager = Manager(points)
-    assert [_choose(manager, name) for name in ("one", "two", "three")] == [
-        "acme",
-        "acme",
-        "vllm-graft",
-    ]
+    chosen = [_choose(manager, name) for name in ("one", "two", "three")]
+    assert chosen == ["acme", "acme", "vllm-graft"]
     assert [provider.plugin for provider in manager.third_parties] == ["main", "main #3", "builtin"]
     assert [provider.plugin for provider in manager.broken] == ["main #2"]
 
@@ -372,22 +342,14 @@ def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None
         manager.offers("graft_tree_policies")
 
 
-# --- configure ------------------------------------------------------------------------------
-
-
 def test_configure_is_told_once_per_configuration(entry_point: MakeEntryPoint) -> None:
     seen: list[Any] = []
-
-    def remember(config: Any) -> None:
-        seen.append(config)
 
     def fail(config: Any) -> None:
         raise RuntimeError("boom")
 
-    points = [
-        entry_point("bad", _plugin(graft_configure=fail)),
-        entry_point("acme", _plugin(graft_configure=remember)),
-    ]
+    plugins = {"bad": fail, "acme": lambda config: seen.append(config)}
+    points = [entry_point(name, Plugin(graft_configure=hook)) for name, hook in plugins.items()]
     manager = Manager(points)
     config = GraftConfig.parse({"tree": {}})
     manager.configure(config)

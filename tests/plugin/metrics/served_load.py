@@ -35,17 +35,7 @@ def load() -> list[dict[str, Any]]:
 
 @dataclass
 class Counted:
-    """What a client counts from the answers.
-
-    Attributes:
-        requests: answers.
-        prompt_tokens: tokens of the prompts.
-        completion_tokens: tokens of the answers.
-        cached_tokens: tokens of the prompts that were in a cache.
-        trees: trees that were verified.
-        nodes: their nodes.
-        by_depth: accepted nodes by depth.
-    """
+    """What a client counts from the answers: verified trees, and accepted nodes by depth."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -79,10 +69,7 @@ class Counted:
             "hits": (sum(total(metrics, f"{name}_total") for name in hits), self.cached_tokens),
             "trees": (total(metrics, f"{ours}tree_trees_total"), self.trees),
             "nodes": (total(metrics, f"{ours}tree_nodes_verified_total"), self.nodes),
-            "accepted": (
-                total(metrics, f"{ours}tree_nodes_accepted_total"),
-                sum(self.by_depth.values()),
-            ),
+            "accepted": (total(metrics, f"{ours}tree_nodes_accepted_total"), self.by_depth.total()),
             "vLLM's drafts": (total(metrics, f"{theirs}drafts_total"), self.trees),
             "vLLM's draft tokens": (total(metrics, f"{theirs}draft_tokens_total"), self.nodes),
             "failures": (total(metrics, f"{ours}metrics_errors_total"), 0),

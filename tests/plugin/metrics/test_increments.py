@@ -5,22 +5,16 @@ from __future__ import annotations
 import random
 
 from tests.plugin.metrics.stand_ins import ROWS
-from vllm_graft.metrics.increments import Increments
+from vllm_graft.metrics.relay import Increments
 
 
 def test_counters_add_up_gauges_replace_and_the_rest_is_passed_over() -> None:
     increments = Increments(ROWS)
-    assert increments.take({"done": 3, "room": 8, "unknown": 5, "no": {"late": 1}}) == {
-        "done": 3,
-        "room": 8,
-        "no": {"late": 1},
-    }
-    assert increments.take({"done": 3, "room": 8, "no": {"late": 1}}) == {}
-    assert increments.take({"done": 5, "room": 2, "no": {"late": 1, "full": 4}}) == {
-        "done": 2,
-        "room": 2,
-        "no": {"full": 4},
-    }
+    first = {"done": 3, "room": 8, "no": {"late": 1}}
+    assert increments.take({**first, "unknown": 5}) == first
+    assert increments.take(first) == {}
+    found = increments.take({"done": 5, "room": 2, "no": {"late": 1, "full": 4}})
+    assert found == {"done": 2, "room": 2, "no": {"full": 4}}
 
 
 def test_a_gauge_of_zero_is_told_once() -> None:

@@ -34,10 +34,8 @@ def test_the_page_lists_what_the_code_counts() -> None:
 
 
 def test_the_page_explains_every_state() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| ([A-Z].+) \|$", PAGE.partition("## Dashboard")[0], re.MULTILINE
-    )
-    assert dict(rows) == STATES
+    page, _, _ = PAGE.partition("## Dashboard")
+    assert dict(re.findall(r"^\| `(\w+)` \| ([A-Z].+) \|$", page, re.MULTILINE)) == STATES
 
 
 def test_the_command_prints_the_page_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,19 +74,14 @@ def tree_numbers() -> Any:
     from vllm_graft.spec_decode.startup.clock import StartClock
     from vllm_graft.spec_decode.verification.context import Counters
 
-    counters = Counters()
     rows = PlainRows(SimpleNamespace(weight=torch.zeros(9, 2), tp_size=1), 4)
     ngrams = Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), reference=1)
+    sources = SimpleNamespace(ngrams=ngrams, unread=None)
     draft: Any = SimpleNamespace(
         head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),
-        context=SimpleNamespace(counters=counters, draft_window=0, kept_bytes=0),
+        context=SimpleNamespace(counters=Counters(), draft_window=0, kept_bytes=0),
         draft_graphs=list,
-        trees=SimpleNamespace(
-            sources=SimpleNamespace(ngrams=ngrams, unread=None),
-            graph_bytes=0,
-            clock=StartClock(),
-            ahead=Ahead(),
-        ),
+        trees=SimpleNamespace(sources=sources, graph_bytes=0, clock=StartClock(), ahead=Ahead()),
     )
     return count(draft)
 

@@ -38,8 +38,14 @@ def carrying(**numbers: Any) -> Output:
     return output
 
 
+def sent(relay: Relay, output: Output | None = None, **stats: Any) -> dict[str, Any]:
+    """What one step sends, which is something."""
+    found = message(relay, output, **stats)
+    assert found is not None
+    return found
+
+
 def message(relay: Relay, output: Output | None = None, **stats: Any) -> dict[str, Any] | None:
-    """What one step sends."""
     outputs = {1: EngineOutputs(Stats(**stats))}
     relay.step(output or Output(), outputs)
     found = outputs[1].scheduler_stats.kv_connector_stats
@@ -62,9 +68,8 @@ def test_an_idle_engine_tells_at_once() -> None:
     message(relay)
     assert message(relay) is None
     assert message(relay, num_waiting_reqs=1, num_running_reqs=0) is None
-    found = message(relay, carrying(done=1), num_running_reqs=0)
-    assert found is not None
-    assert found["news"]["toy"] == {"done": 1, "seen": 3, "sizes": {"3": 3}}
+    news = sent(relay, carrying(done=1), num_running_reqs=0)["news"]
+    assert news["toy"] == {"done": 1, "seen": 3, "sizes": {"3": 3}}
 
 
 def test_a_worker_in_this_process_is_asked_when_a_message_goes() -> None:
@@ -97,21 +102,15 @@ def test_a_step_without_statistics_loses_nothing() -> None:
     relay.step(carrying(done=4), {})
     relay.step(carrying(done=5), {0: EngineOutputs(None)})
     clock.now += SECONDS
-    found = message(relay)
-    assert found is not None
-    assert found["news"]["toy"]["done"] == 5
+    assert sent(relay)["news"]["toy"]["done"] == 5
 
 
 def test_the_states_are_told_before_the_first_step_and_every_minute() -> None:
     relay, clock = make_relay(workers=[{"on": ["toy"], "declined": {}}])
     assert relay.first_message() == {"states": TOLD}
-    found = message(relay)
-    assert found is not None
-    assert "states" not in found
+    assert "states" not in sent(relay)
     clock.now += STATES_SECONDS
-    found = message(relay)
-    assert found is not None
-    assert found["states"] == TOLD
+    assert sent(relay)["states"] == TOLD
 
 
 def test_without_workers_there_is_no_first_message() -> None:
@@ -129,15 +128,11 @@ def test_a_failure_is_counted_and_costs_no_step(caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records] == [
         "an engine's metrics are incomplete: KeyError: 'errors'"
     ]
-    found = message(relay)
-    assert found is not None
-    assert found["errors"] == {"engine": 2}
+    assert sent(relay)["errors"] == {"engine": 2}
     failed = carrying(done=1)
     getattr(failed, ATTRIBUTE)["errors"] = 5
     clock.now += SECONDS
-    found = message(relay, failed)
-    assert found is not None
-    assert found["errors"] == {"worker": 5}
+    assert sent(relay, failed)["errors"] == {"worker": 5}
 
 
 def test_a_part_that_cannot_count_leaves_the_others_theirs() -> None:
@@ -147,8 +142,7 @@ def test_a_part_that_cannot_count_leaves_the_others_theirs() -> None:
 
     metrics = {"broken": PartMetrics(ROWS, Broken), **METRICS}
     relay = Relay(metrics, lambda found: TOLD, (), clock=Clock())
-    found = message(relay)
-    assert found is not None
+    found = sent(relay)
     assert found["news"] == {"toy": {"seen": 1, "sizes": {"3": 1}}}
     assert found["errors"]["engine"] == 1
 
@@ -156,17 +150,12 @@ def test_a_part_that_cannot_count_leaves_the_others_theirs() -> None:
 def test_a_scheduler_is_looked_at_once() -> None:
     relay, _ = make_relay()
     made = {0: EngineOutputs(Stats())}
-    scheduler = SimpleNamespace()
-
-    def update_from_output(scheduled: Any, output: Any) -> Any:
-        return made
-
-    scheduler.update_from_output = update_from_output
+    scheduler = SimpleNamespace(update_from_output=lambda scheduled, output: made)
     relay.attach(scheduler)
     relay.attach(scheduler)
     assert scheduler.update_from_output("scheduled", carrying(done=2)) is made
-    sent = made[0].scheduler_stats.kv_connector_stats[KEY]
-    assert sent["news"]["toy"]["seen"] == 1
+    news = made[0].scheduler_stats.kv_connector_stats[KEY]["news"]
+    assert news["toy"]["seen"] == 1
 
 
 def run(relay: Relay, clock: Clock, steps: int) -> tuple[Counter[str], int, int]:

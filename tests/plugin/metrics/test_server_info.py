@@ -193,17 +193,51 @@ def test_control_characters_of_labels_are_escaped(ask: Ask, escape: str) -> None
     [
         *("http://127.0.0.1:1", "nonsense", "http://[::1", "ftp://127.0.0.1:1", "", "\x1b[2J"),
         *("file:///etc/hostname", "http://a b/", "http://127.0.0.1:99999", "http://127.0.0.1:abc"),
-        *(
-            "http://\ud800",
-            "x" * 100_000,
-            "http://127.0.0.1:1/\r\nX: y",
-            "http://127.0.0.1:1/?s3cret",
-        ),
+        *("http://\ud800", "x" * 100_000, "http://127.0.0.1:1/\r\nX: y"),
+        "http://127.0.0.1:1/?s3cret",
         *("http://user:s3cret@127.0.0.1:1", "http://user:s3c/s3cret@[::1", "u:s3cret@127.0.0.1:1"),
         *("http://a:s3cret@b:s3cret@127.0.0.1:abc", "http:u:s3cret@127.0.0.1"),
+        *("u:s3cret//x@127.0.0.1:1", "http:/u:s3cret//x@127.0.0.1:1"),
+        *(f"http://127.0.0.1:1{end}@127.0.0.1" for end in ("//s3c", "?s3c", "#s3c")),
     ],
 )
 def test_a_server_that_cannot_be_asked(url: str) -> None:
     said = refused(url)
     assert "can't be read" in said
     assert "s3c" not in said
+
+
+@pytest.mark.parametrize("end", ["/", "?", "#"])
+def test_no_part_of_a_password_is_shown(end: str) -> None:
+    """Digits before its first slash would pass for a port."""
+    assert "4321" not in refused(f"http://localhost:4321{end}/x@127.0.0.1:1")
+
+
+@pytest.mark.parametrize("number", ["NaN", "+Inf", "-Inf"])
+def test_json_has_no_number_that_is_none(ask: Ask, number: str) -> None:
+    text = f"{SERIES.decode()}vllm:graft_a {number}\nvllm:graft_b 2\n"
+    _, printed = ask(text, "--json")
+    told = json.loads(printed, parse_constant=pytest.fail)
+    assert told["metrics"] == {"vllm:graft_a": None, "vllm:graft_b": 2}
+
+
+def test_nobody_waits_for_a_slow_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups: list[threading.Thread] = []
+    end = threading.Event()
+
+    def slow(*_: object, **__: object) -> list[object]:
+        lookups.append(threading.current_thread())
+        end.wait(60)
+        raise OSError("no such name")
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(server_info, "SECONDS", 0.2)
+    try:
+        assert "within 0.2 s" in refused("http://slow.example:1")
+        [lookup] = lookups
+        assert lookup.is_alive()
+        assert lookup.daemon  # The interpreter does not wait for it either.
+    finally:
+        end.set()
+    lookup.join()

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugin.metrics.stand_ins import (
-    METRICS,
-    EngineOutputs,
-    Logger,
-    Output,
-    Stats,
-)
+from tests.plugin.metrics.stand_ins import METRICS, EngineOutputs, Logger, Output, Stats
 from vllm_graft.base import log
 from vllm_graft.base.options import KEY as GRAFT
 from vllm_graft.metrics.exposition import total
@@ -45,9 +39,7 @@ def asked_for(vllm_config: Any) -> list[Any]:
 
 def config(*, asked: bool = True) -> Any:
     parallel = SimpleNamespace(
-        pipeline_parallel_size=1,
-        worker_extension_cls=EXTENSION,
-        distributed_executor_backend="mp",
+        pipeline_parallel_size=1, worker_extension_cls=EXTENSION, distributed_executor_backend="mp"
     )
     graft = {GRAFT: {"toy": {}}} if asked else {}
     return SimpleNamespace(additional_config=graft, parallel_config=parallel)

@@ -60,12 +60,8 @@ def attached(result: Any = None) -> tuple[Runner, Clock, WorkerReport]:
 def test_a_report_holds_the_parts_their_numbers_and_failures(toy: Toy) -> None:
     runner, _, _ = attached()
     found = report_of(runner.sample_tokens())
-    assert found == {
-        "on": ["toy"],
-        "declined": {},
-        "errors": 0,
-        "numbers": {"toy": {"done": 1, "no": {"late": 1}}},
-    }
+    numbers = {"toy": {"done": 1, "no": {"late": 1}}}
+    assert found == {"on": ["toy"], "declined": {}, "errors": 0, "numbers": numbers}
     # It leaves the process in another thread.
     toy.declined["full"] = 9
     assert found["numbers"]["toy"]["no"] == {"late": 1}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import pip_install
 from vllm_graft.cli import main
-from vllm_graft.scaffold.new_plugin import write
-from vllm_graft.scaffold.templates import KINDS
+from vllm_graft.scaffold.new_plugin import KINDS, write
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -22,15 +22,6 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def installed(folder: Path, target: Path) -> Path:
-    """Install a distribution in a folder, without a network."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--no-index", "--target", str(target), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
 
 
 def its_tests(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -51,7 +42,7 @@ def test_a_new_plugin_is_found_and_its_tests_pass(
     assert str(folder / "graft_brand_new" / "code.py") in told
     assert f"cd {folder} && pip install" in told
 
-    site = installed(folder, tmp_path / "site")
+    site = pip_install(tmp_path / "site", folder)
     done = its_tests(folder, site)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -81,16 +81,17 @@ answers["extension"] = resolve_obj_by_qualname(activation.EXTENSION).__module__
 
 from vllm.engine.arg_utils import EngineArgs
 spec = {"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 7}
+def built(**given):
+    try:
+        config = EngineArgs(model=TARGET, **given).create_engine_config()
+        return "built " + repr(config.parallel_config.worker_extension_cls)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 def create(additional, v2=None):
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if v2 is not None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = v2
-    arguments = EngineArgs(model=TARGET, speculative_config=spec, additional_config=additional)
-    try:
-        config = arguments.create_engine_config()
-        return "built " + repr(config.parallel_config.worker_extension_cls)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return built(speculative_config=spec, additional_config=additional)
 
 answers["typo"] = create({"graft": {"tree": {"topkk": 8}}})
 answers["dotted"] = create({"graft.tree.topk": 4})
@@ -103,12 +104,7 @@ answers["good"] = create({"graft": {"tree": {"topk": "4"}}}) if HAS_TRITON else 
 from vllm.config import KVTransferConfig
 def transfer(connector, extra):
     given = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    arguments = EngineArgs(model=TARGET, kv_transfer_config=KVTransferConfig(**given))
-    try:
-        config = arguments.create_engine_config()
-        return "built " + repr(config.parallel_config.worker_extension_cls)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return built(kv_transfer_config=KVTransferConfig(**given))
 
 good = {"host_bytes": "64MiB"}
 answers["backend"] = transfer("HiCacheConnector", {**good, "storage": {"backend": "segment"}})

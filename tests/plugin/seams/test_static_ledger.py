@@ -11,13 +11,10 @@ from types import ModuleType
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams import support
+from vllm_graft.seams import versions
 from vllm_graft.seams.compare import ledger_at, vllm_version
-from vllm_graft.seams.ledger.entry import Kind, Seam
-from vllm_graft.seams.ledger.minor import minor_of
-from vllm_graft.seams.ledger.notation import seams
-from vllm_graft.seams.sources import Sources
-from vllm_graft.seams.static import is_unknown, read_seams
+from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
+from vllm_graft.seams.sources import Sources, is_unknown, read_seams
 
 FILES = {
     "__init__.py": "from .version import __version__\n",
@@ -123,10 +120,9 @@ def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
 
 def test_the_installed_vllm_reads_as_it_imports() -> None:
     """No entry is unknown or wrong: each has the form that importing finds."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    reports = read_seams(ledger_at(vllm_version()), Sources(Path(spec.origin).parents[1]))
+    import vllm
+
+    reports = read_seams(ledger_at(vllm_version()), Sources(Path(vllm.__file__).parents[1]))
     assert [report.problem for report in reports if report.problem] == []
     assert not any(map(is_unknown, reports))
 
@@ -148,16 +144,16 @@ def test_an_entry_by_version() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("parts", [("core", "tree"), ("core", "vit"), ("core", "tree", "draft")])
 def test_the_installed_vllm_is_what_presets_turn_on_parts_for(parts: tuple[str, ...]) -> None:
-    assert support.moved(*parts) == ""
+    assert versions.moved(*parts) == ""
 
 
 def test_a_symbol_that_moved_keeps_a_part_off(tmp_path: Path) -> None:
     """Negative control, with the reason that a preset's line of the log has."""
-    said = support.moved_in(made_up(tmp_path), "0.33.0", ("core", "tree"))
+    said = versions.moved_in(made_up(tmp_path), "0.33.0", ("core", "tree"))
     assert said.startswith("vLLM 0.33.0 is not what core, tree were written for: vllm.")
     assert "found nothing" in said
     # Parts that no symbol is asked of have nothing to miss.
-    assert support.moved_in(made_up(tmp_path), "0.33.0", ()) == ""
+    assert versions.moved_in(made_up(tmp_path), "0.33.0", ()) == ""
 
 
 def test_a_vllm_that_cannot_be_read_stops_nobody(
@@ -165,5 +161,5 @@ def test_a_vllm_that_cannot_be_read_stops_nobody(
 ) -> None:
     for version in ("0.33.0", "0.1.0", "no version"):
         fake_module("vllm", __version__=version, __file__=str(tmp_path / "vllm" / "__init__.py"))
-        said = support.moved.__wrapped__("tree")
+        said = versions.moved.__wrapped__("tree")
         assert said.startswith("vLLM can't be compared with the ledger: ")

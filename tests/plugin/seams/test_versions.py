@@ -6,7 +6,7 @@ import pytest
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams import versions
-from vllm_graft.seams.ledger.minor import minor_of
+from vllm_graft.seams.ledger.entry import minor_of
 
 
 class Newer(versions.Engine):

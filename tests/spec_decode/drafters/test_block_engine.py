@@ -21,6 +21,13 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
+from tests.support.models.block_drafts import (
+    write_block_target,
+    write_dflash,
+    write_dflash2,
+    write_dspark,
+    write_lilicorr,
+)
 from tests.support.references.block_reference import compared
 from tests.support.watches import emitted
 from vllm_graft.plan.memory import memory_of
@@ -28,15 +35,7 @@ from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 from vllm_graft.spec_decode.targets.dense import dense_family
-from vllm_graft.testing import (
-    model_runner,
-    spec_metrics,
-    write_block_target,
-    write_dflash,
-    write_dflash2,
-    write_dspark,
-    write_lilicorr,
-)
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -13,7 +13,13 @@ from tests.support.engines.block_engines import FROM_LAST
 from tests.support.engines.gpu_blocks import GREEDY, SEEDED, share_alike
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Answer, answer_all, differing
-from vllm_graft.testing import spec_metrics, write_dflash, write_dflash2, write_dspark, write_xpress
+from tests.support.models.block_drafts import (
+    write_dflash,
+    write_dflash2,
+    write_dspark,
+    write_xpress,
+)
+from vllm_graft.testing import spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -15,8 +15,12 @@ from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.language.draft import DraftGraphRunner, EagerDraftRunner
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.drafters.standalone.chain import ChainCounters, ChainSpeculator
-from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ChainInputs, ExtendInputs
+from vllm_graft.spec_decode.drafters.standalone.chain import (
+    ChainCounters,
+    ChainInputs,
+    ChainSpeculator,
+)
+from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
 
 
 def test_inputs_keep_their_addresses_and_clear_what_is_padding() -> None:

@@ -14,9 +14,9 @@ from vllm import SamplingParams
 
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
+from tests.support.checkpoints import write_likeness
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
-from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

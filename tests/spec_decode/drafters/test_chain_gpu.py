@@ -16,23 +16,16 @@ from vllm import SamplingParams
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.answers.text_requests import TEXTS, both_kinds
+from tests.support.checkpoints import write_likeness
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Request, answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
 from tests.support.models.window_models import write_gemma4, write_gemma4_assistant
 from tests.support.watches import proposed
 from vllm_graft.metrics.exposition import total
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import (
-    TinyShape,
-    model_runner,
-    running,
-    spec_metrics,
-    write_glm4_moe,
-    write_llama,
-    write_mimo,
-)
-from vllm_graft.testing.models.llama import write_likeness
+from vllm_graft.testing import TinyShape, model_runner, running, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -11,6 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.support.answers.text_requests import TEXTS, both_kinds, greedy, seeded
+from tests.support.checkpoints import write_likeness
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -26,10 +27,9 @@ from tests.support.watches import emitted, proposed
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
-from vllm_graft.spec_decode.drafters.standalone.chain_inputs import ExtendInputs
+from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
 from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
-from vllm_graft.testing.models.llama import write_likeness
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -21,6 +21,7 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
+from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
 from tests.support.watches import emitted
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
@@ -30,7 +31,7 @@ from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import cpu_engine, model_runner, spec_metrics, write_glm4_moe, write_mimo
+from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -22,7 +22,7 @@ from tests.support.references.ngram_reference import check_nodes, nodes_in, trie
 from tests.support.references.tree_reference import finish_and_compare
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters import tree_drafting
-from vllm_graft.spec_decode.lookup import ngrams, several_ngrams
+from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -127,7 +127,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch()
     for module, name, method in (
         (ngrams, "match_ngrams", found.match),
-        (several_ngrams, "insert_paths", found.insert),
+        (ngrams, "insert_paths", found.insert),
         (tree_drafting, "finish_tree", finish_and_compare),
     ):
         monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))

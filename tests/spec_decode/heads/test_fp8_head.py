@@ -246,3 +246,21 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ConfigError, match="A100 has no product of FP8 numbers"):
         fp8_head._product(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_product_is_asked_for_16_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    from vllm import _custom_ops
+
+    def product(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: torch.dtype) -> torch.Tensor:
+        assert out_dtype in (torch.bfloat16, torch.float16), "as vLLM's own demands"
+        return ((a.float() @ b.float()) * scale_a * scale_b.t()).to(out_dtype)
+
+    monkeypatch.setattr(_custom_ops, "cutlass_scaled_mm", product)
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", lambda x, **_: quantize(x))
+    hidden, rows = numbers(5, HIDDEN).to(dtype), numbers(VOCAB, HIDDEN, seed=1)
+    found = fp8_head._by_cutlass(hidden, *quantize(rows))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), hidden.float() @ rows.t(), atol=2.0, rtol=0.1)

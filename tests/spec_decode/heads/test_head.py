@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.heads import draft_tokens, hot_vocabulary
-from vllm_graft.spec_decode.heads.combine import quantize_by_kernel
-from vllm_graft.spec_decode.heads.draft_tokens import check_draft_tokens
+from vllm_graft.spec_decode.heads import hot_tokens, hot_vocabulary
+from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead, load_hot_tokens
+from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, TOPK = 97, 8, 4
@@ -313,7 +313,7 @@ def draft(offsets: list[int] | None) -> SimpleNamespace:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(draft_tokens, "warning_once", found.append)
+    monkeypatch.setattr(hot_tokens, "warning_once", found.append)
     return found
 
 

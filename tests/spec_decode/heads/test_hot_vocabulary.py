@@ -11,14 +11,15 @@ from vllm import SamplingParams
 
 from vllm_graft.spec_decode.heads import hot_rows, hot_vocabulary
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
-from vllm_graft.spec_decode.heads.hot_gains import LOST, HotGains
 from vllm_graft.spec_decode.heads.hot_rows import Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_vocabulary import (
     COVERAGE,
     LATE,
+    LOST,
     PERIOD,
     READ,
     RECENT,
+    HotGains,
     HotVocabulary,
 )
 from vllm_graft.spec_decode.lookup.served_references import carry

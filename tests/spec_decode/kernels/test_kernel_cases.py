@@ -14,6 +14,7 @@ import triton
 from tests.support.compiling.compiling_process import printed_by
 from tests.support.kernel_cases import (
     compiled,
+    launched_kernels,
     plan_kernels,
     rare_plans,
     recurrent_kernels,
@@ -25,7 +26,6 @@ from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, listin
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.testing.compiling import launched_kernels
 
 _NIGHTLY = pytest.mark.nightly
 ROOMS = (tree_kernels, recurrent_kernels)

@@ -17,14 +17,11 @@ from vllm_graft.base import log
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.lookup import references, served_references
-from vllm_graft.spec_decode.lookup.choice_text import choices_in
-from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
-from vllm_graft.spec_decode.lookup.reference_counts import ReferenceCounts
-from vllm_graft.spec_decode.lookup.references import References, styles_of
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams, ReferenceCounts
+from vllm_graft.spec_decode.lookup.predictions import UnreadPredictions, Wrong, prediction_of
+from vllm_graft.spec_decode.lookup.references import References, choices_in, styles_of
 from vllm_graft.spec_decode.lookup.schema_text import COMPACT, SPACED
 from vllm_graft.spec_decode.lookup.served_references import carry
-from vllm_graft.spec_decode.lookup.unread_predictions import UnreadPredictions
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
 from vllm_graft.spec_decode.trees.reference import NONE, Reference, reference_in
 
@@ -337,9 +334,7 @@ def test_what_a_request_predicts_goes_no_further() -> None:
 
 def test_predictions_that_nothing_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(
-        "vllm_graft.spec_decode.lookup.unread_predictions.warning_once", said.append
-    )
+    monkeypatch.setattr("vllm_graft.spec_decode.lookup.predictions.warning_once", said.append)
     watch = UnreadPredictions()
     for params in (None, SamplingParams(), asking("x"), asking(3)):
         watch.begin(0, request(params))

@@ -29,9 +29,9 @@ from vllm_graft.spec_decode.lookup.schema_text import (
     Style,
     Work,
     schema_items,
+    tag_items,
 )
 from vllm_graft.spec_decode.lookup.served_references import carry
-from vllm_graft.spec_decode.lookup.tag_text import tag_items
 from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
 from vllm_graft.spec_decode.trees.reference import KEY, reference_in
 

@@ -32,8 +32,8 @@ from vllm_graft.spec_decode.startup.ahead import (
     fingerprint,
     keep_cache,
 )
-from vllm_graft.spec_decode.startup.begin import begin
 from vllm_graft.spec_decode.startup.clock import PARTS, StartClock
+from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.startup.stand_ins import Attention, LayerShape, empty
 from vllm_graft.spec_decode.verification.context import VerifyMode
 

@@ -11,25 +11,22 @@ from typing import Any
 import pytest
 
 from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.checkpoints import write_likeness
 from tests.support.engines.pairs import Pair, answer_all
+from tests.support.models.block_drafts import (
+    write_block_target,
+    write_dflash,
+    write_dspark,
+    write_xpress,
+)
+from tests.support.models.mtp_targets import write_mimo
 from tests.support.worlds.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
-from vllm_graft.testing import (
-    TinyShape,
-    cpu_engine,
-    model_runner,
-    write_block_target,
-    write_dflash,
-    write_dspark,
-    write_llama,
-    write_mimo,
-    write_xpress,
-)
-from vllm_graft.testing.models.llama import write_likeness
+from vllm_graft.testing import TinyShape, cpu_engine, model_runner, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

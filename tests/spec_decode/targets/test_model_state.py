@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from tests.support import toy_family
+from tests.support.samples.attention_samples import TOLERANCE, untouched
 from vllm_graft import doctor
 from vllm_graft.base.errors import ConfigError, EntryError, HookError
 from vllm_graft.hooks import manager
@@ -21,15 +22,9 @@ from vllm_graft.spec_decode.targets import families
 from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import (
-    TOLERANCE,
-    AttentionShape,
-    tree_problem,
-    untouched,
-)
-from vllm_graft.spec_decode.targets.families import Served, ServedLayers
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
 from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_by_temperature
-from vllm_graft.spec_decode.targets.unchanged import UnchangedFamily
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 

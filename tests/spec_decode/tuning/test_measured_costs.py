@@ -12,11 +12,10 @@ import torch
 
 from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.spec_decode import tree_part
-from vllm_graft.spec_decode.chunking.mixed_rows import ROWS, captured_rows
+from vllm_graft.spec_decode.chunking.handover import ROWS, captured_rows
 from vllm_graft.spec_decode.drafters import step_costs, tuner_seed
-from vllm_graft.spec_decode.drafters.lent_states import LentStates
 from vllm_graft.spec_decode.drafters.mtp import MtpTrees
-from vllm_graft.spec_decode.drafters.step_costs import draw_tokens
+from vllm_graft.spec_decode.drafters.step_costs import LentStates, draw_tokens
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
@@ -238,7 +237,7 @@ def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:
     """Indices behind a pass's rows, left by a longer pass, would be read by a padded graph."""
     draft: Any = MtpTrees.__new__(MtpTrees)
     draft.first_pass_graph = lambda width: (None, width)
-    draft.root_states = torch.zeros(6, 16)
+    draft.trees = SimpleNamespace(roots=SimpleNamespace(states=torch.zeros(6, 16)))
     draft.last_token_indices = torch.zeros(6, dtype=torch.int64)
     draft.hidden_states = torch.zeros(48, 16)
     draft.tell_requests_apart(4, nodes=7)
@@ -337,8 +336,9 @@ def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPa
         assert speculator.report()["draft_graphs_verified"][3] == [1]
         assert speculator.report()["draft_graphs_differing"][3] == []
         # Negative control: the graph of two requests reads a tensor that is not written any more.
-        speculator.root_states = speculator.root_states.clone()
-        del speculator
+        roots = speculator.trees.roots
+        roots.states = roots.states.clone()
+        del speculator, roots
         assert answer_all(llm, requests * 2) == expected * 2
         report = model_runner(llm).speculator.report()
         assert report["draft_graphs_differing"][3] == [2]

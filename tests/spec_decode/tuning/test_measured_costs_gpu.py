@@ -15,7 +15,7 @@ from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.spec_decode.drafters import step_costs, tuner_seed
 from vllm_graft.spec_decode.heads import hot_vocabulary
-from vllm_graft.spec_decode.heads.hot_gains import HotGains
+from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from vllm_graft.spec_decode.chunking.mixed_rows import ROWS
+from vllm_graft.spec_decode.chunking.handover import ROWS
 from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
@@ -146,11 +146,12 @@ def test_a_tree_that_was_cut_says_nothing() -> None:
     """vLLM cuts a tree at the end of the context, to a number that is never chosen."""
     watch = StepWatch(NodeTuner([0, 7, 3], max_rows=64), {})
     watch.ended(step({"a": 7}, 7), {"a": [1, 2]}, 1.0)
-    seen = watch.tuner.report()
+    seen = watch.tuner._acceptance._seen[7]
+    missed = seen.missed
     watch.ended(step({"a": 5}, 7), {"a": [1, 2]}, 1.1)
-    assert watch.tuner.report() == seen
+    assert seen.missed == missed
     watch.ended(step({"a": 7}, 7), {"a": [1, 2, 3]}, 1.2)
-    assert watch.tuner.report() != seen
+    assert seen.missed > missed
 
 
 def test_steps_without_drafts_count(watch: Any) -> None:
@@ -203,8 +204,8 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
     output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[1, 2]])
     for _ in range(2):
         assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
-    assert lookup.tuner.report()[15]["acceptance_length"] == pytest.approx(2.0)
-    assert lookup.tuner.report()[15]["ms_batch_1"] > 0
+    assert lookup.tuner._acceptance._seen[15].missed == pytest.approx(2.0, rel=1e-3)
+    assert lookup.tuner._times_alone.predict(1, 15)
 
 
 @pytest.mark.parametrize("experts", [False, True])

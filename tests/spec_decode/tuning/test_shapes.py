@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
 from vllm_graft.spec_decode.trees import candidates
 from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.tuning import plan
 from vllm_graft.spec_decode.tuning.shapes import (
     DENSE,
     NARROW,
@@ -28,7 +33,7 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
     count = len([None for _ in range(topk)] + [None] * sum(topk * topk for _ in range(1, steps)))
     assert shape.num_candidates == count
     assert candidates.num_candidates(topk, steps) == count
-    assert TreeConfig(topk=topk, steps=steps).max_nodes == count
+    assert TreeConfig(topk=topk, steps=steps).num_candidates == count
 
 
 def test_dynamic_takes_the_configured_bounds() -> None:
@@ -166,7 +171,7 @@ def test_each_number_has_one_rung_and_ever_smaller_batches(ladder: Ladder) -> No
 @pytest.mark.parametrize("steps", [1, 2, 4, 7, 12, 32])
 def test_every_number_fits_its_shape_and_the_bounds(ladder: Ladder, topk: int, steps: int) -> None:
     config = TreeConfig(topk=topk, steps=steps, shape="auto")
-    for nodes in range(1, min(config.max_nodes, MAX_NODES) + 1):
+    for nodes in range(1, min(config.num_candidates, MAX_NODES) + 1):
         found = shapes(ladder, config, nodes)
         numbers = [shape.num_nodes for shape in found]
         assert numbers == sorted(set(numbers))
@@ -213,3 +218,19 @@ def test_what_is_tried_first() -> None:
     assert auto_schedule(config, 15, 256) == auto_schedule(config, 15, 256, DENSE) != narrow
     # More nodes than a tree may have are refused later, with a sentence.
     assert auto_schedule(config, 100, 256, NARROW)[0][2] == 100
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [TreeShape(8, 6, 30), TreeShape(8, 6, 32), TreeShape(0, 6, 31), TreeShape(8, 0, 31), 31],
+)
+def test_a_policy_that_answers_otherwise_is_named(
+    monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    monkeypatch.setattr(plan, "batches_by_nodes", lambda *_, **__: {31: [1], 0: [2]})
+    engine: Any = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=31))
+    config = TreeConfig(policy="wide")
+    assert plan.plan_shapes(whole, config, engine) == {TreeShape(8, 6, 31): [1]}
+    said = re.escape(f"graft.tree.policy 'wide' returned {answer!r} for 31 nodes")
+    with pytest.raises(HookError, match=said):
+        plan.plan_shapes(lambda *_: answer, config, engine)

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from vllm_graft.spec_decode.tuning.excess import Point, Slope, level, place_of
-from vllm_graft.spec_decode.tuning.host_floor import Floor, Timed
+from vllm_graft.spec_decode.tuning.excess import Floor, Point, Slope, Timed, level, place_of
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 
 
@@ -57,7 +56,6 @@ def test_a_number_of_its_own_kind_is_learned() -> None:
     predicted = times.predict(8, 7)
     assert predicted is not None
     assert predicted > 0.010
-    assert times.seen(7) == {8: pytest.approx(0.011)}
 
 
 def test_old_times_are_forgotten() -> None:

@@ -22,7 +22,7 @@ from tests.support.worlds.tuner_world import (
     shape,
     step_ms,
 )
-from vllm_graft.spec_decode.tuning.host_floor import Floor
+from vllm_graft.spec_decode.tuning.excess import Floor
 from vllm_graft.spec_decode.tuning.step_times import StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 CACHED = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
@@ -12,6 +13,15 @@ def transfer(**extra: Any) -> dict[str, Any]:
     """Make a ``kv_transfer_config`` with our connector; failed loads are recomputed."""
     extra = {"host_bytes": "32MiB", **extra}
     return {**CACHED, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+
+
+def stored(path: Path, max_bytes: str = "1GiB") -> dict[str, Any]:
+    """Make options of loads before a request runs, which waits for all that is below ``path``."""
+    return {
+        "load": "async",
+        "storage": {"backend": "segments", "path": str(path), "max_bytes": max_bytes},
+        "prefetch": {"policy": "wait_complete"},
+    }
 
 
 def prompts(seed: int, *lengths: int) -> list[Any]:

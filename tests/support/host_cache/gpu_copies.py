@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_graft.hicache.copies.copy_engine import HostShard
+from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import group_layers, pages_bytes

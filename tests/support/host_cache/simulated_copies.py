@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_graft.hicache.copies import fp8_copy as fp8
-from vllm_graft.hicache.copies.copy_engine import HostShard, MemoryCopyEngine
+from vllm_graft.hicache.copies.copy_engine import MemoryCopyEngine, fp8_copy
+from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
 
@@ -38,7 +38,7 @@ def run_copy(runs: Any) -> Any:
 
 def _ring(buffer_bytes: int) -> Any:
     """Make buffers of so many bytes, filled with a byte that no test expects."""
-    from vllm_graft.hicache.copies.staging_ring import BUFFERS, StagingRing
+    from vllm_graft.hicache.copies.row_copies import BUFFERS, StagingRing
 
     return StagingRing(torch.full((BUFFERS * buffer_bytes,), 0x5A, dtype=torch.uint8))
 
@@ -55,7 +55,7 @@ class Rig:
         self.dtype = host_dtype
         item, convert = None, None
         if host_dtype is not torch.float32:
-            item, convert = host_dtype.itemsize, partial(fp8.memory_copy, torch.float32)
+            item, convert = host_dtype.itemsize, partial(fp8_copy, torch.float32)
         pools = {0: group_layers(list(self.caches), self.caches, BLOCKS, item)}
         self.slot_bytes = pages_bytes(pools[0])
         self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,3 +18,16 @@ def compiled(room: ModuleType, capabilities: Sequence[int] = CAPABILITIES) -> li
     """Compile the cases of a module of the checkout, which the compiling process has to find."""
     with mock.patch.object(sys, "path", [*sys.path, str(ROOT)]):
         return compile_cases(room.__name__, capabilities)
+
+
+def launched_kernels(package: ModuleType) -> set[str]:
+    """Jitted ``*_kernel`` functions of a package and what is below it, named as in `KernelCase`."""
+    root = Path(package.__path__[0])
+    return {
+        f"{'.'.join((package.__name__, *file.relative_to(root).with_suffix('').parts))}:{node.name}"
+        for file in root.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }

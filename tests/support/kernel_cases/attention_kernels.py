@@ -8,8 +8,7 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-    from vllm_graft.spec_decode.kernels.attention.tile import Tile
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 
 _KERNELS = "vllm_graft.spec_decode.kernels.attention.attention_kernel"
 
@@ -110,7 +109,7 @@ def _case(
 def _splitting_tile(dtype: str, head: int, rows: int, crowded: bool) -> Tile:
     import torch
 
-    from vllm_graft.spec_decode.kernels.attention.tile import Tile
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
 
     torch_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     return Tile.choose(rows, next_power_of_2(head), torch_type, crowded=crowded, split=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_graft.spec_decode.kernels.history.penalties import BLOCK
+from vllm_graft.spec_decode.kernels.history import BLOCK
 from vllm_graft.spec_decode.kernels.ngram_paths import warps
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.ngram_state import NgramState, scan_block
@@ -104,7 +104,7 @@ def _ngram_cases(
     )
     learn = KernelCase(
         name=f"learn {len(state.rates)} rates of n-grams",
-        function=f"{_KERNELS}.ngram_learn:_learn_kernel",
+        function=f"{_KERNELS}.ngram_insert:_learn_kernel",
         signature={"pending": "*i32", "rates": "*fp32"},
         constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
         options={"num_warps": 1},
@@ -128,7 +128,7 @@ _HISTORY = "vllm_graft.spec_decode.kernels.history"
 HISTORY_CASES: list[KernelCase] = [
     KernelCase(
         name="path tokens",
-        function=f"{_HISTORY}.path_tokens:_path_kernel",
+        function=f"{_HISTORY}:_path_kernel",
         signature=argument_types(
             {"*i32": "ids nodes parents depths path_tokens path_lengths", "*i64": "slots"}
         ),
@@ -137,7 +137,7 @@ HISTORY_CASES: list[KernelCase] = [
     ),
     KernelCase(
         name="penalties",
-        function=f"{_HISTORY}.penalties:_penalties_kernel",
+        function=f"{_HISTORY}:_penalties_kernel",
         signature=argument_types(
             {
                 "*fp32": "logits repetitions frequencies presences",
@@ -151,7 +151,7 @@ HISTORY_CASES: list[KernelCase] = [
     ),
     KernelCase(
         name="bad words",
-        function=f"{_HISTORY}.bad_words:_bad_words_kernel",
+        function=f"{_HISTORY}:_bad_words_kernel",
         signature=argument_types(
             {
                 "*fp32": "logits",
@@ -166,7 +166,7 @@ HISTORY_CASES: list[KernelCase] = [
     ),
     KernelCase(
         name="thinking budgets",
-        function=f"{_HISTORY}.thinking_budget:_thinking_kernel",
+        function=f"{_HISTORY}:_thinking_kernel",
         signature=argument_types(
             {
                 "*fp32": "logits",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tests.support.kernel_cases.attention_kernels import attention_cases
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan
 from vllm_graft.testing.compiling import KernelCase
 
 _GROUP = 4

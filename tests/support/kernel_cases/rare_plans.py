@@ -6,9 +6,8 @@ import torch
 
 from tests.support.kernel_cases.attention_kernels import attention_cases
 from tests.support.kernel_cases.plan_kernels import chosen_cases
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.testing.compiling import KernelCase
 
 CASES: list[KernelCase] = [

@@ -72,7 +72,7 @@ def _rows_case(
 def _keep_case() -> KernelCase:
     return KernelCase(
         name="keep rows",
-        function=f"{_KERNELS}.kept_rows:_keep_rows_kernel",
+        function=f"{_KERNELS}.recurrent_rows:_keep_rows_kernel",
         signature=argument_types(
             {
                 "*i32": "query_start_loc num_accepted parents firsts accepted",

@@ -168,7 +168,7 @@ def _scratch_case(dtype: str, key: int, value: int) -> KernelCase:
     scratch = "scratch_req_stride scratch_slot_stride scratch_head_stride"
     return KernelCase(
         name=f"scratch {dtype} key={key} value={value}",
-        function=f"{_KERNELS}.attention.scratch:_scratch_kernel",
+        function=f"{_KERNELS}.attention.tree_attention:_scratch_kernel",
         signature=argument_types(
             {f"*{dtype}": "key value scratch", "i32": f"level {strides} {scratch}"}
         ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.graph_runners.vision.fused.gate_kernel import BLOCK
 from vllm_graft.graph_runners.vision.fused.norm_kernel import NO_FUSION, THREADS
+from vllm_graft.graph_runners.vision.fused.pointwise_kernels import BLOCK
 from vllm_graft.testing.compiling import KernelCase
 
 _PACKAGE = "vllm_graft.graph_runners.vision.fused"
@@ -37,7 +37,7 @@ def _norm_case(kind: str, width: int, residual: bool) -> KernelCase:
 def _rotate_case(heads: int, size: int) -> KernelCase:
     return KernelCase(
         name=f"rotate {heads} heads of {size}",
-        function=f"{_PACKAGE}.rotary_kernel:_rotate_kernel",
+        function=f"{_PACKAGE}.pointwise_kernels:_rotate_kernel",
         signature={**_pointers("qkv cos sin out"), "rows": "i32", "qkv_stride": "i32"},
         constexprs={"HEADS": heads, "SIZE": size, "HEADS_PAD": 16, "HALF_PAD": 64},
         options={"num_warps": 4},
@@ -50,9 +50,9 @@ CASES = [
     *(_rotate_case(16, size) for size in (72, 80)),
     KernelCase(
         name="gate",
-        function=f"{_PACKAGE}.gate_kernel:_silu_mul_kernel",
+        function=f"{_PACKAGE}.pointwise_kernels:_silu_mul_kernel",
         signature=_pointers("x out"),
-        constexprs={"WIDTH": 3420, "STRIDE": 3420, "BLOCK": BLOCK},
+        constexprs={"WIDTH": 3420, "BLOCK": BLOCK},
         options={"num_warps": 4},
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -48,6 +49,9 @@ class FakeBackend(GraphBackend):
     """
 
     reads_device = True
+    pools_static = False
+    reserved_static = 0
+    overhead = 0  # type: ignore[assignment]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -96,8 +100,16 @@ class FakeBackend(GraphBackend):
     def release(self) -> None:
         self.held = 0
 
-    def synchronize(self) -> None:
-        pass
+    def side_stream(self, room: int) -> None:
+        return None
+
+    def host_block(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def stream(self) -> Any:
+        return contextlib.nullcontext()
+
+    static = stream
 
     def timed(self, region: Region) -> tuple[Any, float]:
         """The result and no time: a time measured here would say nothing about graphs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision import runner as runner_module
+from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
 Grid = tuple[int, int, int]
@@ -121,20 +123,23 @@ def make_config(vit: dict[str, Any] | None = None, **compilation: Any) -> Any:
     )
 
 
-@contextlib.contextmanager
-def fake_backend() -> Iterator[None]:
+def fake_backend(backend: type[GraphBackend] = FakeBackend) -> Any:
     """Capture on the CPU."""
-    with mock.patch.object(runner_module, "make_backend", FakeBackend):
-        yield
+    return mock.patch.object(runner_module, "make_backend", backend)
+
+
+def runner_of(
+    model: Any, config: Any, backend: type[GraphBackend] = FakeBackend
+) -> ViTCudaGraphRunner:
+    with fake_backend(backend):
+        return ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
 
 
 def make_runner(
     model: Any, vit: dict[str, Any] | None = None, capture: bool = True, **compilation: Any
 ) -> ViTCudaGraphRunner:
     """A runner as the engine builds it, captured unless told not to."""
-    with fake_backend():
-        config = make_config(vit, **compilation)
-        runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    runner = runner_of(model, make_config(vit, **compilation))
     if capture:
         runner.capture("pool")
     return runner
@@ -153,3 +158,14 @@ def batch(kind: str, grids: Sequence[Grid], modality: str = "image", seed: int =
 def eager(model: Any, inputs: Any) -> list[torch.Tensor]:
     """The engine's own path."""
     return list(model.embed_multimodal(**inputs))
+
+
+def agree(found: Any, expected: Any, exact: bool = False) -> bool:
+    """Whether a batch was answered, each item as expected: nearly, or bit for bit."""
+    near = torch.equal if exact else functools.partial(torch.allclose, atol=1e-5)
+    return found is not None and len(found) == len(expected) and all(map(near, found, expected))
+
+
+def right(runner: Any, inputs: Any, exact: bool = False) -> bool:
+    """Whether a runner answers a batch as the engine's own path does."""
+    return agree(runner.execute(inputs), eager(runner.model, inputs), exact)

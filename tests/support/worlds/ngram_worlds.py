@@ -17,8 +17,13 @@ from tests.support.references.ngram_reference import (
     learned,
     observed,
 )
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
-from vllm_graft.spec_decode.kernels.ngram_learn import HIGHEST, LOWEST, MEMORY, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import (
+    HIGHEST,
+    LOWEST,
+    MEMORY,
+    insert_ngrams,
+    learn_rates,
+)
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, NgramState

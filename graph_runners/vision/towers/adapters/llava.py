@@ -1,14 +1,13 @@
-"""LLaVA 1.5: a CLIP or SigLIP tower of one image size, and a projector."""
+"""LLaVA 1.5 and PaliGemma: a CLIP or SigLIP tower of one image size, and a projector."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
 
 from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 
 class LlavaAdapter(FixedSizeAdapter):
@@ -16,13 +15,11 @@ class LlavaAdapter(FixedSizeAdapter):
 
     @classmethod
     def refuses(cls, model: Any) -> str | None:
-        """Refuse a Pixtral tower, as it takes images of any size."""
         if model.config.vision_config.model_type == "pixtral":
             return "its vision tower is Pixtral's, which takes images of any size"
         return None
 
     def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Read the image size from the checkpoint's configuration."""
         super().__init__(model, vllm_config)
         side = int(model.config.vision_config.image_size)
         self.image_size = (int(model.config.vision_config.num_channels), side, side)
@@ -32,7 +29,14 @@ class LlavaAdapter(FixedSizeAdapter):
         return int(self.model.config.vision_config.patch_size)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Project the features of the chosen layer, without the class token."""
         features = self.model._image_pixels_to_features(self.model.vision_tower, pixels)
         projected: torch.Tensor = self.model.multi_modal_projector(features)
         return projected
+
+
+class PaliGemmaAdapter(LlavaAdapter):
+    """The adapter of ``PaliGemmaForConditionalGeneration``: always SigLIP, named like LLaVA's."""
+
+    @classmethod
+    def refuses(cls, model: Any) -> str | None:
+        return None

@@ -7,15 +7,12 @@ does, and stays eager.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter, row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces
-from vllm_graft.seams.compare import require_seams
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
 
 PIXELS, MASK, SIZES, TOKENS = (
     "input_image_embeds",
@@ -32,14 +29,7 @@ class Phi4MMAdapter(VisionAdapter):
     columns]``. Its layout is the number of crops and their size.
     """
 
-    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Check that the model still does after the tower what we know of it.
-
-        Raises:
-            SeamError: if it does not.
-        """
-        require_seams("phi4mm")
-        super().__init__(model, vllm_config)
+    seams = "phi4mm"
 
     def decline(self, inputs: Inputs) -> str | None:
         """Decline all but images; the processor's "image embeds" are pixels, so they are served."""
@@ -55,14 +45,12 @@ class Phi4MMAdapter(VisionAdapter):
         return None if fits and len(pixels) else "not_images"
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per image; its layout is the number, size and dtype of the crops."""
         return [
             Item((PIXELS, tuple(image.shape), str(image.dtype), str(mask.dtype)), mask.numel())
             for image, mask in zip(inputs[PIXELS], inputs[MASK])
         ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The crops of all images, one after the other, and their masks."""
         return {name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK)}
 
     def forward(self, buffers: Buffers) -> torch.Tensor:
@@ -90,7 +78,6 @@ class Phi4MMAdapter(VisionAdapter):
         return found
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """The images at `indices`, with their masks, sizes and token counts."""
         return {
             name: [inputs[name][index] for index in indices] for name in (PIXELS, MASK, TOKENS)
         } | {SIZES: inputs[SIZES][list(indices)]}

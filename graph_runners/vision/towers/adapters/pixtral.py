@@ -6,9 +6,10 @@ There are no buckets, as the convolution and the patch merger work image by imag
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from vllm.model_executor.models.pixtral import (
@@ -19,10 +20,6 @@ from vllm.model_executor.models.pixtral import (
 
 from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces
-from vllm_graft.seams.compare import require_seams
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 Size = tuple[int, int]
 
@@ -35,15 +32,7 @@ class AnySizeAdapter(VisionAdapter):
     """
 
     pixels = "pixel_values"
-
-    def __init__(self, model: Any, vllm_config: VllmConfig) -> None:
-        """Check that the model's own passes, which ours copy, are those that we know.
-
-        Raises:
-            SeamError: if they are not.
-        """
-        require_seams("pixtral")
-        super().__init__(model, vllm_config)
+    seams = "pixtral"
 
     @property
     @abstractmethod
@@ -76,13 +65,13 @@ class AnySizeAdapter(VisionAdapter):
         return None
 
     def items(self, inputs: Inputs) -> list[Item]:
-        """One item per image; its layout is shape and dtype."""
-        found = []
-        for image in inputs[self.pixels]:
-            rows, columns = self._grid(image.shape)
-            layout = (self.pixels, tuple(image.shape), str(image.dtype))
-            found.append(Item(layout, rows * columns))
-        return found
+        return [
+            Item(
+                (self.pixels, tuple(image.shape), str(image.dtype)),
+                math.prod(self._grid(image.shape)),
+            )
+            for image in inputs[self.pixels]
+        ]
 
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
         return {self.pixels: [inputs[self.pixels][index][None] for index in indices]}
@@ -104,12 +93,10 @@ class AnySizeAdapter(VisionAdapter):
     def split(
         self, output: torch.Tensor, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """Split by the number of tokens of each image."""
         tokens = [items[index].rows // self.merged**2 for index in indices]
         return list(output.split(tokens))
 
     def select(self, inputs: Inputs, indices: Sequence[int]) -> dict[str, Any]:
-        """The images at `indices`."""
         return {self.pixels: [inputs[self.pixels][index] for index in indices]}
 
     @property
@@ -120,19 +107,15 @@ class AnySizeAdapter(VisionAdapter):
         return shape[1] // self.patch_size, shape[2] // self.patch_size
 
     def _patches(self, images: torch.Tensor) -> torch.Tensor:
-        """Convolve image by image, as the model does.
-
-        Returns:
-            ``[1, patches, width]``, before the first norm.
-        """
+        """Convolve image by image, as the model does: ``[1, patches, width]``, before the norm."""
         convolved = [
             self.tower.patch_conv(image[None].to(self.tower.dtype)) for image in images.unbind(0)
         ]
         return torch.cat([found.flatten(2).transpose(1, 2) for found in convolved], dim=1)
 
-    def _segments(self, buffers: Buffers) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name in ("cu_seqlens", "max_seqlen", "sequence_lengths"):
-            yield name, buffers.get(name)
+    def _segments(self, buffers: Buffers) -> dict[str, torch.Tensor | None]:
+        names = ("cu_seqlens", "max_seqlen", "sequence_lengths")
+        return {name: buffers.get(name) for name in names}
 
 
 class PixtralAdapter(AnySizeAdapter):
@@ -150,12 +133,10 @@ class PixtralAdapter(AnySizeAdapter):
 
     @property
     def merged(self) -> int:
-        """How many patches along an edge become one token; 1 without a patch merger."""
         merger = self.model.patch_merger
         return 1 if merger is None else int(self.model.vision_args.spatial_merge_size)
 
     def attention(self) -> tuple[Any, int, int]:
-        """The attention of the first layer, as all layers are alike."""
         first = self.tower.transformer.layers[0].attention
         args = self.model.vision_args
         return first.attn, args.hidden_size, args.num_attention_heads // first.n_heads
@@ -179,7 +160,7 @@ class PixtralAdapter(AnySizeAdapter):
         images, model = buffers[self.pixels], self.model
         patches = self.tower.ln_pre(self._patches(images))
         features = self.tower.transformer(
-            patches, freqs_cis=buffers["freqs_cis"], **dict(self._segments(buffers))
+            patches, freqs_cis=buffers["freqs_cis"], **self._segments(buffers)
         ).squeeze(0)
         if model.pre_mm_projector_norm is not None:
             features = model.pre_mm_projector_norm(features)
@@ -206,7 +187,6 @@ class Mistral3Adapter(AnySizeAdapter):
         return int(self.model.config.spatial_merge_size)
 
     def attention(self) -> tuple[Any, int, int]:
-        """The attention of the first layer, as all layers are alike."""
         first = self.tower.transformer.layers[0].attention
         return first.attn, self.tower.config.hidden_size, first.tp_size
 
@@ -233,7 +213,7 @@ class Mistral3Adapter(AnySizeAdapter):
         features = tower.transformer(
             tower.ln_pre(patches),
             (buffers["cosines"], buffers["sines"]),
-            **dict(self._segments(buffers)),
+            **self._segments(buffers),
             return_all_hidden_states=False,
         ).squeeze(0)
         sizes = [tuple(images.shape[2:])] * images.shape[0]

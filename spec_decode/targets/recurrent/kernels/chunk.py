@@ -7,30 +7,22 @@ ancestors ``j`` alone:
 
     u_i = beta_i (v_i - exp(G_i) S k_i - sum_j exp(G_i - G_j) (k_i . k_j) u_j)
 
-That is a chunk of a chain (Yang et al. 2024, arXiv 2412.06464, section 3.3) with the tree's order
-in place of the chain's, as in vLLM's RFC #54080. As parents come before children, the system of
-equations is triangular. It is solved a level at a time: in round ``d`` all nodes of depth ``d``
-become right, so there are as many rounds as the tree is deep, each a product of matrices.
+as in a chunk of a chain (Yang et al. 2024, arXiv 2412.06464, section 3.3; vLLM's RFC #54080). The
+system of equations is triangular. In round ``d`` all nodes of depth ``d`` become right.
 
-With decays by key, ``G`` is a vector, with a number for each column of the state. So a decay enters
-each product of a node's key (or query) and an ancestor's key, column by column:
+With decays by key, ``G`` is a vector, with a number for each column of the state:
 
     u_i = beta_i (v_i - (k_i * exp(G_i)) S - sum_j (sum_c k_ic k_jc exp(G_ic - G_jc)) u_j)
 
-as in a chunk of a chain (Kimi Team 2025, arXiv 2510.26692, section 3). Kernels for chains take
-``exp(G_i - G_r)`` and ``exp(G_r - G_j)`` apart, with a node ``r`` between both, and multiply
-matrices. Branches of a tree have no such node in common, and ``exp(G_r - G_j)`` with another node
-overflows, as do decays of 20 per step beyond five steps. So no difference of two sums is formed
-here: each node walks up to the root, all nodes at a time, and adds the decays on its way. After
-``d`` steps its sum is ``G_i - G_j`` for its ``d``-th ancestor ``j``, made of negative numbers
-alone: no power exceeds 1, and small sums keep their digits behind large ones. That takes as many
-rounds as the tree is deep, each of ``nodes * K`` powers and products.
+(Kimi Team 2025, arXiv 2510.26692, section 3). Kernels for chains take ``exp(G_i - G_r)`` and
+``exp(G_r - G_j)`` apart, with a node ``r`` between both. Branches of a tree have no such node in
+common, and with another one the second power overflows. So no difference of two sums is formed
+here: each node walks up to the root, all nodes at a time, and adds the decays on its way. No power
+exceeds 1, and small sums keep their digits behind large ones.
 
-With Mamba-2, what a node writes does not depend on its ancestors, so nothing has to be solved:
+With Mamba-2 nothing has to be solved (Dao and Gu 2024, arXiv 2405.21060, section 6):
 
     o_i = exp(G_i) S C_i + sum_j exp(G_i - G_j) (B_j . C_i) step_j x_j + D x_i
-
-over the nodes ``j`` of its path, itself included (Dao and Gu 2024, arXiv 2405.21060, section 6).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -41,7 +33,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     Gates,
@@ -52,23 +44,75 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     places_of,
     rate_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.node_state import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+    KeptRows,
+    RecurrentRows,
     request_of,
     require_contiguous,
-)
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
-from vllm_graft.spec_decode.targets.recurrent.kernels.tree_chunk import (
-    chunk_sizes,
-    continuing,
-    decayed,
-    product,
-    solved,
 )
 
 _SCALAR = tl.constexpr(int(Decay.SCALAR))
 _BY_KEY = tl.constexpr(int(Decay.BY_KEY))
 _SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))
+
+_PART = 32
+"""Columns of a state that a program multiplies at a time: with all of them it would run out of
+registers."""
+
+_LEAST = 16
+"""Rows, columns and terms of a product of tensor cores, at least."""
+
+_MAX_VALUES = 32
+"""Rows of a head's state that a program reads."""
+
+
+@triton.jit
+def product(left, right):
+    """A product of f32 matrices, as exact as f32 on tensor cores too."""
+    return tl.dot(left, right, input_precision="tf32x3")
+
+
+@triton.jit
+def continuing(masks, line, row, inside):
+    """Whether each row of a request continues each other one, or is it, by the bits of `masks`."""
+    bits = tl.load(masks + line, mask=inside, other=0)
+    return ((bits[:, None] >> row[None, :].to(tl.int64)) & 1) != 0
+
+
+@triton.jit
+def decayed(continues, decay):
+    """Logarithms of decays from the root ``[rows]``, and decays between rows ``[rows, rows]``.
+
+    Rows that a row does not continue have no share.
+    """
+    total = tl.sum(tl.where(continues, decay[None, :], 0.0), 1)
+    # From a node to one that continues it there are decays alone, so that no power overflows.
+    between = tl.where(continues, total[:, None] - total[None, :], 0)
+    return total, tl.where(continues, tl.exp(between), 0)
+
+
+@triton.jit
+def solved(given, ahead, depth):
+    """What each row writes into the state: what it is given, less what its ancestors have written.
+
+    A row follows its ancestors, so that ``(1 + ahead) x = given`` has a lower triangle, and as many
+    rounds as the tree is deep solve it exactly.
+    """
+    written = given
+    for _ in range(1, depth):
+        written = given - product(ahead, written)
+    return written
+
+
+def _chunk_sizes(value: int, max_rows: int) -> dict[str, int]:
+    """Constants and warps of a kernel whose heads have states of `value` rows."""
+    rows = max(_LEAST, next_power_of_2(max_rows))
+    return {
+        "PART": _PART,
+        "VALUES": min(_MAX_VALUES, max(_LEAST, next_power_of_2(value))),
+        "ROWS": rows,
+        "num_warps": 4 if rows <= 32 else 8,
+    }
 
 
 @triton.jit
@@ -86,10 +130,7 @@ def _keep_decays(
     KEY: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Store the logarithms of a head's decays by key, which the walk reads again and again.
-
-    Programs of a head write the same bits to the same places.
-    """
+    """Store the logarithms of a head's decays by key, which all its programs do alike."""
     for start in range(0, KEY, PART):
         key = start + tl.arange(0, PART)
         is_key = key < KEY
@@ -273,58 +314,24 @@ def tree_chunk(
 ) -> None:
     """Compute the outputs of the rows of trees, and write no state.
 
-    The results are those of `tree_recurrence` but for rounding. The state of each request stays as
-    it is: `fold_states` continues it along the path that is accepted.
+    The results are those of `tree_recurrence` but for rounding, as are arguments not listed here.
+    `fold_states` continues each request's state along the path that is accepted.
 
     Args:
-        rows: as of `tree_recurrence`.
-        gates: of the rows; their kind says which recurrence it is.
-        states: ``[num_blocks, heads, V, K]``, contiguous but for the first stride.
-        which: which row continues which, and the columns.
         kept: the rows' ancestors, as `keep_rows` has noted them.
         kept_gates: f32 ``[>= num_rows, numbers, heads]``, contiguous, receives the gates as
             `LayerInputs` describes them.
-        outputs: ``[num_rows, heads, V]``, receives the result; heads contiguous.
-        groups: heads of queries and keys, or groups of ``B`` and ``C``; a divisor of ``heads``.
         max_rows: most rows of a request, 64 at most.
-
-    Raises:
-        ValueError: if the states or the outputs are not contiguous as they have to be.
     """
-    _, heads, value, key = states.shape
     require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return
-    given, sizes = arguments_of(gates), chunk_sizes(value, max_rows)
-    _tree_chunk_kernel[(cdiv(value, sizes["VALUES"]), which.num_reqs * heads)](
-        rows,
-        given.decays,
-        given.betas,
-        given.rates,
-        given.bias,
-        given.skips,
-        states,
-        which.columns,
-        which.num_accepted,
-        which.query_start_loc,
-        which.parents,
-        kept.masks,
-        kept_gates,
-        outputs,
-        key**-0.5,
-        0.0 if given.lower_bound is None else given.lower_bound,
-        rows.stride(0),
-        given.decays.stride(0),
-        0 if given.betas is None else given.betas.stride(0),
-        states.stride(0),
-        which.columns.stride(0),
-        outputs.stride(0),
-        DECAY=int(given.decay),
-        BOUNDED=given.lower_bound is not None,
-        GROUPS=groups,
-        HEADS=heads,
-        KEY=key,
-        VALUE=value,
-        NUMBERS=numbers_of(given.decay, key),
+    given = arguments_of(rows, gates, states, which, outputs, groups)
+    value, sizes = given["VALUE"], _chunk_sizes(given["VALUE"], max_rows)
+    _tree_chunk_kernel[(cdiv(value, sizes["VALUES"]), which.num_reqs * given["HEADS"])](
+        **given,
+        masks=kept.masks,
+        gates=kept_gates,
+        NUMBERS=numbers_of(Decay(given["DECAY"]), given["KEY"]),
         **sizes,
     )

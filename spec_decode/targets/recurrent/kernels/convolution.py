@@ -111,14 +111,10 @@ def tree_conv(
         inputs: ``[num_rows, dim]``, features contiguous, request after request.
         windows: ``[num_blocks, dim, >= width - 2 + rows of a request]``, any strides. A request's
             window is in the block of its first column.
-        weights: ``[dim, width]``, contiguous in its width, oldest input first.
-        bias: ``[dim]`` or None.
-        rows: which row continues which.
+        weights: ``[dim, width]``, contiguous in its width, oldest input first; `bias` is ``[dim]``.
         silu: whether ``x * sigmoid(x)`` follows.
-        outputs: ``[num_rows, dim]``, receives the result; rows of no request stay as they are.
-
-    Returns:
-        The result, of the inputs' dtype unless it was given; else zeros for rows of no request.
+        outputs: ``[num_rows, dim]``, receives the result; rows of no request stay as they are. None
+            makes one of the inputs' dtype, with zeros in such rows.
     """
     dim, width = weights.shape
     given = inputs.to(windows.dtype)

@@ -10,21 +10,20 @@ key ``k`` ``[K]``, and reads it with a query ``q`` ``[K]``. There are three kind
 - selective: Mamba-2 (Dao and Gu 2024, arXiv 2405.21060). One step per row and head both decays the
   state and weighs what is added. There ``K`` is called ``N`` and ``V`` is called ``P``. ``B`` is
   the key, ``C`` the query, and the input ``x`` is the value.
-
-The kind is a constant of each kernel, so that a kernel is compiled with the code of one kind.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 
 
 class Decay(enum.IntEnum):
@@ -44,8 +43,7 @@ _TILES = {Decay.SCALAR: (32, 4), Decay.BY_KEY: (8, 1), Decay.SELECTIVE: (32, 4)}
 def tile_of(decay: Decay, value: int) -> tuple[int, int]:
     """Rows of a state of `value` rows that a program keeps, and its warps.
 
-    So sums over keys are taken in the order of vLLM's kernels for chains. With one warp that order
-    is the same for any number of rows.
+    So sums over keys are taken in the order of vLLM's kernels for chains.
     """
     most, warps = _TILES[decay]
     return min(most, next_power_of_2(value)), warps
@@ -73,12 +71,10 @@ class DeltaGates(NamedTuple):
 
 
 class KeyDecays(NamedTuple):
-    """Gates of Kimi Delta Attention.
+    """Gates of Kimi Delta Attention, as `DeltaGates` but for these.
 
     Attributes:
         decays: ``[num_rows, heads, K]``, before the activation; contiguous within a row.
-        betas: ``[num_rows, heads]``, before the sigmoid; heads contiguous.
-        log_rates: f32 ``[heads]``, logarithms of the rates of decay.
         decay_bias: f32 ``[heads * K]``, added to ``decays``.
         lower_bound: of the logarithm of a decay, negative: decays are
             ``exp(lower_bound * sigmoid(rate * x))``. None for ``exp(-rate * softplus(x))``.
@@ -110,36 +106,52 @@ class SelectiveGates(NamedTuple):
 Gates = DeltaGates | KeyDecays | SelectiveGates
 
 
-class GateArguments(NamedTuple):
-    """Gates of any kind as a kernel takes them.
-
-    Attributes:
-        decay: the kind.
-        decays: decays or steps of the rows.
-        betas: shares of the rows' values; None of Mamba-2, whose steps are the shares.
-        rates: of decay; logarithms but for Mamba-2.
-        bias: added to ``decays``.
-        skips: of Mamba-2; else None.
-        lower_bound: of logarithms of decays; None without one.
-    """
-
-    decay: Decay
-    decays: torch.Tensor
-    betas: torch.Tensor | None
-    rates: torch.Tensor
-    bias: torch.Tensor
-    skips: torch.Tensor | None = None
-    lower_bound: float | None = None
-
-
-def arguments_of(gates: Gates) -> GateArguments:
-    """The gates as a kernel takes them."""
+def arguments_of(
+    rows: torch.Tensor,
+    gates: Gates,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    outputs: torch.Tensor,
+    groups: int,
+) -> dict[str, Any]:
+    """What a recurrence's kernel takes of such rows, by name; arguments as of `tree_recurrence`."""
+    decay, lower_bound = Decay.SCALAR, None
     if isinstance(gates, SelectiveGates):
-        steps, rates, bias, skips = gates
-        return GateArguments(Decay.SELECTIVE, steps, None, rates, bias, skips)
-    if isinstance(gates, KeyDecays):
-        return GateArguments(Decay.BY_KEY, *gates[:4], lower_bound=gates.lower_bound)
-    return GateArguments(Decay.SCALAR, *gates)
+        decay, betas = Decay.SELECTIVE, None
+        decays, rates, bias, skips = gates
+    else:
+        if isinstance(gates, KeyDecays):
+            decay, lower_bound = Decay.BY_KEY, gates.lower_bound
+        (decays, betas, rates, bias), skips = gates[:4], None
+    _, heads, value, key = states.shape
+    return {
+        "rows": rows,
+        "decays": decays,
+        "betas": betas,
+        "rates": rates,
+        "bias": bias,
+        "skips": skips,
+        "states": states,
+        "columns": which.columns,
+        "num_accepted": which.num_accepted,
+        "query_start_loc": which.query_start_loc,
+        "parents": which.parents,
+        "outputs": outputs,
+        "scale": key**-0.5,
+        "lower_bound": 0.0 if lower_bound is None else lower_bound,
+        "row_stride": rows.stride(0),
+        "decay_stride": decays.stride(0),
+        "beta_stride": 0 if betas is None else betas.stride(0),
+        "block_stride": states.stride(0),
+        "column_stride": which.columns.stride(0),
+        "output_stride": outputs.stride(0),
+        "DECAY": int(decay),
+        "BOUNDED": lower_bound is not None,
+        "GROUPS": groups,
+        "HEADS": heads,
+        "KEY": key,
+        "VALUE": value,
+    }
 
 
 @triton.jit
@@ -184,29 +196,13 @@ def rate_of(rates, head, DECAY: tl.constexpr):
 
 @triton.jit
 def log_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
-    """Logarithms of decays of a delta rule.
-
-    Args:
-        x: f32, decays with their bias, before the activation.
-        rate: the head's rate of decay.
-        lower_bound: as in `KeyDecays`; any number without one.
-        BOUNDED: whether there is one.
-    """
+    """Logarithms of decays of a delta rule from `x`, with its bias and before the activation."""
     return lower_bound * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
 
 
 @triton.jit
 def gated(x, beta, rate, lower_bound, DECAY: tl.constexpr, BOUNDED: tl.constexpr):
-    """Logarithms of decays, and the shares of values that enter the state.
-
-    Args:
-        x: f32, decays or steps with their bias, before the activation.
-        beta: f32, before the sigmoid; None of Mamba-2.
-        rate: the head's rate of decay.
-        lower_bound: as in `log_decay`.
-        DECAY: the kind.
-        BOUNDED: as in `log_decay`.
-    """
+    """Logarithms of decays, and the shares of values that enter the state, of `x` with its bias."""
     if DECAY == _SELECTIVE:
         share = softplus(x)
         decay = rate * share
@@ -225,16 +221,7 @@ def of_length_one(x, DECAY: tl.constexpr):
 
 @triton.jit
 def stepped(state, key, value, decay, share, DECAY: tl.constexpr):
-    """The state behind a row.
-
-    Args:
-        state: f32 ``[V, K]``, before it.
-        key: f32 ``[K]``, of length 1 but of Mamba-2.
-        value: f32 ``[V]``.
-        decay: f32, a logarithm; ``[K]`` where it is by key.
-        share: of the value.
-        DECAY: the kind.
-    """
+    """The state ``[V, K]`` behind a row; `decay` is a logarithm, ``[K]`` where it is by key."""
     if DECAY == _SELECTIVE:
         # By the power of two, as in vLLM's kernel for chains.
         state = state * tl.exp2(1.4426950408889634 * decay)

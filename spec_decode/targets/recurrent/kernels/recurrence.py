@@ -20,16 +20,33 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     stepped,
     tile_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.node_state import (
-    continued,
-    keep,
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+    RecurrentRows,
     request_of,
     require_contiguous,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 
 _BY_KEY = tl.constexpr(int(Decay.BY_KEY))
 _SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))
+
+
+@triton.jit
+def continued(state, row, parent, states, columns, block_stride, place, mask):
+    """The state that a row continues: `state` behind the row before, or its parent's, read back."""
+    if (parent >= 0) & (parent != row - 1):
+        # Other threads of this program may have stored what this one loads.
+        tl.debug_barrier()
+        source = tl.load(columns + parent).to(tl.int64)
+        state = tl.load(states + source * block_stride + place, mask=mask, other=0).to(tl.float32)
+    return state
+
+
+@triton.jit
+def keep(state, row, states, columns, block_stride, place, mask):
+    """Store the state of a row in the row's block; block 0 keeps nothing."""
+    target = tl.load(columns + row).to(tl.int64)
+    if target > 0:
+        tl.store(states + target * block_stride + place, state, mask=mask)
 
 
 @Kernel
@@ -130,56 +147,23 @@ def tree_recurrence(
     The root continues the last accepted row's state. The arithmetic is that of vLLM's
     ``fused_sigmoid_gating_delta_rule_update``, ``fused_recurrent_kda`` or
     ``selective_state_update``, in the same order, so that a chain's rows have the same bits. Where
-    a row's parent is not the row before, the parent's state is read back from its column, rounded
-    to the states' dtype.
+    a row's parent is not the row before, its state is read back from its column, rounded to the
+    states' dtype.
 
     Args:
         rows: ``[num_rows, 2 * groups * K + heads * V]``, queries, keys and values of all heads
             behind each other (of Mamba-2 inputs, ``B`` and ``C``), features contiguous, request
             after request.
-        gates: of the rows; their kind says which recurrence it is.
         states: ``[num_blocks, heads, V, K]``, contiguous but for the first stride.
-        which: which row continues which, and the columns.
         outputs: ``[num_rows, heads, V]``, receives the result; heads contiguous.
         groups: heads of queries and keys, or groups of ``B`` and ``C``; a divisor of ``heads``.
-
-    Raises:
-        ValueError: if the states or the outputs are not contiguous as they have to be.
     """
-    _, heads, value, key = states.shape
     require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return
-    given = arguments_of(gates)
-    values, warps = tile_of(given.decay, value)
-    _tree_recurrence_kernel[(cdiv(value, values), which.num_reqs * heads)](
-        rows,
-        given.decays,
-        given.betas,
-        given.rates,
-        given.bias,
-        given.skips,
-        states,
-        which.columns,
-        which.num_accepted,
-        which.query_start_loc,
-        which.parents,
-        outputs,
-        key**-0.5,
-        0.0 if given.lower_bound is None else given.lower_bound,
-        rows.stride(0),
-        given.decays.stride(0),
-        0 if given.betas is None else given.betas.stride(0),
-        states.stride(0),
-        which.columns.stride(0),
-        outputs.stride(0),
-        DECAY=int(given.decay),
-        BOUNDED=given.lower_bound is not None,
-        GROUPS=groups,
-        HEADS=heads,
-        KEY=key,
-        VALUE=value,
-        KEYS=next_power_of_2(key),
-        VALUES=values,
-        num_warps=warps,
+    given = arguments_of(rows, gates, states, which, outputs, groups)
+    value = given["VALUE"]
+    values, warps = tile_of(Decay(given["DECAY"]), value)
+    _tree_recurrence_kernel[(cdiv(value, values), which.num_reqs * given["HEADS"])](
+        **given, KEYS=next_power_of_2(given["KEY"]), VALUES=values, num_warps=warps
     )

@@ -23,7 +23,7 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     stepped,
     tile_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows, LayerInputs
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import columns_of
 
 _TYPES = {
@@ -44,17 +44,13 @@ class FoldedLayer(NamedTuple):
     """A layer whose states are continued by kept inputs.
 
     Attributes:
-        inputs: what it keeps.
         states: ``[num_blocks, value_heads, V, K]`` (of Mamba-2 ``[num_blocks, heads, P, N]``),
             contiguous but for the first stride.
         rates: ``[value_heads]``, of decay; of the gated delta rule their logarithms. None of Kimi
             delta attention, whose gates are kept as they count.
         bias: ``[value_heads]``, added to decays, or to the steps of Mamba-2; None likewise.
         groups: heads of keys, or groups of ``B`` and ``C``.
-        blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
-            address must stay.
-        block_size: tokens per block.
-        decay: the kind of decay.
+        blocks: as of `RecurrentCache`.
     """
 
     inputs: LayerInputs
@@ -71,19 +67,17 @@ class FoldedLayer(NamedTuple):
 class FoldTable:
     """Where the layers keep what their states are continued by, for one launch of all layers.
 
-    It holds addresses, not tensors: build it again when the caches are allocated again.
+    It holds addresses, as `StateTable` does.
 
     Attributes:
         layers: i64 ``[num_layers, 6]``, addresses of states, of rows, of gates, of rates and of
             biases, and elements from a block of states to the next.
         tables: i64 ``[num_layers, 3]``, as in `StateTable`.
-        decay: as in `FoldedLayer`.
         shape: groups (heads of keys) and heads of values, and the two sizes of a state.
         row_stride: elements from a kept row to the next.
         dtypes: of states, rows, rates and biases; None of what there is none of.
         alignment: bytes that addresses of states are multiples of, as far as the kernel is told.
-        by_prefix: whether columns begin at the block of the last row, and those that end a block
-            are kept besides the last one.
+        by_prefix: as in `StateTable`; states that end a block are kept besides the last one.
     """
 
     layers: torch.Tensor
@@ -97,15 +91,7 @@ class FoldTable:
 
     @classmethod
     def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> FoldTable:
-        """Describe the layers, which must be alike in shapes and dtypes.
-
-        Args:
-            layers: at least one.
-            by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``).
-
-        Raises:
-            ValueError: if they differ.
-        """
+        """Describe the layers, at least one, which must be alike in shapes and dtypes."""
         kinds = {
             (
                 each.decay,
@@ -255,18 +241,9 @@ def fold_states(
 ) -> None:
     """Leave the states that a chain of the accepted rows would have left, in all layers.
 
-    The arithmetic is that of vLLM's ``fused_sigmoid_gating_delta_rule_update``,
-    ``fused_recurrent_kda`` or ``selective_state_update``, in the same order, so states have the
-    same bits. Requests that have left no inputs are passed over.
-
-    Args:
-        table: the layers.
-        kept: which requests have left inputs, and where.
-        query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request.
-        path: i32 ``[>= num_reqs, width]`` by batch row, ``path[0] == 0``.
-        num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count; 0 counts as 1.
-        seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
-        num_reqs: batch rows.
+    The arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
+    Requests that have left no inputs are passed over. Arguments are as of `move_states`; 0 in
+    `num_sampled` counts as 1.
     """
     if num_reqs == 0:
         return

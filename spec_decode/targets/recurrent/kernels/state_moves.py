@@ -13,7 +13,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MAX_CHUNK = 4096
@@ -29,8 +29,6 @@ class RecurrentCache(NamedTuple):
         width: inputs that the convolution mixes.
         blocks: i32 ``[max_reqs, max_blocks]``, the block table of its group by batch row; its
             address must stay.
-        block_size: tokens per block. Only where states are cached by prefix, its requests' columns
-            begin at the block of the last row; else they begin at the table's front.
     """
 
     windows: torch.Tensor
@@ -52,11 +50,10 @@ class StateTable:
             the next and from a feature to the next, features, and width of the convolution.
         tables: i64 ``[num_layers, 3]``, address of the block table, its row's stride, and tokens
             per block.
-        state_unit: bytes that are moved as one number, of states.
-        window_unit: likewise of windows: the size of one input.
+        state_unit, window_unit: bytes that are moved as one number; of windows one input.
         state_units: units of a state.
-        max_features: most features of a layer.
-        by_prefix: whether columns begin at the block of the last row, and all of them are kept.
+        by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``). A
+            request's columns then begin at the block of its last row, and all are kept.
     """
 
     states: torch.Tensor
@@ -70,17 +67,8 @@ class StateTable:
 
     @classmethod
     def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> StateTable:
-        """Describe the caches of the layers.
-
-        Args:
-            caches: one for each layer. The dtype of windows and the bytes of a state must be the
-                same in all of them.
-            by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``).
-
-        Raises:
-            ValueError: if there are none, or they differ.
-        """
-        sizes = {_bytes_of(cache.states) for cache in caches}
+        """Describe the caches of layers with windows of one dtype and states of as many bytes."""
+        sizes = {int(cache.states[0].nbytes) for cache in caches}
         kinds = {cache.windows.element_size() for cache in caches}
         if len(sizes) != 1 or len(kinds) != 1:
             raise ValueError(f"layers must have states of one size, got {sizes} and {kinds}")
@@ -113,10 +101,6 @@ class StateTable:
         )
 
 
-def _bytes_of(states: torch.Tensor) -> int:
-    return int(states[0].numel()) * int(states.element_size())
-
-
 def _stride(tensor: torch.Tensor, dim: int) -> int:
     return int(tensor.stride(dim)) * int(tensor.element_size())
 
@@ -124,15 +108,9 @@ def _stride(tensor: torch.Tensor, dim: int) -> int:
 def clear_states(
     caches: Sequence[RecurrentCache], req: int, seq_lens: torch.Tensor, *, by_prefix: bool
 ) -> None:
-    """Zero the state and the window that a request starts from.
+    """Zero the state and the window that the request of batch row `req` starts from.
 
-    It is rare: a launch or two for each layer will do. The host does not wait for the device.
-
-    Args:
-        caches: one for each layer.
-        req: batch row of the request.
-        seq_lens: i32 ``[> req]``, tokens of each request, those of the pass included.
-        by_prefix: as in `StateTable`.
+    It is rare: a launch or two for each layer will do.
     """
     for cache in caches:
         blocks = cache.blocks[req].long()
@@ -261,12 +239,10 @@ def move_states(
     two launches.
 
     Args:
-        table: the layers.
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.
         num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
         num_drafts: i32 ``[num_reqs]``, 0 for a plain request.
         seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
-        num_reqs: batch rows.
         kept: which requests have left inputs in place of states, which are passed over; None if
             there is no such request.
         query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request; None likewise.

@@ -15,46 +15,22 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.vision import towers
+from tests.support.vision import standins, towers
 from tests.support.vision.fake_backend import FakeBackend
-from vllm_graft.graph_runners.vision import runner as runner_module
 from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, Region
-from vllm_graft.graph_runners.vision.graphs.embedding_check import relative_error
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 from vllm_graft.testing import recording
 from vllm_graft.testing.cuda import cuda_graphs
-
-
-class Recorded(Captured):
-    def __init__(self, region: Region) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(self.graph, pool=(0, 7)):
-            self.output = region()
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    def reset(self) -> None:
-        self.graph.reset()
 
 
 class RecordingBackend(FakeBackend):
     reads_device = False
 
     def capture(self, region: Region) -> Captured:
-        return Recorded(region)
-
-
-def masked(
-    self: Any, query: Any, key: Any, value: Any, cu_seqlens: Any = None, max_seqlen: Any = None,
-    sequence_lengths: Any = None,
-) -> torch.Tensor:  # fmt: skip
-    """Attention within segments that reads the offsets only on the device."""
-    segment = torch.searchsorted(cu_seqlens, torch.arange(query.shape[1]).int(), right=True)
-    mask = segment[:, None] == segment
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    scores = (q @ k.transpose(-1, -2) * self.scale).masked_fill(~mask, -1e30)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=(0, 7)):
+            output = region()
+        return Captured(graph, output)
 
 
 @pytest.fixture
@@ -65,22 +41,16 @@ def recorded(model: Any) -> Iterator[ViTCudaGraphRunner]:
     for layer in model.modules():
         if isinstance(layer, MMEncoderAttention):
             layer.attn_backend = AttentionBackendEnum.FLASH_ATTN
-            layer._forward_method = functools.partial(masked, layer)
+            layer._forward_method = functools.partial(standins.attend, layer)
     model.visual.attn_backend = AttentionBackendEnum.FLASH_ATTN
-    with (
-        recording(),
-        mock.patch.object(runner_module, "make_backend", RecordingBackend),
-    ):
-        options = {"max_patches": 256, "buckets": [128, 256], "capture_share": 1}
-        config = towers.make_config(options)
-        runner = ViTCudaGraphRunner(config, torch.device("cpu"), torch.float32, model)
+    options = {"max_patches": 256, "buckets": [128, 256], "capture_share": 1}
+    with recording():
+        runner = towers.runner_of(model, towers.make_config(options), RecordingBackend)
         runner.capture("pool")
         yield runner
 
 
-def test_recorded_replays_are_the_eager_pass(
-    kind: str, model: Any, recorded: ViTCudaGraphRunner
-) -> None:
+def test_recorded_replays_are_the_eager_pass(kind: str, recorded: Any) -> None:
     for seed in range(3):
         for grids, modality in (
             ([(1, 8, 8)], "image"),
@@ -88,12 +58,7 @@ def test_recorded_replays_are_the_eager_pass(
             ([(1, 8, 8), (1, 6, 8), (1, 2, 2)], "image"),
             ([(5, 4, 4)], "video"),
         ):
-            inputs = towers.batch(kind, grids, modality, seed)
-            expected = towers.eager(model, inputs)
-            found = recorded.execute(inputs)
-            assert found is not None
-            for ours, theirs in zip(found, expected, strict=True):
-                assert relative_error(ours, theirs) < 1e-4
+            assert towers.right(recorded, towers.batch(kind, grids, modality, seed))
     report = recorded.report()
     assert report["failures"] == []
     assert report["items"]["exact"] >= 4
@@ -101,7 +66,7 @@ def test_recorded_replays_are_the_eager_pass(
 
 
 def test_a_region_that_reads_the_device_is_not_captured(
-    kind: str, model: Any, recorded: ViTCudaGraphRunner, monkeypatch: pytest.MonkeyPatch
+    kind: str, recorded: Any, monkeypatch: Any
 ) -> None:
     forward = recorded.tower.forward
 
@@ -120,7 +85,7 @@ def test_a_region_that_reads_the_device_is_not_captured(
 
 
 def test_no_zeros_under_attention_of_captured_towers(
-    kind: str, recorded: ViTCudaGraphRunner, monkeypatch: pytest.MonkeyPatch
+    kind: str, recorded: Any, monkeypatch: Any
 ) -> None:
     """Runs vLLM's wrapper of FlashAttention as if it were captured on CUDA."""
     from vllm.v1.attention.backends import fa_utils
@@ -149,19 +114,14 @@ def test_no_zeros_under_attention_of_captured_towers(
     monkeypatch.setattr(recorded.tower._model, "encoder_cudagraph_forward", attend)
     assert torch.equal(recorded.tower.forward({}), query)
     assert len(filled) == 1
-    monkeypatch.setattr(
-        recorded.tower._model,
-        "encoder_cudagraph_forward",
-        mock.Mock(side_effect=ValueError("no kernel")),
-    )
+    failing = mock.Mock(side_effect=ValueError("no kernel"))
+    monkeypatch.setattr(recorded.tower._model, "encoder_cudagraph_forward", failing)
     with pytest.raises(ValueError, match="no kernel"):
         recorded.tower.forward({})
     assert wrappers.current_platform is cuda
 
 
-def test_a_budget_that_holds_no_bucket(
-    kind: str, recorded: ViTCudaGraphRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_that_holds_no_bucket(kind: str, recorded: Any, monkeypatch: Any) -> None:
     recorded.clear()
     monkeypatch.setattr(recorded.store, "fits", lambda rows: True)
     recorded.store.budget.limit = 1000

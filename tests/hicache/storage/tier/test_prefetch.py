@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import Counter
@@ -10,33 +11,28 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.host_cache.prefetches import wait_for
+from tests.support.host_cache.third_stores import GoodStore
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
-from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.tier import prefetcher
-from vllm_graft.hicache.storage.tier.prefetcher import (
-    Prefetcher,
-    PrefetchOperation,
-    PrefetchPolicy,
-    Slot,
-)
+from vllm_graft.hicache.storage.tier.io_threads import Slot
+from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
+from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of
 
 PAGE = 64
 KEYS = [page_key(number) for number in range(40)]
-WAIT, BEST, TIMEOUT = (
-    PrefetchPolicy.WAIT_COMPLETE,
-    PrefetchPolicy.BEST_EFFORT,
-    PrefetchPolicy.TIMEOUT,
-)
+WAIT, BEST = math.inf, None
 
 
-class Store(StorageBackend):
+class Store(GoodStore):
     """Pages in memory; a read waits while ``gate`` is closed, and counts."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
@@ -60,21 +56,6 @@ class Store(StorageBackend):
             raise answer
         buffer[:] = page_of(key, PAGE) if answer is ReadStatus.HIT else bytes(PAGE)
         return answer
-
-    def write(self, key: PageKey, page: memoryview) -> bool:
-        return False
-
-    def remove(self, key: PageKey) -> None:
-        pass
-
-    def flush(self) -> bool:
-        return True
-
-    def clear(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
 
 
 class Pool:
@@ -120,20 +101,14 @@ class Bench:
     def __init__(self, slots: int = 40, threads: int = 2, budget: int = 1 << 20) -> None:
         self.store, self.pool, self.now = Store(KEYS), Pool(slots), 0.0
         self.prefetcher = Prefetcher(
-            self.store,
-            self.pool,
-            threads=threads,
-            budget_bytes=budget,
-            clock=lambda: self.now,
+            self.store, self.pool, threads=threads, budget_bytes=budget, clock=lambda: self.now
         )
 
-    def start(
-        self, first: int, end: int, policy: PrefetchPolicy = WAIT, timeout: float | None = None
-    ) -> PrefetchOperation:
-        return self.prefetcher.start(f"{first}-{end}", KEYS[first:end], policy, timeout)
+    def start(self, first: int, end: int, timeout: float | None = WAIT) -> PrefetchOperation:
+        return self.prefetcher.start(f"{first}-{end}", KEYS[first:end], timeout)
 
     def wait(self, operation: PrefetchOperation) -> None:
-        assert self.prefetcher.wait(operation, 30)
+        wait_for(self.prefetcher, operation)
 
     def begun(self, reads: int) -> None:
         for _ in range(reads):
@@ -324,7 +299,7 @@ def test_wait_complete_waits_whatever_the_clock_says(make: Make) -> None:
 
 def test_a_deadline_takes_what_has_come(make: Make) -> None:
     bench = make(threads=1, budget=2 * PAGE)
-    operation = bench.start(0, 10, TIMEOUT, 5.0)
+    operation = bench.start(0, 10, 5.0)
     while operation.loaded < 2:
         bench.prefetcher.poll()
     bench.store.gate.clear()
@@ -340,14 +315,6 @@ def test_a_deadline_takes_what_has_come(make: Make) -> None:
     bench.prefetcher.close()
     assert operation.loaded == loaded
     assert len(bench.pool.published) >= loaded
-
-
-def test_a_timeout_goes_with_its_policy_only(make: Make) -> None:
-    bench = make()
-    with pytest.raises(ValueError, match="does not go with policy 'timeout'"):
-        bench.start(0, 1, TIMEOUT)
-    with pytest.raises(ValueError, match="does not go with policy 'best_effort'"):
-        bench.start(0, 1, BEST, 1.0)
 
 
 def test_a_slow_request_does_not_hold_up_another(make: Make) -> None:
@@ -387,9 +354,9 @@ def test_cancels_that_race_give_everything_back_once(make: Make, seed: int) -> N
     running: list[PrefetchOperation] = []
     for number in range(150):
         first = rng.randrange(30)
-        policy, timeout = rng.choice([(WAIT, None), (BEST, None), (TIMEOUT, rng.random())])
+        timeout = rng.choice([WAIT, BEST, rng.random()])
         operation = bench.prefetcher.start(
-            str(number), KEYS[first : first + rng.randrange(1, 9)], policy, timeout
+            str(number), KEYS[first : first + rng.randrange(1, 9)], timeout
         )
         running.append(operation)
         if rng.random() < 0.6:
@@ -455,7 +422,7 @@ class HungTier:
         return dict.fromkeys(keys, True)
 
     def prefetch(self, request_id: str, keys: Sequence[PageKey], tokens: int) -> PrefetchOperation:
-        operation = PrefetchOperation(request_id, keys, TIMEOUT, self.now + 1, lambda: self.now)
+        operation = PrefetchOperation(request_id, keys, self.now + 1, lambda: self.now)
         self.operations[request_id] = operation
         return operation
 

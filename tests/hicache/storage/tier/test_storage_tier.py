@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.host_cache.third_stores import raising
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex, Page
-from vllm_graft.hicache.host.policies.lru import LruPolicy
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.geometry import Geometry
@@ -22,8 +23,8 @@ from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
+from vllm_graft.hicache.storage.tier import io_threads
 from vllm_graft.hicache.storage.tier import storage_tier as tier_module
-from vllm_graft.hicache.storage.tier import write_behind
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 
 SHARDS, SLOTS, SIZE = 2, 16, 100
@@ -47,11 +48,35 @@ class _Rig:
         )
 
     def keep(self, number: int) -> Page:
-        """Make a page whose shards hold different bytes."""
         (page,) = self.index.reserve([_key(number)]) or []
         for shard in range(SHARDS):
             self.pool.page(shard, page.slot, SIZE)[:] = _content(number, shard)
         self.index.commit([page])
+        return page
+
+    def store(self, *numbers: int, forget: bool = False) -> None:
+        self.tier.store([self.keep(number) for number in numbers])
+        self.settle()
+        if forget:
+            self.index.clear()
+
+    def hang(self, patch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
+        """Let a call of the store set the first event, and wait for the second."""
+        begun, gate, stock = threading.Event(), threading.Event(), getattr(self.backend, name)
+
+        def hanging(*arguments: Any) -> Any:
+            begun.set()
+            gate.wait(20)
+            return stock(*arguments)
+
+        patch.setattr(self.backend, name, hanging)
+        return begun, gate
+
+    def check(self, number: int) -> Page:
+        page = self.index.get(_key(number))
+        assert page is not None
+        for shard in range(SHARDS):
+            assert bytes(self.pool.page(shard, page.slot, SIZE)) == _content(number, shard)
         return page
 
     def settle(self) -> None:
@@ -84,26 +109,20 @@ def rig(tmp_path: Path) -> Iterator[_Rig]:
 
 
 def test_shards_come_back_together(rig: _Rig) -> None:
-    rig.tier.store([rig.keep(number) for number in range(3)])
-    rig.settle()
+    rig.store(*range(3))
     assert rig.tier.written == 3
     rig.index.clear()
     assert rig.tier.contains([_key(0), _key(9)]) == {_key(0): True, _key(9): False}
     operation = rig.fetch(0, 1, 2)
     assert operation.loaded == 3 * SHARDS
     for number in range(3):
-        page = rig.index.get(_key(number))
-        assert page is not None
+        page = rig.check(number)
         assert page.ready
         assert page.from_storage
-        for shard in range(SHARDS):
-            assert bytes(rig.pool.page(shard, page.slot, SIZE)) == _content(number, shard)
 
 
 def test_a_page_without_one_of_its_shards_is_not_offered(rig: _Rig) -> None:
-    rig.tier.store([rig.keep(0), rig.keep(1)])
-    rig.settle()
-    rig.index.clear()
+    rig.store(0, 1, forget=True)
     rig.backend.remove(rig.tier._part(_key(1), 1))
     assert rig.tier.contains([_key(1)]) == {_key(1): False}
     rig.fetch(0, 1)
@@ -117,9 +136,7 @@ def test_a_shard_that_has_come_is_not_read_again_for_another_request(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would count twice, and the page be offered before its other shard has come."""
-    rig.tier.store([rig.keep(0)])
-    rig.settle()
-    rig.index.clear()
+    rig.store(0, forget=True)
     gate, reads, stock = threading.Event(), [], rig.backend.read
 
     def read(key: PageKey, buffer: memoryview) -> ReadStatus:
@@ -144,18 +161,13 @@ def test_a_shard_that_has_come_is_not_read_again_for_another_request(
         rig.tier.poll()
     assert sorted(reads) == [0, 1]
     assert (first.loaded, second.loaded) == (2, 2)
-    page = rig.index.get(_key(0))
-    assert page is not None
-    for shard in range(SHARDS):
-        assert bytes(rig.pool.page(shard, page.slot, SIZE)) == _content(0, shard)
+    rig.check(0)
     rig.tier.poll()
 
 
 def test_a_page_that_has_come_for_another_request_does_not_end_the_prefix(rig: _Rig) -> None:
     """It came while this request's pages waited for others to be read."""
-    rig.tier.store([rig.keep(number) for number in range(2)])
-    rig.settle()
-    rig.index.clear()
+    rig.store(*range(2), forget=True)
     rig.keep(0)
     assert rig.fetch(0, 1).loaded == 2 * SHARDS
     assert rig.index.has(_key(1))
@@ -171,13 +183,7 @@ def test_volatile_pages_stay_in_memory(rig: _Rig) -> None:
 
 
 def test_pages_are_held_while_they_are_written(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, stock = threading.Event(), rig.backend.write
-
-    def slow(key: PageKey, page: memoryview) -> bool:
-        gate.wait(20)
-        return stock(key, page)
-
-    monkeypatch.setattr(rig.backend, "write", slow)
+    _, gate = rig.hang(monkeypatch, "write")
     page = rig.keep(0)
     rig.tier.store([page])
     assert page.holds == 1
@@ -201,13 +207,7 @@ def test_writes_that_a_reset_drops_are_no_errors(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An alert on errors of storage would fire at each reset."""
-    gate, begun, stock = threading.Event(), threading.Event(), rig.backend.write
-
-    def slow(key: PageKey, page: memoryview) -> bool:
-        begun.set()
-        return gate.wait(20) and stock(key, page)
-
-    monkeypatch.setattr(rig.backend, "write", slow)
+    begun, gate = rig.hang(monkeypatch, "write")
     stats = HiCacheStats(data={})
     prefetches = StorageReads(rig.tier, rig.geometry, rig.index, None, stats)  # type: ignore[arg-type]
     threads = PrefetchConfig().threads
@@ -225,11 +225,9 @@ def test_writes_that_a_reset_drops_are_no_errors(
     assert stats.data["storage_errors"] == stats.data["declined_writes"] == 0
     # A failed read or write is an error; a write without room is not.
     monkeypatch.setattr(rig.backend, "write", lambda *_: False)
-    rig.tier.store([rig.keep(10)])
-    rig.settle()
+    rig.store(10)
     rig.backend.full = True
-    rig.tier.store([rig.keep(11)])
-    rig.settle()
+    rig.store(11)
     prefetches.poll()
     assert (stats.data["storage_errors"], stats.data["declined_writes"]) == (1, 1)
     monkeypatch.setattr(rig.backend, "contains", lambda keys: [True] * len(keys))
@@ -242,25 +240,18 @@ def test_writes_that_a_reset_drops_are_no_errors(
 def test_a_flush_that_raises_is_counted_and_ends_no_thread(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(io_threads, "FLUSH_SECONDS", 0.0)
     stock = rig.backend.flush
-
-    def broken() -> bool:
-        raise OSError("gone")
-
-    monkeypatch.setattr(rig.backend, "flush", broken)
+    monkeypatch.setattr(rig.backend, "flush", raising(OSError("gone")))
     # These are more stores than there are threads.
     for number in range(10):
-        rig.tier.store([rig.keep(number)])
-        rig.settle()
+        rig.store(number)
     assert (rig.tier.written, rig.tier.errors) == (10, 10)
     monkeypatch.setattr(rig.backend, "flush", lambda: False)
-    rig.tier.store([rig.keep(10)])
-    rig.settle()
+    rig.store(10)
     assert rig.tier.errors == 11
     monkeypatch.setattr(rig.backend, "flush", stock)
-    rig.tier.store([rig.keep(11)])
-    rig.settle()
+    rig.store(11)
     assert (rig.tier.written, rig.tier.errors) == (12, 11)
     assert rig.tier._writer.close(20), "it is drained"
 
@@ -270,16 +261,8 @@ def test_a_reset_does_not_wait_for_storage_that_hangs(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch, hangs_in: str
 ) -> None:
     monkeypatch.setattr(tier_module, "RESET_SECONDS", 0.05)
-    rig.tier.store([rig.keep(0)])
-    rig.settle()
-    gate, begun, stock = threading.Event(), threading.Event(), getattr(rig.backend, hangs_in)
-
-    def hanging(*arguments: Any) -> Any:
-        begun.set()
-        gate.wait(20)
-        return stock(*arguments)
-
-    monkeypatch.setattr(rig.backend, hangs_in, hanging)
+    rig.store(0)
+    begun, gate = rig.hang(monkeypatch, hangs_in)
     rig.tier.store([rig.keep(1)])
     if hangs_in == "write":
         assert begun.wait(20)
@@ -297,8 +280,7 @@ def test_a_reset_does_not_wait_for_storage_that_hangs(
     assert rig.tier.reset()
     rig.settle()
     assert not any(rig.tier.contains([_key(number) for number in range(3)]).values())
-    rig.tier.store([rig.keep(3)])
-    rig.settle()
+    rig.store(3)
     assert rig.tier.contains([_key(3)]) == {_key(3): True}
 
 
@@ -306,17 +288,8 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_module, "DRAIN_SECONDS", 0.05)
-    rig.tier.store([rig.keep(0)])
-    rig.settle()
-    rig.index.clear()
-    gate, begun = threading.Event(), threading.Event()
-
-    def hanging(key: PageKey, buffer: memoryview) -> ReadStatus:
-        begun.set()
-        gate.wait(20)
-        return ReadStatus.MISS
-
-    monkeypatch.setattr(rig.backend, "read", hanging)
+    rig.store(0, forget=True)
+    begun, gate = rig.hang(monkeypatch, "read")
     rig.tier.prefetch("r", [_key(0)], 1000)
     assert begun.wait(20)
     rig.tier.close()
@@ -327,28 +300,18 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(
 def test_a_backend_that_raises_costs_a_page_and_no_thread(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock = rig.backend.write
-
-    def broken(key: PageKey, page: memoryview) -> bool:
-        raise OSError("gone")
-
-    monkeypatch.setattr(rig.backend, "write", broken)
-    rig.tier.store([rig.keep(0)])
-    rig.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.backend, "write", raising(OSError("gone")))
+        rig.store(0)
     assert (rig.tier.written, rig.tier.errors) == (0, 1)
-    monkeypatch.setattr(rig.backend, "write", stock)
-    rig.tier.store([rig.keep(1)])
-    rig.settle()
+    rig.store(1)
     assert rig.tier.written == 1
 
 
 def test_a_lookup_that_raises_finds_nothing_and_is_an_error(
     rig: _Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(keys: Sequence[PageKey]) -> list[bool]:
-        raise SystemExit(3)
-
-    monkeypatch.setattr(rig.backend, "contains", broken)
+    monkeypatch.setattr(rig.backend, "contains", raising(SystemExit(3)))
     assert rig.tier.contains([_key(1), _key(2)]) == {_key(1): False, _key(2): False}
     assert rig.tier.prefetch("request", [_key(1)], 16).ended
     assert rig.tier.errors == 2

@@ -33,12 +33,8 @@ def test_a_process_answers_until_none_comes(monkeypatch: pytest.MonkeyPatch) -> 
     for wish in ("hello", "too much", "again", None):
         here.send(wish)
     arm_processes.serve(there, "model", {"seed": 7}, make)
-    assert [here.recv() for _ in range(4)] == [
-        "ready",
-        "model 7: hello",
-        "it holds 3",
-        "model 7: again",
-    ]
+    answers = [here.recv() for _ in range(4)]
+    assert answers == ["ready", "model 7: hello", "it holds 3", "model 7: again"]
 
 
 def test_an_engine_that_ends_is_named() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.bench.common.arm_rows import Row, median_row, panels, table
+from vllm_graft.bench.common.arm import Row, median_row, panels, table
 
 
 def row(arm: str, part: str, name: str, value: float) -> Row:
@@ -19,30 +19,19 @@ def test_medians_of_all_figures_and_the_first_one_of_each_round() -> None:
     ]
     found = median_row("ours", {"px": 224}, rounds, nodes={3: 1})
     assert found.main == ("ms", 3.0)
-    assert found.flat() == {
-        "arm": "ours",
-        "px": 224,
-        "ms": 3.0,
-        "use": 0.5,
-        "rounds": [3.0, 1.0, 8.0],
-        "nodes": {3: 1},
-    }
+    figures = {"ms": 3.0, "use": 0.5, "rounds": [3.0, 1.0, 8.0]}
+    assert found.flat() == {"arm": "ours", "px": 224, **figures, "nodes": {3: 1}}
     assert median_row("ours", {}, rounds[:1]).figures == {"ms": 3.0, "use": None}
 
 
 def test_of_times_the_shorter_one_is_better_and_of_rates_the_higher_one() -> None:
-    rows = [
-        row("none", "first", "first_token_ms", 40.0),
-        row("native", "first", "first_token_ms", 20.0),
-        row("ours", "first", "first_token_ms", 10.0),
-        row('ours:{"load": "async"}', "first", "first_token_ms", 12.0),
-        row("none", "load", "turns_per_second", 2.0),
-        row("ours", "load", "turns_per_second", 3.0),
-    ]
+    times = {"none": 40.0, "native": 20.0, "ours": 10.0, 'ours:{"load": "async"}': 12.0}
+    rows = [row(arm, "first", "first_token_ms", time) for arm, time in times.items()]
+    rates = {"none": 2.0, "ours": 3.0}
+    rows += [row(arm, "load", "turns_per_second", rate) for arm, rate in rates.items()]
     lines = table(rows, lambda row: f"{row.main[1]:g}").splitlines()
-    assert (
-        lines[0] == '| part | none | native | ours | ours:{"load": "async"} | ours / best other |'
-    )
+    head = '| part | none | native | ours | ours:{"load": "async"} | ours / best other |'
+    assert lines[0] == head
     assert lines[2] == "| first | 40 | 20 | 10 | 12 | 2.00 |"
     assert lines[3] == "| load | 2 | - | 3 | - | 1.50 |"
     assert table(rows[:2], lambda row: "x").splitlines()[2] == "| first | x | x | - |"

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.arm_rows import table
+from vllm_graft.bench.common.arm import Arm, table
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.hicache import command
-from vllm_graft.bench.hicache.cache_parts import Parts
+from vllm_graft.bench.hicache.cache_parts import Parts, Sizes, read_sizes
 from vllm_graft.bench.hicache.prompt_driver import random_prompt
-from vllm_graft.bench.hicache.work_sizes import HELP, Sizes, read_sizes
 from vllm_graft.testing import cpu_engine, write_llama
 
 SMALL = Sizes(
@@ -66,11 +64,12 @@ def test_sizes_are_flags() -> None:
     sizes = read_sizes(given("--sessions", "8", "--host-gib", "1", "--turn-tokens", "96"))
     assert sizes == Sizes(sessions=8, host_gib=1.0, turn_tokens=96)
     assert read_sizes(given()) == Sizes()
-    assert set(HELP) == set(vars(Sizes()))
     # Sessions hold four times as much as the device, and the host holds all of them.
-    assert Sizes().session_tokens == 4 * Sizes().gpu_tokens
-    assert Sizes().session_tokens * 131072 < Sizes().host_gib * 2**30
-    assert Sizes().requests * (Sizes().prompt + Sizes().tokens) < Sizes().gpu_tokens
+    default = Sizes()
+    held = default.sessions * default.turns * (default.turn_tokens + default.reply)
+    assert held == 4 * default.gpu_tokens
+    assert held * 131072 < default.host_gib * 2**30
+    assert default.requests * (default.prompt + default.tokens) < default.gpu_tokens
 
 
 def test_prompts_depend_on_their_seed() -> None:

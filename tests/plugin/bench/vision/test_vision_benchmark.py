@@ -11,10 +11,9 @@ import pytest
 
 from tests.support.vision import standins, vision_models
 from vllm_graft.bench.common.answers import Answer
-from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.arm_rows import table
+from vllm_graft.bench.common.arm import Arm, table
 from vllm_graft.bench.vision import command
-from vllm_graft.bench.vision.image_requests import Look, Looking, Seen, noise
+from vllm_graft.bench.vision.command import Look, Looking, Seen, noise
 from vllm_graft.testing import cpu_engine, model_runner
 
 

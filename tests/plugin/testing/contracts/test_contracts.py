@@ -59,7 +59,9 @@ def test_bad_tree_is_caught(check, tree):
         function(**used)
 
 
-@pytest.mark.parametrize("shape", [TreeShape(8, 6, 32), TreeShape(0, 6, 31), TreeShape(8, 0, 31)])
+@pytest.mark.parametrize(
+    "shape", [TreeShape(8, 6, 32), TreeShape(8, 6, 30), TreeShape(0, 6, 31), TreeShape(8, 0, 31)]
+)
 def test_bad_policy_is_caught(shape):
     with pytest.raises(AssertionError):
         TreePolicyContract().test_shape_is_within_its_bounds(lambda *_: shape, None, 31)

@@ -45,35 +45,6 @@ def cast(x, out, N: tl.constexpr):
     tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
 
 
-@check
-def float32_to_bfloat16_rounds_to_nearest_even():
-    return same(cast, values().bfloat16(), values())
-
-
-@check
-def integer_to_bfloat16():
-    x = torch.arange(N, dtype=torch.int32)
-    return same(cast, x.bfloat16(), x)
-
-
-@check
-def every_float8_e4m3_to_float32():
-    x = torch.arange(N, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return same(cast, x.float(), x)
-
-
-@check
-def every_float8_e5m2_to_bfloat16():
-    x = torch.arange(N, dtype=torch.uint8).view(torch.float8_e5m2).clone()
-    return same(cast, x.bfloat16(), x)
-
-
-@check
-def float32_to_float8_saturates():
-    x = values() * 10
-    return same(cast, x.clamp(-448, 448).to(torch.float8_e4m3fn), x)
-
-
 @triton.jit
 def arithmetic(x, y, out, N: tl.constexpr):
     i = tl.arange(0, N)
@@ -82,33 +53,15 @@ def arithmetic(x, y, out, N: tl.constexpr):
     tl.store(out + i, tl.maximum(a * b, a - b))
 
 
-@check
-def bfloat16_arithmetic():
-    a, b = values(torch.bfloat16), values(torch.bfloat16).flip(0)
-    return same(arithmetic, torch.maximum(a * b, a - b), a, b)
-
-
 @triton.jit
 def compare(x, y, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, tl.load(x + i) < tl.load(y + i))
 
 
-@check
-def bfloat16_comparison():
-    a, b = values(torch.bfloat16), values(torch.bfloat16).flip(0)
-    return same(compare, a < b, a, b)
-
-
 @triton.jit
 def reduce_max(x, out, N: tl.constexpr):
     tl.store(out, tl.reduce(tl.load(x + tl.arange(0, N)), 0, tl.standard._elementwise_max))
-
-
-@check
-def bfloat16_reduction():
-    x = values(torch.bfloat16)
-    return same(reduce_max, x.max().reshape(1), x)
 
 
 @triton.jit
@@ -117,24 +70,12 @@ def scan(x, out, N: tl.constexpr):
     tl.store(out + i, tl.cumsum(tl.load(x + i), 0))
 
 
-@check
-def bfloat16_scan():
-    x = (torch.arange(N) % 2).bfloat16()
-    return same(scan, x.cumsum(0), x)
-
-
 @triton.jit
 def dot(x, out, N: tl.constexpr):
     i = tl.arange(0, 16)
     place = i[:, None] * 16 + i[None, :]
     a = tl.load(x + place)
     tl.store(out + place, tl.dot(a, a, input_precision="ieee"))
-
-
-@check
-def bfloat16_dot():
-    a = (torch.arange(N).reshape(16, 16) % 3).bfloat16()
-    return same(dot, a.float() @ a.float(), a)
 
 
 @triton.jit
@@ -146,23 +87,11 @@ def boolean(x, out, N: tl.constexpr, HAS_X: tl.constexpr):
     tl.store(out + i, inside and even and not (i > 100 or i == 50))
 
 
-@check
-def and_or_not_of_blocks():
-    i = torch.arange(N)
-    expected = (i > 2) & (i % 2 == 0) & ~((i > 100) | (i == 50))
-    return same(boolean, expected, values(), HAS_X=True)
-
-
 @triton.jit
 def scalar_mask(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     valid = tl.load(x) > 0
     tl.store(out + i, tl.full((N,), 1, tl.int32), mask=valid & (i < 8))
-
-
-@check
-def scalar_comparison_as_mask():
-    return same(scalar_mask, (torch.arange(N) < 8).int(), torch.ones(1, dtype=torch.int32))
 
 
 @triton.jit
@@ -173,22 +102,10 @@ def scalar_load_mask(x, out, N: tl.constexpr):
         tl.store(out + k * N + i, loaded)
 
 
-@check
-def scalar_mask_of_a_load():
-    x = torch.arange(N, dtype=torch.int32).flip(0)
-    x[0], x[1] = 0, 5
-    return same(scalar_load_mask, torch.cat([torch.arange(N, dtype=torch.int32), x]), x)
-
-
 @triton.jit
 def induction(x, out, N: tl.constexpr):
     for i in range(N):
         tl.store(out + i, tl.load(x + i.to(tl.int64)))
-
-
-@check
-def induction_variable_is_a_tensor():
-    return same(induction, values(), values())
 
 
 @triton.jit
@@ -224,19 +141,10 @@ def launch_does_not_copy_the_whole_storage():
     return Counting.copies == 0
 
 
-# The stock interpreter computes these right as well; our kernels rely on them.
-
-
 @triton.jit
 def sort(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, tl.sort(tl.load(x + i), descending=True))
-
-
-@check
-def sound_sort_of_int64():
-    x = torch.randperm(N, generator=torch.Generator().manual_seed(1)) << 33
-    return same(sort, x.sort(descending=True).values, x)
 
 
 @triton.jit
@@ -244,21 +152,10 @@ def topk(x, out, N: tl.constexpr, K: tl.constexpr):
     tl.store(out + tl.arange(0, K), tl.topk(tl.load(x + tl.arange(0, N)), K))
 
 
-@check
-def sound_topk():
-    return same(topk, values().topk(8).values, values(), K=8)
-
-
 @triton.jit
 def gather(x, index, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, tl.gather(tl.load(x + i), tl.load(index + i), 0))
-
-
-@check
-def sound_gather():
-    index = torch.arange(N, dtype=torch.int32).flip(0)
-    return same(gather, values().flip(0), values(), index)
 
 
 @triton.jit
@@ -273,12 +170,6 @@ def reduce_pairs(x, out, N: tl.constexpr):
     tl.store(out, best)
     tl.debug_barrier()
     tl.store(out + 1, place.to(tl.float32))
-
-
-@check
-def sound_reduce_of_pairs():
-    best, place = values().max(0)
-    return same(reduce_pairs, torch.stack([best, place.float()]), values())
 
 
 @triton.jit
@@ -314,18 +205,11 @@ def composed(maps, axis):
 
 @check
 def sound_reduce_in_order_along_each_axis():
-    maps = torch.randint(-5, 5, (N,), generator=torch.Generator().manual_seed(1)).int()
     return all(
-        same(compose, composed(maps, axis), maps, AXIS=axis, KEEP=keep)
+        same(compose, composed(MAPS, axis), MAPS, AXIS=axis, KEEP=keep)
         for axis in (0, 1)
         for keep in (False, True)
     )
-
-
-@check
-def reduce_of_several_whole_blocks():
-    maps = torch.randint(-5, 5, (N,), generator=torch.Generator().manual_seed(1)).int()
-    return same(compose, composed(maps, None), maps, AXIS=None, KEEP=False)
 
 
 @triton.jit
@@ -338,11 +222,52 @@ def atomics(x, out, N: tl.constexpr):
     tl.atomic_xchg(out + 5, 3)
 
 
-@check
-def sound_atomics():
-    x = torch.arange(N, dtype=torch.int32)
-    sums = [int(x[0::2].sum()), int(x[1::2].sum())]
-    return same(atomics, torch.tensor([*sums, N - 1, 7, 5, 3], dtype=torch.int32), x)
+X, SMALL = values(), values(torch.bfloat16)
+FLIPPED = SMALL.flip(0)
+PLACES = torch.arange(N, dtype=torch.int32)
+BYTES = torch.arange(N, dtype=torch.uint8)
+E4M3, E5M2 = BYTES.view(torch.float8_e4m3fn), BYTES.view(torch.float8_e5m2).clone()
+SQUARE = (PLACES.reshape(16, 16) % 3).bfloat16()
+BITS = (PLACES % 2).bfloat16()
+MAPS = torch.randint(-5, 5, (N,), generator=torch.Generator().manual_seed(1)).int()
+LARGE = torch.randperm(N, generator=torch.Generator().manual_seed(1)) << 33
+MASK = torch.cat([torch.tensor([0, 5], dtype=torch.int32), PLACES.flip(0)[2:]])
+INSIDE = (PLACES > 2) & (PLACES % 2 == 0) & ~((PLACES > 100) | (PLACES == 50))
+BEST = torch.tensor([float(X.max()), float(X.argmax())])
+SUMS = torch.tensor(
+    [int(PLACES[0::2].sum()), int(PLACES[1::2].sum()), N - 1, 7, 5, 3], dtype=torch.int32
+)
+# The stock interpreter computes what is sound right as well; our kernels rely on it.
+CHECKS |= {
+    "float32_to_bfloat16_rounds_to_nearest_even": lambda: same(cast, X.bfloat16(), X),
+    "integer_to_bfloat16": lambda: same(cast, PLACES.bfloat16(), PLACES),
+    "every_float8_e4m3_to_float32": lambda: same(cast, E4M3.float(), E4M3),
+    "every_float8_e5m2_to_bfloat16": lambda: same(cast, E5M2.bfloat16(), E5M2),
+    "float32_to_float8_saturates": lambda: same(
+        cast, (X * 10).clamp(-448, 448).to(torch.float8_e4m3fn), X * 10
+    ),
+    "bfloat16_arithmetic": lambda: same(
+        arithmetic, torch.maximum(SMALL * FLIPPED, SMALL - FLIPPED), SMALL, FLIPPED
+    ),
+    "bfloat16_comparison": lambda: same(compare, SMALL < FLIPPED, SMALL, FLIPPED),
+    "bfloat16_reduction": lambda: same(reduce_max, SMALL.max().reshape(1), SMALL),
+    "bfloat16_scan": lambda: same(scan, BITS.cumsum(0), BITS),
+    "bfloat16_dot": lambda: same(dot, SQUARE.float() @ SQUARE.float(), SQUARE),
+    "and_or_not_of_blocks": lambda: same(boolean, INSIDE, X, HAS_X=True),
+    "scalar_comparison_as_mask": lambda: same(
+        scalar_mask, (PLACES < 8).int(), torch.ones_like(PLACES[:1])
+    ),
+    "scalar_mask_of_a_load": lambda: same(scalar_load_mask, torch.cat([PLACES, MASK]), MASK),
+    "induction_variable_is_a_tensor": lambda: same(induction, X, X),
+    "reduce_of_several_whole_blocks": lambda: same(
+        compose, composed(MAPS, None), MAPS, AXIS=None, KEEP=False
+    ),
+    "sound_sort_of_int64": lambda: same(sort, LARGE.sort(descending=True).values, LARGE),
+    "sound_topk": lambda: same(topk, X.topk(8).values, X, K=8),
+    "sound_gather": lambda: same(gather, X.flip(0), X, PLACES.flip(0)),
+    "sound_reduce_of_pairs": lambda: same(reduce_pairs, BEST, X),
+    "sound_atomics": lambda: same(atomics, SUMS, PLACES),
+}
 
 
 def wrong() -> list[str]:

@@ -16,9 +16,16 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
+from tests.support.samples.attention_samples import UNTOUCHED, draft_problem
 from tests.support.samples.attention_spaces import converted, nan_space, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    Plan,
+    Sizes,
+    Tile,
+    choose_plan,
+    native_bytes,
+)
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     HALVES,
     PACKED,
@@ -29,19 +36,12 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     load_rows,
     native,
 )
-from vllm_graft.spec_decode.kernels.attention.plan_rule import Sizes, choose_plan, native_bytes
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     plan_of,
     tree_attention,
 )
-from vllm_graft.spec_decode.targets.dense.samples import (
-    UNTOUCHED,
-    AttentionShape,
-    draft_problem,
-    tree_problem,
-)
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 # The interpreter has no conversions of a device's own, and no e4m3 tensor cores.

@@ -11,28 +11,23 @@ import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
 from tests.support.crossed import crossed
+from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
 from vllm_graft.spec_decode.kernels.attention import workspace
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.plan_rule import (
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    Plan,
     Sizes,
+    Tile,
     choose_plan,
     combine_warps,
     shared_bytes,
 )
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup.ahead import fingerprint
-from vllm_graft.spec_decode.targets.dense.samples import (
-    TOLERANCE,
-    AttentionShape,
-    draft_problem,
-    tree_problem,
-    untouched,
-)
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 TILE = Tile(32, 32, 4, 2)

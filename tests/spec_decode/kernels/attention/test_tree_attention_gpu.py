@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from tests.support.samples.attention_samples import draft_problem
 from tests.support.samples.attention_spaces import (
     attend,
     captured,
@@ -17,8 +18,7 @@ from tests.support.samples.attention_spaces import (
     wanted_of,
 )
 from tests.support.watches import refused_synchronisations
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
-from vllm_graft.spec_decode.kernels.attention.tile import Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     plan_of,
@@ -28,7 +28,7 @@ from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, tree_problem
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.topology import TreeState

@@ -8,10 +8,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from vllm_graft.spec_decode.kernels.history.bad_words import BadWords, forbid_bad_words
-from vllm_graft.spec_decode.kernels.history.path_tokens import PathTokens, path_tokens
-from vllm_graft.spec_decode.kernels.history.penalties import Penalties, penalize
-from vllm_graft.spec_decode.kernels.history.thinking_budget import ThinkingBudgets, end_reasoning
+from vllm_graft.spec_decode.kernels.history import (
+    BadWords,
+    PathTokens,
+    Penalties,
+    ThinkingBudgets,
+    end_reasoning,
+    forbid_bad_words,
+    path_tokens,
+    penalize,
+)
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

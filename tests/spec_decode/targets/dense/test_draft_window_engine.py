@@ -17,6 +17,7 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
+from tests.support.models.mtp_targets import write_mimo
 from tests.support.references.windowed_reference import compared
 from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
@@ -25,7 +26,7 @@ from vllm_graft.spec_decode.targets.dense import draft_window
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
-from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama, write_mimo
+from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

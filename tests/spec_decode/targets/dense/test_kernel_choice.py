@@ -22,7 +22,7 @@ from vllm_graft.spec_decode.targets.dense.choice import (
     choose,
     points,
 )
-from vllm_graft.spec_decode.targets.latent import latent_timing
+from vllm_graft.spec_decode.targets.latent import latent_two_pass
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
@@ -282,10 +282,10 @@ def test_measurement_of_latents_on_stand_ins(monkeypatch: pytest.MonkeyPatch) ->
         return plans[-1]
 
     passes = two_pass.Passes(plan, first_pass, attend_own_latents)
-    monkeypatch.setattr(latent_timing, "LATENT_PASSES", passes)
+    monkeypatch.setattr(latent_two_pass, "LATENT_PASSES", passes)
     where = [Point(1, 3, 20), Point(1, 3, 40), Point(2, 3, 40)]
     space = AttentionWorkspace.allocate(2, 3, 2, 32, 4, "cpu")
-    geometry = latent_timing.LatentGeometry(2, 32, 16, torch.bfloat16, 16)
+    geometry = latent_two_pass.LatentGeometry(2, 32, 16, torch.bfloat16, 16)
     with recording(), simulated():
         costs = measure(geometry, where, space, 64, "cpu")
     assert list(costs) == where

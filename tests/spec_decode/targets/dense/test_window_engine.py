@@ -71,8 +71,8 @@ def test_trees_without_the_window_answer_otherwise(
 
 
 def without_sinks(patch: pytest.MonkeyPatch) -> None:
-    stock = plain_attention._attend
-    patch.setattr(plain_attention, "_attend", lambda *args: stock(*args[:-1], None))
+    stock = plain_attention.attended
+    patch.setattr(plain_attention, "attended", lambda *args: stock(*args[:-1], None))
 
 
 def moved_twice(patch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ from tests.support.models.window_models import (
     write_llama4,
 )
 from tests.support.references.windowed_reference import compared
+from tests.support.samples.attention_samples import draft_problem, untouched
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.targets.dense import layer as grafted
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, draft_problem, untouched
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.testing import greedy, model_runner, spec_metrics, write_eagle3
 

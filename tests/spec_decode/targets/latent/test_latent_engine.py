@@ -13,10 +13,10 @@ from tests.support.models import table_drafter
 from tests.support.models.latent_models import draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.dense.choice import Point
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 from vllm_graft.spec_decode.tuning import attention_timing
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3

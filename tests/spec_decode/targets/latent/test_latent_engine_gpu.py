@@ -16,9 +16,9 @@ import pytest
 from tests.support.answers.near_ties import answers, check_near_ties, departures
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.models.latent_models import VOCABULARY, draft_shape, write_deepseek
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import model_runner, spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

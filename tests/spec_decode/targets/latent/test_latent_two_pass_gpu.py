@@ -7,22 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.references.prefix_reference import prefix_latents_reference
 from tests.support.samples.attention_spaces import check_rows, nans
 from tests.support.watches import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, Point
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes, TwoPass, two_pass_attention
-from vllm_graft.spec_decode.targets.latent.latent_timing import LatentGeometry
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
+    LatentGeometry,
     flash_prefix_latents,
     plan_latent_prefix,
 )
 from vllm_graft.spec_decode.targets.latent.own_latents import OwnTile, attend_own_latents
-from vllm_graft.spec_decode.targets.latent.plain_latent import (
-    latent_attention_reference,
-    prefix_latents_reference,
-)
+from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 from vllm_graft.spec_decode.tuning.attention_timing import measure
 

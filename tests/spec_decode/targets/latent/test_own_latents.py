@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.references.prefix_reference import prefix_latents_reference
+from tests.support.samples.attention_samples import TOLERANCE
 from tests.support.samples.attention_spaces import nans
 from tests.support.samples.latent_samples import LatentShape, latent_problem, with_padding
-from vllm_graft.spec_decode.targets.dense.samples import TOLERANCE
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
 from vllm_graft.spec_decode.targets.latent.own_latents import OwnTile, attend_own_latents, own_tile
-from vllm_graft.spec_decode.targets.latent.plain_latent import (
-    latent_attention_reference,
-    prefix_latents_reference,
-)
+from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

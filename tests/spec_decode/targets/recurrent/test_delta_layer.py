@@ -12,17 +12,17 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.features import in_layer
+from vllm_graft.spec_decode.targets.families import in_layer
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import RecurrentCache, StateTable
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import (
     RecurrentFamily,
     RecurrentState,
 )
-from vllm_graft.spec_decode.targets.recurrent.recurrent_form import (
+from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     Batch,
     allocate_inputs,
     keeps_inputs,

@@ -16,13 +16,13 @@ from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
 from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.spec_decode.targets.latent.kimi_latents import TreeKimiLatents
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family, recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -24,16 +24,15 @@ from tests.support.models.recurrent_models import (
 )
 from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import (
     delta_layer,
     recurrent_family,
-    recurrent_form,
     recurrent_layer,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 
@@ -223,7 +222,7 @@ def test_answers_differ_without(
         module, name = (
             (recurrent_layer, "tree_recurrence")
             if form == "states"
-            else (recurrent_form, "keep_rows")
+            else (recurrent_layer, "keep_rows")
         )
         stock = getattr(module, name)
 

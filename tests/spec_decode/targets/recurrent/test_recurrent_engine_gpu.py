@@ -38,11 +38,11 @@ from tests.support.models.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
+from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
-from vllm_graft.spec_decode.targets.unchanged import UnchangedState
 from vllm_graft.testing import greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [

@@ -25,10 +25,12 @@ from tests.support.samples.recurrent_samples import (
     states_of,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates, KeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+    KeptRows,
+    RecurrentRows,
+    keep_rows,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import FoldTable
 
 SIZES, KINDS = [[1], [9, 1, 32, 4]], ["random", "chain", "star"]

@@ -20,10 +20,13 @@ from tests.support.samples.recurrent_samples import (
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, SelectiveGates
-from vllm_graft.spec_decode.targets.recurrent.kernels.kept_rows import keep_rows
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_inputs import KeptRows, LayerInputs
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+    KeptRows,
+    LayerInputs,
+    RecurrentRows,
+    keep_rows,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

@@ -1,1 +1,0 @@
-"""Eviction policies of the host pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from tests.support.models.lora_adapters import write_adapter
-from vllm_graft.spec_decode.verification import adapters
+from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -65,27 +66,24 @@ def test_trees_have_the_adapters_of_their_requests(
         assert not differing(answer_all(llm, asked), alone)
         assert spec_metrics(llm).accepted_tokens > 0
 
-        def of_the_next_request(given: Any, starts: np.ndarray) -> tuple[int, ...]:
-            return repeat(np.roll(given, 1), starts)
-
-        repeat = adapters.per_sampled_row
-        with monkeypatch.context() as spoiled:
-            spoiled.setattr(adapters, "per_sampled_row", of_the_next_request)
-            assert spoiled_is_seen(llm)
-
         state = model_runner(llm).lora_state
         mapped = state.make_lora_inputs
+        for place in range(2):  # rows of logits, then rows of the batch
 
-        def of_the_next_row(*args: Any) -> Any:
-            of_logits, of_rows, used = mapped(*args)
-            return of_logits, tuple(np.roll(of_rows, 1).tolist()), used
+            def of_the_next_row(*args: Any, place: int = place) -> Any:
+                found = list(mapped(*args))
+                found[place] = tuple(np.roll(found[place], 1).tolist())
+                return tuple(found)
 
-        with monkeypatch.context() as spoiled:
-            spoiled.setattr(state, "make_lora_inputs", of_the_next_row)
-            assert spoiled_is_seen(llm)
+            with monkeypatch.context() as spoiled:
+                spoiled.setattr(state, "make_lora_inputs", of_the_next_row)
+                assert spoiled_is_seen(llm)
 
 
 def test_an_adapter_for_each_row_of_logits() -> None:
-    starts = np.array([0, 4, 5, 7], dtype=np.int32)
-    assert adapters.per_sampled_row((2, 0, 1), starts) == (2, 2, 2, 2, 0, 1, 1)
-    assert adapters.per_sampled_row((), np.zeros(1, dtype=np.int32)) == ()
+    state = SimpleNamespace(make_lora_inputs=lambda _: ((2, 0, 1), (2, 2, 0, 1), {2, 1}))
+    batch = SimpleNamespace(cu_num_logits_np=np.array([0, 4, 5, 7, 9], dtype=np.int32))
+    speculator = SimpleNamespace(context=SimpleNamespace(step=SimpleNamespace(batch=batch)))
+    runner = SimpleNamespace(lora_state=state, speculator=speculator)
+    adapt_sampled_rows(SimpleNamespace(model_runner=runner))
+    assert state.make_lora_inputs([]) == ((2, 2, 2, 2, 0, 1, 1), (2, 2, 0, 1), {2, 1})

@@ -19,7 +19,6 @@ from tests.support.engines.gpu_engines import exact_engine, shipped_trees
 from tests.support.engines.pairs import Pair, Request, answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.lora_adapters import write_adapter
-from vllm_graft.spec_decode.verification import adapters
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -89,11 +88,15 @@ def test_rows_have_the_adapters_of_their_requests(
         found = answers(llm, prompts, TOKENS, given)
         counters = model_runner(llm).speculator.context.counters
         accepted = spec_metrics(llm).accepted_tokens
-        # Negative control: the output head has the adapter of the request before.
-        repeat = adapters.per_sampled_row
-        monkeypatch.setattr(
-            adapters, "per_sampled_row", lambda given, starts: repeat(np.roll(given, 1), starts)
-        )
+        # Negative control: the output head has the adapter of the row before.
+        state = model_runner(llm).lora_state
+        mapped = state.make_lora_inputs
+
+        def of_the_next_row(*args: Any) -> Any:
+            of_logits, *others = mapped(*args)
+            return tuple(np.roll(of_logits, 1).tolist()), *others
+
+        monkeypatch.setattr(state, "make_lora_inputs", of_the_next_row)
         spoilt = departures(answers(llm, prompts, TOKENS, given), expected)
     parted, share = departures(found, expected), compared(found, expected)
     print(f"{share:.0%} compared; {parted}; spoilt: {spoilt}; {counters}, accepted {accepted}")

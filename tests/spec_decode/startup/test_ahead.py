@@ -35,6 +35,7 @@ from vllm_graft.spec_decode.startup.ahead import (
 from vllm_graft.spec_decode.startup.clock import PARTS, StartClock
 from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.startup.stand_ins import Attention, LayerShape, empty
+from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 HOPPER = ("cuda", 90, 32)
@@ -82,9 +83,24 @@ def lives(process: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def many_files_open() -> Iterator[None]:
+    """Servers have more descriptors than ``select`` knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this process may not open as many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        yield
+
+
 def test_what_is_compiled_ahead_is_found_by_a_launch(cache: Path) -> None:
-    ahead = compile_ahead([rank_launch(100), rank_launch(100)], HOPPER, 1)
-    ahead.finish()
+    with many_files_open():
+        ahead = compile_ahead([rank_launch(100), rank_launch(100)], HOPPER, 1)
+        ahead.finish()
     assert (ahead.foretold, ahead.compiled, ahead.failed, ahead.why) == (1, 1, {}, "")
     assert 0 < ahead.waited <= ahead.seconds
     assert list(cache.rglob("*.cubin"))
@@ -123,21 +139,6 @@ def test_a_kernel_that_does_not_compile_costs_no_other(caplog: pytest.LogCapture
     # Nothing says that all is compiled, so that the next start tries again.
     again = compile_ahead([rank_launch(101), wrong, rank_launch(102)], HOPPER, 2)
     assert again._running is not None
-
-
-def test_a_process_with_many_files_open_waits_too() -> None:
-    """Servers have more descriptors than ``select`` knows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2048:
-        pytest.skip("this process may not open as many files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        while stack.enter_context(open(os.devnull)).fileno() < 1024:
-            pass
-        ahead = compile_ahead([rank_launch(100)], HOPPER, 1)
-        ahead.finish()
-    assert (ahead.compiled, ahead.failed) == (1, {})
 
 
 def test_the_process_ends_with_a_killed_worker() -> None:
@@ -333,7 +334,7 @@ def split_launches(layer: LayerShape, capability: tuple[int, int]) -> list[dict[
     """Arguments of the kernel of splits, for a tree and for a level of a draft."""
     found: list[Launch] = []
     shared = context(capability)
-    metadata = SimpleNamespace(
+    metadata = DraftTreeMetadata(
         level=1,
         topk=4,
         num_reqs=2,

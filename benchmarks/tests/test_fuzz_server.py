@@ -184,34 +184,28 @@ def test_a_life_is_compared_with_its_own_target(
     assert ["noisy" in line.split()[3] for line in started] == [False, False, True, False]
 
 
-FLOODED = ["--requests", "3", "--flood", "5"]
+GROWN = {
+    "keep": "flood_mib is",
+    "chatty": "flood_log_bytes is",
+    "threads": "threads is",
+    "slow": "Fake.add_request for ['flood', 'predicted ids'] took 5.5 ms of CPU",
+    "unwatched": "nothing measured the time of a step",
+}
+"""Arms that a flood leaves something behind in, and what is said of each."""
 
 
-def test_a_flood_that_leaves_nothing_behind_is_fine(
+def test_what_grows_or_takes_long_fails_the_run(
     fuzz: list[str], tmp_path: Path, told: Told
 ) -> None:
-    log = ["--log", str(tmp_path / "log")]
-    assert fuzz_server.main([*fuzz, *FLOODED, "--arms", "right", *log]) == 0
-    assert told()[0]["figures"].keys() == growth.LIMITS.keys()
-
-
-@pytest.mark.parametrize(
-    ("arm", "said"),
-    [
-        ("keep", "flood_mib is"),
-        pytest.param("chatty", "flood_log_bytes is", marks=pytest.mark.nightly),
-        pytest.param("threads", "threads is", marks=pytest.mark.nightly),
-        ("slow", "Fake.add_request for ['flood', 'predicted ids'] took 5.5 ms of CPU"),
-        ("unwatched", "nothing measured the time of a step"),
-    ],
-)
-def test_what_grows_or_takes_long_fails_the_run(
-    fuzz: list[str], tmp_path: Path, told: Told, arm: str, said: str
-) -> None:
-    log = ["--log", str(tmp_path / "log")]
-    assert fuzz_server.main([*fuzz, *FLOODED, "--arms", arm, *log]) == 1
-    assert any(line.startswith(said) for line in told()[0]["broken"])
-    assert told()[0]["unexplained"] == 0
+    """A flood that leaves nothing behind is fine."""
+    flags = ["--requests", "3", "--flood", "5", "--log", str(tmp_path / "log")]
+    assert fuzz_server.main([*fuzz, *flags, "--arms", "right", *GROWN]) == 1
+    fine, *lines = told()
+    assert fine["figures"].keys() == growth.LIMITS.keys()
+    assert fine["broken"] == []
+    for line in lines:
+        assert any(each.startswith(GROWN[line["arm"]]) for each in line["broken"])
+    assert [line["arm"] for line in lines if not line["unexplained"]] == [*GROWN]
 
 
 def test_a_disturbance_that_is_refused_fails_the_run(

@@ -8,12 +8,10 @@ import sys
 from itertools import repeat
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.real_pair.__main__ import parser
 from benchmarks.real_pair.descent import Run, descend
 
 ROOT = Path(__file__).parents[2]
@@ -68,10 +66,3 @@ def test_ranks_learn_what_one_learns_from_all_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(both[0][0]), alone)
     # One that learned from half of the rows is another.
     assert not torch.allclose(trained([rows(0)])[0], alone, atol=1e-3)
-
-
-def test_a_part_of_the_questions() -> None:
-    assert parser().parse_args(["answers", "work", "--part", "2/3"]).part == (2, 3)
-    for bad in ("3/3", "-1/3", "1", "a/b"):
-        with pytest.raises(SystemExit):
-            parser().parse_args(["answers", "work", f"--part={bad}"])

@@ -173,3 +173,10 @@ def test_arms_take_turns_in_either_order(tmp_path: Path, monkeypatch: pytest.Mon
     # A cell that would not end in time is left out.
     race.run(running, [ONE], 3, 100.0, time.perf_counter() + 150.0)
     assert len(order) == 8
+
+
+def test_a_part_of_the_questions() -> None:
+    assert command.parser().parse_args(["answers", "work", "--part", "2/3"]).part == (2, 3)
+    for bad in ("3/3", "-1/3", "1", "a/b"):
+        with pytest.raises(SystemExit):
+            command.parser().parse_args(["answers", "work", f"--part={bad}"])

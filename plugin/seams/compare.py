@@ -142,13 +142,19 @@ def _describe(seam: Seam, symbol: Any) -> str:
     if seam.kind == "call":
         return _parameters(symbol)
     if seam.kind == "source":
-        return normalized_hash(inspect.getsource(symbol))
+        return normalized_hash(_source(symbol))
     if seam.kind == "has":
         names = _attributes(symbol)
         return ", ".join(name for name in seam.expected.split(", ") if name in names)
     if seam.kind == "order":
-        return ", ".join(in_order(inspect.getsource(symbol), seam.expected.split(", ")))
+        return ", ".join(in_order(_source(symbol), seam.expected.split(", ")))
     return "present"
+
+
+@functools.cache
+def _source(symbol: Any) -> str:
+    """A symbol's text; each engine of a process asks for the same ones."""
+    return inspect.getsource(symbol)
 
 
 def _parameters(function: Any) -> str:

@@ -141,12 +141,15 @@ def run(python: Path, *arguments: str, status: int = 0) -> str:
     return finished(python, "-P", *arguments, status=status, env={**own, **variables})
 
 
-@pytest.mark.engine
-def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_is_found_and_fits(python: Path) -> None:
     where = run(python, "-c", "import vllm_graft; print(vllm_graft.__file__)").strip()
     assert where.startswith(str(python.parents[1]))
     assert "no problem found" in run(python, "-m", "vllm_graft", "doctor")
 
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
     flags, environment = server_settings(SHIPPED, cuda=False)
     flags += [*speculate(SHIPPED, 5), "--additional-config.graft", "auto"]
     plan = json.loads(run(python, "-m", "vllm_graft", "plan", *flags, "--json").splitlines()[-1])

@@ -40,7 +40,7 @@ def arriving(pair: Pair) -> list[Request]:
     """Make a long request, and short ones whose prompts run beside its trees, one after another."""
     return [
         Request(
-            prompt[: 40 + 20 * i], {"seed": i, "temperature": i % 2, "max_tokens": 3 if i else 20}
+            prompt[: 40 + 20 * i], {"seed": i, "temperature": i % 2, "max_tokens": 3 if i else 14}
         )
         for i, prompt in enumerate(pair.prompts[:4])
     ]
@@ -55,7 +55,7 @@ def crowded(pair: Pair) -> list[Request]:
     return [
         Request(
             pair.prompts[number][:length],
-            {"seed": place, "temperature": place % 2, "max_tokens": 3 if place else 24},
+            {"seed": place, "temperature": place % 2, "max_tokens": 3 if place else 16},
         )
         for place, (number, length) in enumerate(PARTS)
     ]

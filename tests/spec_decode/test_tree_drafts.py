@@ -39,7 +39,7 @@ def test_a_head_in_fp8(pair: Pair, samples: list[Request], expected: list[Answer
     lengths, sizes = [], []
     for dtype in ("auto", "fp8"):
         with pair.engine(nodes=15, topk=4, steps=4, tree={"head_dtype": dtype}) as llm:
-            assert not differing(answer_all(llm, samples[:6]), expected[:6])
+            assert not differing(answer_all(llm, samples[:4]), expected[:4])
             lengths.append(spec_metrics(llm).acceptance_length)
             (info,) = llm.collective_rpc("graft_info")
         sizes.append(info["counters"]["tree"]["fp8_head_bytes"])
@@ -66,7 +66,7 @@ def test_a_draft_that_lost_its_weights(
             for weight in weights if value is not None else ():
                 weight.fill_(value)
             before = counters.verify_steps
-            assert not differing(answer_all(llm, samples[:3]), expected[:3])
+            assert not differing(answer_all(llm, samples[:1]), expected[:1])
             steps.append(counters.verify_steps - before)
     assert min(steps[1:]) > steps[0]
 

@@ -170,7 +170,7 @@ def test_an_index_that_came_first_would_be_found_out(tmp_path: Path) -> None:
 
 
 WRITER = Path(storage_writer.__file__)
-KILLS = int(os.environ.get("GRAFT_KILLS", "20"))
+KILLS = int(os.environ.get("GRAFT_KILLS", "10"))
 """The bar is 200."""
 PAGE_BYTES = 500_000
 STRIDE = 100_000

@@ -33,6 +33,12 @@ def its_tests(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+FIRST, *OTHERS = KINDS
+
+
+@pytest.mark.parametrize(
+    "kind", [FIRST, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in OTHERS)]
+)
 def test_a_new_plugin_is_found_and_its_tests_pass(
     kind: str, tmp_path: Path, run_python: RunPython, capsys: pytest.CaptureFixture[str]
 ) -> None:

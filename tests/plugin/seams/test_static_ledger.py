@@ -142,7 +142,7 @@ def test_an_entry_by_version() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-@pytest.mark.parametrize("parts", [("core", "tree"), ("core", "vit"), ("core", "tree", "draft")])
+@pytest.mark.parametrize("parts", [("core", "vit"), ("core", "tree", "draft")])
 def test_the_installed_vllm_is_what_presets_turn_on_parts_for(parts: tuple[str, ...]) -> None:
     assert versions.moved(*parts) == ""
 

@@ -46,7 +46,7 @@ def test_tokens_are_those_of_the_target_alone(
 
     monkeypatch.setattr(DraftHead, "top", listen)
     with pair.engine(nodes=15, tree={"hot_tokens": SIZE}, max_num_seqs=3) as llm:
-        assert not differing(answer_all(llm, samples[:6]), expected[:6])
+        assert not differing(answer_all(llm, samples[:4]), expected[:4])
         assert spec_metrics(llm).acceptance_length > 1.2
         (info,) = llm.collective_rpc("graft_info")
     # All drafts of the first steps come from the whole vocabulary; later on those of all levels,

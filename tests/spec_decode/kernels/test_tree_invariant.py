@@ -110,7 +110,7 @@ def matched(
 
 
 @LENGTHS
-@pytest.mark.parametrize("rate", [1.0, 0.5])
+@pytest.mark.parametrize("rate", [1.0, pytest.param(0.5, marks=pytest.mark.nightly)])
 def test_n_grams_beside_drafts_of_all_small_texts(rate: float, length: int) -> None:
     """With a rate of 1 all of a path has the score of its first token."""
     state, total, slots, texts = matched(1, length)

@@ -182,7 +182,7 @@ VALUES = st.recursive(
 
 
 @given(schema=VALUES, room=st.integers(0, 300))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_nothing_raises(schema: Any, room: int) -> None:
     """Whatever a user sends, a list of pieces comes, no longer than there is room."""
     for read in (schema_items, tag_items):

@@ -124,8 +124,14 @@ def late(world: Callable[[int], World]) -> list[float]:
     "world",
     [
         pytest.param(lambda seed: qwen(16, right=False), id="as measured beside other engines"),
-        pytest.param(lambda seed: dense("1", 16).times(1, 4, seed), id="too high"),
-        pytest.param(lambda seed: dense("1", 16).times(0.5, 1, seed), id="too low"),
+        *(
+            pytest.param(
+                lambda seed, bounds=bounds: dense("1", 16).times(*bounds, seed),
+                id=name,
+                marks=pytest.mark.nightly,
+            )
+            for name, bounds in (("too high", (1, 4)), ("too low", (0.5, 1)))
+        ),
     ],
 )
 def test_wrong_costs_are_found_out(
@@ -139,7 +145,7 @@ def test_wrong_costs_are_found_out(
     assert statistics.mean(late(world)) < statistics.mean(found) - 0.02
 
 
-@pytest.mark.parametrize("batch", [4, 16])
+@pytest.mark.parametrize("batch", [4, pytest.param(16, marks=pytest.mark.nightly)])
 def test_right_costs_lose_little(batch: int) -> None:
     found = [shares(qwen(batch, right=True), STEPS, seed) for seed in SEEDS]
     assert min(map(statistics.mean, found)) > 0.98

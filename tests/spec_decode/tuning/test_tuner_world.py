@@ -103,7 +103,9 @@ def test_batches_that_drift(text: str, prompts: float) -> None:
     assert serve(make(), text, drifting(2000, seed=5), prompts=prompts) > 0.95
 
 
-@pytest.mark.parametrize("batch", [1, 4, pytest.param(16, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "batch", [1, *(pytest.param(batch, marks=pytest.mark.nightly) for batch in (4, 16))]
+)
 def test_small_batches(batch: int) -> None:
     """One request's text hides what numbers are worth; at most 3 % are lost on average."""
     ratios = [serve(make(), text, [batch] * 2000, seed=seed) for text in TEXTS for seed in (0, 1)]
@@ -111,7 +113,7 @@ def test_small_batches(batch: int) -> None:
     assert min(ratios) > 0.9
 
 
-@pytest.mark.parametrize("batch", [1, 16, 128])
+@pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.nightly), 128])
 def test_down_to_nothing(batch: int) -> None:
     tuner = make()
     # One request tells little of its text: with other seeds 0.92 to 0.96, with trials or without.
@@ -121,7 +123,7 @@ def test_down_to_nothing(batch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0", "1", *(pytest.param(text, marks=pytest.mark.nightly) for text in ("0.6", "hard"))]
+    "text", ["0", *(pytest.param(text, marks=pytest.mark.nightly) for text in ("0.6", "1", "hard"))]
 )
 def test_without_measured_costs(text: str) -> None:
     assert serve(make(seeded=False), text, drifting(3000, seed=6), prompts=0.3) > 0.91
@@ -162,7 +164,7 @@ def mixed_contexts(tuner: NodeTuner, text: str, *, told: bool) -> float:
     return least / spent
 
 
-@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("seeded", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_contexts_that_come_and_go(seeded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long contexts add the same to all numbers of nodes, and so make many of them pay."""
     assert mixed_contexts(make(seeded), "1", told=True) > 0.95
@@ -174,12 +176,15 @@ def test_contexts_that_come_and_go(seeded: bool, monkeypatch: pytest.MonkeyPatch
     assert told > blind + 0.03
 
 
-def test_texts_and_batches_in_turn() -> None:
+@pytest.mark.parametrize(
+    "batches", [(16, 1, 128), pytest.param((16, 4, 64, 1, 128), marks=pytest.mark.nightly)]
+)
+def test_texts_and_batches_in_turn(batches: Sequence[int]) -> None:
     tuner = make()
     ratios = {
         (text, batch): against_the_best(tuner, text, batch, seed=1)
         for text in ("0", "1", "0.6")
-        for batch in (16, 4, 64, 1, 128)
+        for batch in batches
     }
     assert sum(ratios.values()) / len(ratios) > 0.97
     assert min(ratios.values()) > 0.88, ratios

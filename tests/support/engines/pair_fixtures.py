@@ -11,7 +11,7 @@ import pytest
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
 
-PROMPTS = 6
+PROMPTS = 4
 TOKENS = 16
 
 

@@ -38,7 +38,7 @@ def requests(windows: Pair) -> list[Request]:
     kinds = [{"temperature": 0}, {"seed": 7}]
     return [
         Request(prompt, {"max_tokens": 48, **kind})
-        for prompt in windows.prompts[:4]
+        for prompt in windows.prompts[:2]
         for kind in kinds
     ]
 

@@ -21,13 +21,14 @@ from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
-def test_nothing_but_a_config_error_comes_out() -> None:
+@pytest.mark.parametrize("count", [500, pytest.param(1500, marks=pytest.mark.nightly)])
+def test_nothing_but_a_config_error_comes_out(count: int) -> None:
     wrong: list[str] = []
-    found = fuzz(range(1500), seed=25, whole_every=10, report=wrong.append)
+    found = fuzz(range(count), seed=25, whole_every=10, report=wrong.append)
     assert wrong == []
     # Both outcomes occur: some inputs are refused, others accepted and built.
-    assert found["refused"] > 500
-    assert found["accepted"] > 300
+    assert found["refused"] > count / 3
+    assert found["accepted"] > count / 5
 
 
 def test_every_key_of_a_section_is_tried() -> None:

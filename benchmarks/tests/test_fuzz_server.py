@@ -156,7 +156,7 @@ def test_a_run_without_differences_succeeds(fuzz: list[str], tmp_path: Path, tol
     assert json.loads((tmp_path / "out" / "right.json").read_text()) == {}
 
 
-@pytest.mark.parametrize("arm", ["wrong", "refusing"])
+@pytest.mark.parametrize("arm", ["wrong", pytest.param("refusing", marks=pytest.mark.nightly)])
 def test_a_wrong_answer_fails_the_run_and_is_written_down(
     fuzz: list[str], tmp_path: Path, told: Told, capsys: pytest.CaptureFixture[str], arm: str
 ) -> None:
@@ -199,8 +199,8 @@ def test_a_flood_that_leaves_nothing_behind_is_fine(
     ("arm", "said"),
     [
         ("keep", "flood_mib is"),
-        ("chatty", "flood_log_bytes is"),
-        ("threads", "threads is"),
+        pytest.param("chatty", "flood_log_bytes is", marks=pytest.mark.nightly),
+        pytest.param("threads", "threads is", marks=pytest.mark.nightly),
         ("slow", "Fake.add_request for ['flood', 'predicted ids'] took 5.5 ms of CPU"),
         ("unwatched", "nothing measured the time of a step"),
     ],

@@ -136,6 +136,7 @@ def test_random_requests_are_answered_as_without_our_parts(
     assert wrong.keys() >= {r.number for r, was in zip(requests, altered) if was}
 
 
+@pytest.mark.nightly
 def test_misspelt_key_ends_the_server_before_it_loads_a_model(tmp_path: Path) -> None:
     flags, environment = server_settings(SHIPPED, cuda=False)
     wrong = [*speculate(SHIPPED, 15), "--additional-config.graft.tree.topkk", "4"]

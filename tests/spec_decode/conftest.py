@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -26,10 +26,7 @@ def flash_attention_3() -> None:
 
 @pytest.fixture(scope="module")
 def untuned() -> Iterator[None]:
-    """Leave vLLM's autotuned kernels of recurrent layers one configuration each.
-
-    A module's engines without trees and with trees take the same one.
-    """
+    """Leave vLLM's autotuned kernels of recurrent layers one configuration each."""
     with one_configuration():
         yield
 
@@ -45,3 +42,17 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(manager, "manager", lambda: found)
 
     return install
+
+
+@pytest.fixture
+def learn(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give the drafter's table the target's answers: far more is accepted than by chance."""
+
+    from tests.support.models import table_drafter
+
+    def give(answers: Iterable[Any]) -> None:
+        tokens = [getattr(answer, "tokens", answer) for answer in answers]
+        monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(tokens))
+        plugin(table_drafter)
+
+    return give

@@ -82,14 +82,7 @@ def test_sparse_mla_gets_a_chain() -> None:
     assert fall_back(section(config), config).topk == 1
 
 
-KNOWN = [
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "kimi_linear",
-    "nemotron_h",
-    "falcon_h1",
-]
+KNOWN = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemotron_h", "falcon_h1"]
 
 
 @pytest.mark.parametrize("kind", [*KNOWN, "zamba2"])

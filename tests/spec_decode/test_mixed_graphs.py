@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics.exposition import total
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
 from vllm_graft.spec_decode.verification.context import Counters
+from vllm_graft.testing import cpu_engine
+from vllm_graft.testing.engine import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -59,14 +62,7 @@ def crowded(pair: Pair) -> list[Request]:
 
 
 class Counted(NamedTuple):
-    """What an engine counted while it answered.
-
-    Attributes:
-        replays: steps with prompts beside trees that ran as one graph.
-        cuts: steps whose trees were cut.
-        launches: steps with prompts beside trees that no graph fitted.
-        chunks: steps whose prompts were computed in part.
-    """
+    """What an engine counted while it answered."""
 
     replays: int
     cuts: int
@@ -75,21 +71,7 @@ class Counted(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What one engine with graphs of mixed batches answered, and what it counted.
-
-    Attributes:
-        answers: answers to `arriving`.
-        graphs: replays of each graph of mixed batches, by its rows, by then.
-        counters: its counters, by then.
-        page: its page of metrics, by then.
-        chunked: answers to `crowded` of a scheduler that chunks prompts, too.
-        chunked_counts: what was counted meanwhile.
-        cut: answers to `crowded`.
-        counts: what was counted meanwhile.
-        whole: answers to `crowded` of a scheduler that cuts nothing.
-        whole_counts: what was counted meanwhile.
-        spoilt: answers to the first two of `arriving` without the rows that trees are attended by.
-    """
+    """What one engine with graphs of mixed batches answered, and what it counted."""
 
     answers: list[Answer]
     graphs: dict[int, int]
@@ -113,9 +95,6 @@ def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
 
 @pytest.fixture(scope="module")
 def served(pair: Pair) -> Served:
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
     with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
         runner = model_runner(llm)
         context = runner.speculator.context
@@ -191,9 +170,6 @@ def test_prompts_are_chunked_to_the_largest_graph(
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:
-    from vllm_graft.base.errors import ConfigError
-    from vllm_graft.testing import cpu_engine
-
     wrong = {**options(pair, mixed_graphs=True), "max_num_seqs": 1}
     with (
         pytest.raises(ConfigError, match="mixed_graphs is true, but --max-num-seqs is 1"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers.finished_trees import finish_and_compare
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -18,6 +17,10 @@ from tests.support.engines.pairs import (
     scheduling,
 )
 from tests.support.references.ngram_reference import Candidates, continuation, last_match
+from tests.support.references.tree_reference import finish_and_compare
+from vllm_graft.spec_decode.drafters import tree_drafting
+from vllm_graft.spec_decode.lookup import ngrams
+from vllm_graft.testing import spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -70,8 +73,6 @@ def right(pair: Pair, copies: list[Request], others: list[Request]) -> Answers:
 @pytest.fixture(scope="module")
 def tree_alone(pair: Pair, copies: list[Request], right: Answers) -> float:
     """Acceptance length of the same trees without n-grams, where texts are copied."""
-    from vllm_graft.testing import spec_metrics
-
     with pair.engine(**TREE, **CROWDED) as llm:
         assert not differing(answer_all(llm, copies), right[0])
         return spec_metrics(llm).acceptance_length
@@ -122,9 +123,6 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.spec_decode.lookup import ngrams
-
     found = Watch()
     for module, name, method in (
         (ngrams, "match_ngrams", found.match),
@@ -144,8 +142,6 @@ def test_same_tokens_and_more_of_them_per_step(
     watch: Watch,
 ) -> None:
     """Chunked prompts, shared prefixes, async scheduling, steps without drafts."""
-    from vllm_graft.testing import spec_metrics
-
     with pair.engine(**TREE, tree={"ngram": NGRAM}, **CROWDED) as llm:
         assert not differing(answer_all(llm, copies), right[0])
         length = spec_metrics(llm).acceptance_length
@@ -172,8 +168,6 @@ def test_without_depths_tokens_differ(
     pair: Pair, copies: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: nodes below the draft's levels get the positions of its last level."""
-    from vllm_graft.spec_decode.drafters import tree_drafting
-
     finish_tree = tree_drafting.finish_tree
 
     def shallow(*args: Any, **kwargs: Any) -> None:

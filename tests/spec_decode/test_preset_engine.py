@@ -12,6 +12,8 @@ from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pair_fixtures import TOKENS
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from vllm_graft.metrics import exposition
+from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 pytestmark = pytest.mark.engine
@@ -45,9 +47,6 @@ def speculator(pair: Pair, folder: Path, depth: int) -> Path:
 @pytest.fixture
 def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the draft's 1,024 tokens count as many, and hot tokens be chosen at once."""
-    from vllm_graft.spec_decode.heads import hot_vocabulary
-    from vllm_graft.spec_decode.presets import tree_preset
-
     monkeypatch.setattr(tree_preset, "HOT_SIZE", 1000)
     monkeypatch.setattr(tree_preset, "_LARGE_VOCABULARY", 1000)
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support import toy_family
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
-from tests.support.models import table_drafter
 from vllm_graft.base.errors import SeamError
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3, write_llama
 
@@ -22,15 +21,9 @@ def test_a_drafter_is_one_file_and_one_row(
     pair: Pair,
     samples: list[Request],
     expected: list[Answer],
-    plugin: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    learn: Any,
 ) -> None:
-    monkeypatch.setattr(
-        table_drafter,
-        "NEXT",
-        table_drafter.learned(tokens for answer in expected for tokens in answer.tokens),
-    )
-    plugin(table_drafter)
+    learn(tokens for answer in expected for tokens in answer.tokens)
     with pair.engine(nodes=7, topk=2, steps=4, tree={"drafter": "table"}) as llm:
         assert differing(answer_all(llm, samples), expected) == []
         metrics = spec_metrics(llm)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.crossed import crossed
 from vllm_graft.spec_decode import step as module
 from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
@@ -199,20 +200,22 @@ def emitted(temperature: float, **options: Any) -> tuple[list[list[int]], list[l
 TEMPERATURES = [0.0, 1.5]
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(
-    ("draft", "least", "most"),
-    [
-        ({}, SHAPE.steps + 1, SHAPE.steps + 1),
-        ({"error": 8.0}, 2.0, SHAPE.steps + 0.9),
-        ({"error": 50.0}, 1.1, 2.5),
-        ({"wrong": True}, 1.0, 1.0),
-    ],
-    ids=["perfect", "good", "random", "wrong"],
+    ("temperature", "given"),
+    crossed(
+        TEMPERATURES,
+        [
+            ({}, SHAPE.steps + 1, SHAPE.steps + 1),
+            ({"error": 8.0}, 2.0, SHAPE.steps + 0.9),
+            ({"error": 50.0}, 1.1, 2.5),
+            ({"wrong": True}, 1.0, 1.0),
+        ],
+    ),
 )
 def test_tokens_are_the_target_s_own(
-    temperature: float, draft: dict[str, Any], least: float, most: float
+    temperature: float, given: tuple[dict[str, Any], float, float]
 ) -> None:
+    draft, least, most = given
     tokens, alone, length = emitted(temperature, **draft)
     assert tokens == alone
     assert least <= length <= most

@@ -24,10 +24,7 @@ FEW = 4
 def asked(
     pair: Pair, samples: list[Request], tmp_path_factory: pytest.TempPathFactory
 ) -> list[Request]:
-    """A greedy and a seeded request with each of two adapters, and without one.
-
-    One of the adapters changes the output head as well.
-    """
+    """A greedy and a seeded request with each of two adapters, and without one."""
     folder = tmp_path_factory.mktemp("lora")
     names = [
         write_adapter(folder / "head", pair.target, 0, head=True),

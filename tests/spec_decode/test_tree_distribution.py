@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
+
+from vllm_graft.testing import TinyShape, cpu_engine, spec_metrics, write_eagle3, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -20,8 +23,6 @@ LIMIT = 29.9
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from vllm_graft.testing import TinyShape, write_eagle3, write_llama
-
     folder = tmp_path_factory.mktemp("small_vocabulary")
     shape = TinyShape(vocab_size=VOCAB, num_layers=4, init_std=0.1)
     write_eagle3(folder / "draft", shape)
@@ -31,10 +32,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def draw(target: Path) -> tuple[torch.Tensor, float]:
     """Have the engine draw tokens `[COUNT, PLACES]`; return them and its acceptance length."""
-    from vllm import SamplingParams
-
-    from vllm_graft.testing import cpu_engine, spec_metrics
-
     draft = str(target.parent / "draft")
     with cpu_engine(
         target,

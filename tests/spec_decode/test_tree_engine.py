@@ -1,10 +1,14 @@
-"""Real engines: a tree must change how fast tokens come, never which tokens."""
+"""Real engines: trees and chains change how fast tokens come, never which; limits, sleep mode."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams, TokensPrompt
 
 from tests.support.engines.pairs import (
     Answer,
@@ -15,6 +19,16 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.models.window_models import with_windows
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.drafters import tree_drafting
+from vllm_graft.spec_decode.presets import node_count
+from vllm_graft.spec_decode.refusals import tree_refusals
+from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.targets.dense.layer import TreeAttentionMixin
+from vllm_graft.spec_decode.verification import context
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -25,8 +39,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 def test_tokens_are_those_of_the_target_alone(
     pair: Pair, samples: list[Request], expected: list[Answer], nodes: int, topk: int, steps: int
 ) -> None:
-    from vllm_graft.testing import spec_metrics
-
     options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 512}
     with pair.engine(nodes=nodes, topk=topk, steps=steps, **options) as llm:
         assert not differing(answer_all(llm, samples[:6]), expected[:6])
@@ -57,28 +69,18 @@ def test_tokens_hold_when_crowded(
 
 
 def test_without_compaction_tokens_differ(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
     with pair.engine(nodes=15) as llm:
         assert differing(answer_all(llm, samples[:4]), expected[:4])
 
 
 def test_without_mask_tokens_differ(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: every node sees every other one."""
-    from vllm_graft.spec_decode.verification import context
-
     prepare_rows = context.prepare_rows
 
     def unmasked(*args: Any, **kwargs: Any) -> None:
@@ -125,3 +127,141 @@ def test_no_key_no_change(pair: Pair) -> None:
         names |= {type(layer.impl).__module__ for layer in layers}
         del runner, layers
         assert not [name for name in names if "graft" in name]
+
+
+ROWS = 8
+BLOCK = 32
+PROMPT = list(range(5, 5 + 2 * BLOCK + 1))
+"""Two blocks, which are cached, and a token that is left."""
+
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": ROWS - 1, "prompt_lookup_max": 3}
+
+
+def _ask(llm: Any, name: str, prompt: list[int], tokens: int = 2) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
+
+
+def _answers(llm: Any, most: int = 60) -> dict[str, list[int]]:
+    """Tokens of what is answered within so many steps."""
+    engine, found = llm.llm_engine, {}
+    for _ in range(most):
+        if not engine.has_unfinished_requests():
+            break
+        found |= {each.request_id: list(each.outputs[0].token_ids) for each in engine.step()}
+    return found
+
+
+def test_the_least_limits_serve_and_lesser_ones_do_not(pair: Pair) -> None:
+    with pair.engine(
+        speculative_config=SPECULATIVE,
+        additional_config={"graft": {"tree": {"topk": 2, "steps": 4}}},
+        enable_prefix_caching=True,
+        block_size=BLOCK,
+        max_num_seqs=2,
+        max_num_batched_tokens=128,
+        long_prefill_token_threshold=ROWS,
+    ) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        _ask(llm, "first", PROMPT)
+        expected = _answers(llm)["first"]
+        scheduler.max_num_scheduled_tokens = ROWS
+        _ask(llm, "cached", PROMPT)
+        assert _answers(llm) == {"cached": expected}
+
+        scheduler.max_num_scheduled_tokens = ROWS - 1
+        _ask(llm, "waiting", PROMPT)
+        assert _answers(llm) == {}
+        assert scheduler.get_request_counts() == (0, 1)
+        scheduler.max_num_scheduled_tokens = ROWS
+        assert _answers(llm) == {"waiting": expected}
+
+        # Beside a request that runs, a prompt of one token is enough.
+        scheduler.max_num_scheduled_tokens = 2 * ROWS
+        for threshold, works in ((ROWS, True), (ROWS - 1, False)):
+            scheduler.scheduler_config.long_prefill_token_threshold = threshold
+            _ask(llm, f"running {threshold}", PROMPT[:3], tokens=4)
+            llm.llm_engine.step()
+            _ask(llm, f"short {threshold}", PROMPT[:1])
+            if works:
+                assert len(_answers(llm)) == 2
+                continue
+            with pytest.raises(AssertionError) as caught:
+                _answers(llm)
+            assert caught.traceback[-1].path.name == "scheduler.py"
+        del scheduler
+
+
+@pytest.mark.engine
+def test_all_of_it_is_allocated_in_memory_that_is_kept(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no sleep mode: a pool stands in that says when it is in use."""
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def pool(vllm_config: Any) -> Iterator[None]:
+        assert vllm_config.speculative_config.num_speculative_tokens == 3
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    def noted(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(tree_drafting, "kept_memory", pool)
+    owner = tree_drafting.TreeDrafting
+    names = ("make_head", "allocate_context", "allocate_growths")
+    for name in names:
+        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
+    attach = tree_drafting.ServedLayers.attach
+    monkeypatch.setattr(tree_drafting.ServedLayers, "attach", noted("attach", attach))
+    with pair.engine(nodes=3, tree={"head_dtype": "fp8", "ngram": True}) as llm:
+        assert model_runner(llm).speculator.head.fp8 is not None
+    assert seen == ["begin", *names, "attach", "end"]
+
+
+def attended_by_trees(llm: Any) -> list[str]:
+    """Names of the layers that tree attention was put over."""
+    layers = model_runner(llm).vllm_config.compilation_config.static_forward_context
+    return [
+        name
+        for name, layer in layers.items()
+        if isinstance(getattr(layer, "impl", None), TreeAttentionMixin)
+    ]
+
+
+def test_a_chain_of_the_pair(pair: Pair, samples: list[Request], expected: list[Answer]) -> None:
+    with pair.engine(nodes=5, topk=1, steps=5) as llm:
+        assert differing(answer_all(llm, samples), expected) == []
+        metrics = spec_metrics(llm)
+        # The draft's alone.
+        assert len(attended_by_trees(llm)) == 1
+    assert metrics.accepted_tokens > metrics.drafts / 2
+
+
+def test_a_chain_of_a_target_that_trees_refuse(
+    tmp_path: Path, samples: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows stand for any feature that no family serves."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    target = with_windows(SHIPPED / "target", tmp_path / "target", kinds)
+    windows = Pair(str(target), str(SHIPPED / "eagle3"), [])
+    with windows.engine() as llm:
+        alone = answer_all(llm, samples)
+    for module in (tree_refusals, node_count):
+        monkeypatch.setattr(module, "served_features", set)
+    # Negative control: no chain for whoever wants none.
+    words = r"set --additional-config\.graft\.tree\.topk to 1 for a chain"
+    with pytest.raises(ConfigError, match=words):
+        windows.engine(nodes=15, tree={"fallback": "refuse"}).__enter__()
+    with windows.engine(nodes=15, topk=4, steps=5) as llm:
+        assert differing(answer_all(llm, samples), alone) == []
+        metrics = spec_metrics(llm)
+        assert model_runner(llm).num_speculative_steps == 5
+        assert len(attended_by_trees(llm)) == 1
+    assert metrics.accepted_tokens > metrics.drafts / 4

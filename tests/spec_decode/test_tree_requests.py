@@ -6,6 +6,8 @@ import re
 from typing import Any, NamedTuple
 
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 from vllm_graft.spec_decode.kernels.history import PathTokens, path_tokens
@@ -83,8 +85,6 @@ class Found(NamedTuple):
 
 def joining(llm: Any, pair: Pair) -> Answer:
     """Send a prompt of one token, with its logprobs, beside requests that run already."""
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
     for number, prompt in enumerate(pair.prompts[:2]):
         engine.add_request(f"running {number}", prompt, SamplingParams(**GREEDY, max_tokens=40))
@@ -111,8 +111,6 @@ def requests(pair: Pair) -> list[Request]:
 
 
 def parameters(params: dict[str, Any]) -> dict[str, Any]:
-    from vllm.sampling_params import StructuredOutputsParams
-
     regex = params.get("structured_outputs")
     return (
         {**params, "structured_outputs": StructuredOutputsParams(regex=regex)} if regex else params
@@ -250,8 +248,6 @@ def test_max_model_len_in_mid_tree(pair: Pair) -> None:
 
 def test_abort(pair: Pair, alone: dict[str, Answer]) -> None:
     """A request aborted between two steps leaves; its slot and its blocks are used again."""
-    from vllm import SamplingParams
-
     with pair.engine(nodes=12, topk=4, steps=3, max_num_seqs=2) as llm:
         engine = llm.llm_engine
         doomed = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.engines.pairs import Pair, Request, answer_all
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from vllm_graft.testing import cpu_engine, spec_metrics
+from vllm_graft.testing.engine import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -33,12 +36,23 @@ def staggered(pair: Pair, tokens: list[int]) -> list[Request]:
     ]
 
 
-def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
-    from vllm_graft.testing import cpu_engine, spec_metrics
+Alone = Callable[..., tuple[list[Request], list[Answer]]]
 
-    requests = staggered(pair, [6, 12, 24])
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> Alone:
+    """Give requests of so many tokens each, with the answers of the target alone."""
+    lengths = [(6, 12, 24), (60,), (3, 5, 9)]
     with pair.engine() as llm:
-        expected = answer_all(llm, requests)
+        found = {}
+        for tokens in lengths:
+            asked = staggered(pair, [*tokens])
+            found[tokens] = asked, answer_all(llm, asked)
+    return lambda *tokens: found[tokens]
+
+
+def test_tokens_are_the_target_s_at_every_number(pair: Pair, alone: Alone) -> None:
+    requests, expected = alone(6, 12, 24)
     with cpu_engine(pair.target, max_num_seqs=4, async_scheduling=True, **scheduled(pair)) as llm:
         assert answer_all(llm, requests) == expected
         metrics = spec_metrics(llm)
@@ -48,14 +62,9 @@ def test_tokens_are_the_target_s_at_every_number(pair: Pair) -> None:
     assert metrics.draft_tokens > 15
 
 
-def test_numbers_chosen_while_serving(pair: Pair) -> None:
+def test_numbers_chosen_while_serving(pair: Pair, alone: Alone) -> None:
     """``shape: auto`` tries several shapes, and every token is still the target's."""
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
-    requests = staggered(pair, [60])
-    with pair.engine() as llm:
-        expected = answer_all(llm, requests)
+    requests, expected = alone(60)
     options = scheduled(pair)
     del options["speculative_config"]["num_speculative_tokens_per_batch_size"]
     options["additional_config"]["graft"]["tree"]["shape"] = "auto"
@@ -70,14 +79,9 @@ def test_numbers_chosen_while_serving(pair: Pair) -> None:
     assert len({(shape.topk, shape.steps) for shape in shapes}) >= 3
 
 
-def test_graphs_of_every_number(pair: Pair) -> None:
+def test_graphs_of_every_number(pair: Pair, alone: Alone) -> None:
     """Each width has its own recorded graph, and batches without drafts have one of one row."""
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.testing.engine import model_runner
-
-    requests = staggered(pair, [3, 5, 9])
-    with pair.engine() as llm:
-        expected = answer_all(llm, requests)
+    requests, expected = alone(3, 5, 9)
     sizes = [1, 2, 4, 8, 12, 16]
     with cpu_engine(
         pair.target, max_num_seqs=3, attention="triton", graphs=sizes, **scheduled(pair)

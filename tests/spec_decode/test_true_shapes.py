@@ -12,8 +12,8 @@ import torch
 
 from tests.support.answers.near_ties import Answer, answers, check_near_ties
 from tests.support.models import table_drafter
-from tests.support.models.true_shapes import TRUE_SHAPES, TrueShape
-from tests.support.watches.synchronisations import synchronisations
+from tests.support.models.window_models import TRUE_SHAPES, TrueShape
+from tests.support.watches import synchronisations
 from vllm_graft.spec_decode.targets.dense.window import window_of
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
@@ -47,9 +47,7 @@ CASES = [
 
 @pytest.mark.engine
 @pytest.mark.parametrize("shape", CASES)
-def test_trees_answer_as_the_target_alone(
-    shape: TrueShape, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_answer_as_the_target_alone(shape: TrueShape, tmp_path: Path, learn: Any) -> None:
     target = shape.write(tmp_path / "target", **SMALL[shape.name])
     options: dict[str, Any] = {
         "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 128,
@@ -59,17 +57,8 @@ def test_trees_answer_as_the_target_alone(
         options["attention_backend"] = "CPU_MLA"
     with cpu_engine(target, **options) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
-    options["speculative_config"] = {
-        "method": "ngram_gpu",
-        "num_speculative_tokens": 7,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
-    tree = {"topk": 2, "steps": 4, "drafter": "table_alone"}
-    options["additional_config"] = {"graft": {"tree": tree}}
+    learn(expected)
+    options |= table_drafter.table_trees()
     with cpu_engine(target, **options) as llm:
         found = answers(llm, PROMPTS, TOKENS)
         config = model_runner(llm).vllm_config.compilation_config

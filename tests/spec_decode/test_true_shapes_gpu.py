@@ -17,9 +17,8 @@ import torch
 
 from tests.support.answers.near_ties import answers, check_near_ties
 from tests.support.engines.gpu_engines import exact_engine
-from tests.support.models import table_drafter
-from tests.support.models.true_shapes import TRUE_SHAPES, TrueShape
-from tests.support.watches.synchronisations import synchronisations
+from tests.support.models.window_models import TRUE_SHAPES, TrueShape
+from tests.support.watches import synchronisations
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.targets.dense.window import window_of
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
@@ -93,15 +92,13 @@ def check_parts(shape: TrueShape, llm: Any) -> None:
 
 @pytest.mark.parametrize("shape", TRUE_SHAPES, ids=lambda each: each.name)
 def test_trees_answer_as_the_target_alone(
-    shape: TrueShape, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    shape: TrueShape, tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = shape.write(tmp_path / "target")
     with engine(shape, target, trees=False) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
         alone = waits(llm)
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
+    learn(expected)
     with engine(shape, target, trees=True) as llm:
         found = answers(llm, PROMPTS, TOKENS)
         check_parts(shape, llm)

@@ -10,11 +10,7 @@ from vllm_graft.parts import PARTS
 
 
 def validate(config: GraftConfig, vllm_config: Any) -> None:
-    """Refuse what a part of `config` can't be combined with.
-
-    Raises:
-        ConfigError: a part refuses the configuration.
-    """
+    """Refuse what a part of `config` can't be combined with."""
     for part in PARTS:
         section = getattr(config, part.name, None)
         if section is not None:

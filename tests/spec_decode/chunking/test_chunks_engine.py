@@ -10,6 +10,7 @@ import pytest
 from tests.support.engines.pairs import Pair, Request, answer_all, differing, scheduling
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts, is_chunked
 from vllm_graft.spec_decode.tuning.graph_fit import fit_to_graphs
+from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 
@@ -39,8 +40,6 @@ def mixed(pair: Pair) -> list[Request]:
 def test_nothing_waits_for_ever_and_tokens_are_the_target_s(
     pair: Pair, ahead: bool, shape: str
 ) -> None:
-    from vllm_graft.testing import model_runner
-
     requests, options = mixed(pair), {"max_num_seqs": 4, "async_scheduling": ahead}
     with pair.engine(**options) as llm:
         expected = answer_all(llm, requests)

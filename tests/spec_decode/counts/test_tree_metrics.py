@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.spec_decode.counts.tree_log import TreeLogging
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS, ROWS, TreeWatch
 
 
@@ -64,8 +65,6 @@ def logged(logging: Any, steps: list[Any]) -> str:
 def test_the_log_speaks_of_depths_where_vllm_s_divides_by_all_nodes() -> None:
     from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 
-    from vllm_graft.spec_decode.counts.tree_log import TreeLogging
-
     steps = [statistics([6, 4], 63, 63), statistics([6, 0], 63, 63)]
     ours, theirs = logged(TreeLogging(), steps), logged(SpecDecodingLogging(), steps)
     for line in (ours, theirs):
@@ -77,8 +76,6 @@ def test_the_log_speaks_of_depths_where_vllm_s_divides_by_all_nodes() -> None:
 
 
 def test_a_log_without_an_accepted_node() -> None:
-    from vllm_graft.spec_decode.counts.tree_log import TreeLogging
-
     line = logged(TreeLogging(), [statistics([0], 7, 7)])
     assert line.endswith("Per-depth acceptance rate: none")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.answers.text_requests import shortened
 from tests.support.engines import block_engines
-from tests.support.engines.block_engines import GREEDY, SEEDED, block_engine
+from tests.support.engines.block_engines import FROM_LAST, GREEDY, SEEDED, TEXTS, block_engine
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -28,13 +28,13 @@ from tests.support.models.block_drafts import (
     write_dspark,
     write_lilicorr,
 )
-from tests.support.models.block_pairs import FROM_LAST, TEXTS
 from tests.support.references.block_reference import compared
-from tests.support.watches.emitted import emitted
+from tests.support.watches import emitted
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
+from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -160,10 +160,7 @@ def test_larger_batches_run_shorter_blocks(
 def test_a_sampled_request_is_drafted_for_as_if_it_were_alone(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch, draft: str
 ) -> None:
-    """The noise is that of the request's own draws, whoever is beside it in the batch.
-
-    Answers are right with any noise, so what is accepted has to tell.
-    """
+    """The noise is that of the request's own draws, whoever is beside it in the batch."""
     expected = alone[len(GREEDY) :]
 
     def steps(requests: list[Request], answers: list[Answer]) -> list[list[int]]:
@@ -203,10 +200,11 @@ def test_convolutions_keep_the_whole_block(
         assert max(seen.depths) <= 3
 
 
+DFLASH2 = pytest.param("dflash2", marks=pytest.mark.nightly)
 LILICORR = pytest.param("lilicorr", marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("draft", ["dflash", "dflash2", LILICORR, "dspark"])
+@pytest.mark.parametrize("draft", ["dflash", DFLASH2, LILICORR, "dspark"])
 def test_a_chain_is_accepted_as_stock_vllm_s(folder: Path, alone: list[Answer], draft: str) -> None:
     """Step by step: a wrong row, state or position of the context would change what is drafted."""
     steps = []
@@ -274,8 +272,6 @@ def test_spoiled_rows_and_cache_are_seen(
     folder: Path, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls: each thing that follows the accepted path is left out in turn."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     requests, expected = GREEDY[:2], alone[:2]
     with engine(folder, "perfect", nodes=12, topk=2, steps=8) as llm:
         with emitted(llm) as right:
@@ -295,10 +291,7 @@ def test_spoiled_rows_and_cache_are_seen(
 def test_steps_change_the_block_between_graphs(
     folder: Path, alone: list[Answer], tmp_path: Path
 ) -> None:
-    """Steps that verify more than they draft store K/V of the rows that their graph leaves out.
-
-    A perfect draft shows it: each chain is accepted to its end, whatever came before.
-    """
+    """Steps that verify more than they draft store K/V of the rows that their graph leaves out."""
     write_dspark(tmp_path / "causal", from_last=FROM_LAST, causal=True)
     lengths = [12, 19, 19]
     requests = list(map(shortened, GREEDY, lengths))

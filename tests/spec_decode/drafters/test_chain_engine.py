@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.checkpoints import write_likeness
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing import TinyShape, write_llama
+from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -42,8 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def engine(models: Models, graft: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    from vllm_graft.testing import cpu_engine
-
     return cpu_engine(
         models.target,
         speculative_config={
@@ -62,8 +61,6 @@ def engine(models: Models, graft: dict[str, Any]) -> contextlib.AbstractContextM
 
 def ask(llm: Any, batch: int, sampled: bool = True) -> list[list[int]]:
     """Generate for prompts of different lengths, every other one sampled with a seed."""
-    from vllm import SamplingParams
-
     params = [
         SamplingParams(
             temperature=0.8 if sampled and i % 2 else 0, seed=i, max_tokens=TOKENS, ignore_eos=True
@@ -85,8 +82,6 @@ class Seen:
 
     @classmethod
     def of(cls, llm: Any) -> Seen:
-        from vllm_graft.testing import spec_metrics
-
         answers = [ask(llm, batch) for batch in BATCHES]
         metrics = spec_metrics(llm)
         return cls(answers, metrics.draft_tokens, metrics.accepted_per_position)
@@ -122,8 +117,6 @@ def ours(models: Models, stock: Seen) -> Iterator[Running]:
 
 
 def speculator(running: Running) -> Any:
-    from vllm_graft.testing import model_runner
-
     return model_runner(running.llm).speculator
 
 
@@ -208,8 +201,6 @@ def test_padding_touches_no_kv(
 
 def accepted(llm: Any, batch: int) -> tuple[list[list[int]], int]:
     """Return greedy answers, and how many drafts were accepted for them."""
-    from vllm_graft.testing import spec_metrics
-
     before = spec_metrics(llm).accepted_tokens
     answers = ask(llm, batch, sampled=False)
     return answers, spec_metrics(llm).accepted_tokens - before

@@ -1,14 +1,16 @@
-"""Real engines whose standalone draft model drafts trees (``method: draft_model``)."""
+"""Draft models, and assistants of Gemma 4, on real engines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 
-from tests.support.answers.finished_trees import finish_and_compare
-from tests.support.answers.text_requests import TEXTS, greedy, seeded
+from tests.support.answers.text_requests import TEXTS, both_kinds, greedy, seeded
 from tests.support.checkpoints import write_likeness
 from tests.support.engines.pairs import (
     Answer,
@@ -19,8 +21,15 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
-from tests.support.watches.emitted import emitted
-from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
+from tests.support.models.window_models import BLOCK, write_gemma4, write_gemma4_assistant
+from tests.support.references.tree_reference import finish_and_compare
+from tests.support.watches import emitted, proposed
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.spec_decode.drafters import tree_drafting
+from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
+from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
+from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -72,8 +81,6 @@ def test_answers_are_the_target_s(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunked prompts beside trees, prefix caching and steps without drafts, all at once."""
-    from vllm_graft.spec_decode.drafters import tree_drafting
-
     watch = Watch(tree_drafting.finish_tree)
     monkeypatch.setattr(tree_drafting, "finish_tree", watch)
     crowded: dict[str, Any] = {
@@ -124,8 +131,6 @@ def test_the_first_pass_runs_as_a_graph(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It drafts what launches draft; negative control: a graph that never sees a step's batch."""
-    from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
-
     expected = alone[:1] + alone[:3] + alone[len(GREEDY) :][:2]
     with draft_graphs(erring, graph_runner="verify") as llm:
         answers, accepted, info = drafted_in(llm)
@@ -151,8 +156,6 @@ def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
     with erring.engine(nodes=9, topk=3, steps=3, **OWN) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
@@ -187,3 +190,102 @@ def test_a_perfect_draft_is_accepted_to_its_end(
         with emitted(llm) as found:
             assert differing(answer_all(llm, requests[1:]), answers[1:]) == []
         assert all(max(each) < 6 for each in found.values())
+
+
+PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
+"""The last one is longer than a window, and comes in two chunks."""
+
+GEMMA4_TOKENS, STEPS = 14, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma4")
+    write_gemma4(folder / "target")
+    write_gemma4_assistant(folder / "assistant")
+    return folder
+
+
+@contextmanager
+def engine(
+    folder: Path, tokens: int = 0, tree: dict[str, Any] | None = None, **more: Any
+) -> Iterator[Any]:
+    options: dict[str, Any] = {
+        "max_model_len": 256, "block_size": BLOCK, "skip_tokenizer_init": True,
+        "max_num_batched_tokens": 64, "max_num_seqs": 4,
+    }  # fmt: skip
+    if tokens:
+        options["speculative_config"] = {
+            "method": "mtp", "model": str(folder / "assistant"), "num_speculative_tokens": tokens,
+        }  # fmt: skip
+    if tree is not None:
+        options["additional_config"] = {"graft": {"tree": tree}}
+    with cpu_engine(folder / "target", **options, **more) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def gemma4_alone(folder: Path) -> list[list[int]]:
+    with engine(folder) as llm:
+        return both_kinds(llm, PROMPTS, GEMMA4_TOKENS)
+
+
+def test_a_chain_drafts_what_stock_vllm_drafts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy drafts of stock's chain are the best path of ours, token by token."""
+    params = SamplingParams(temperature=0.0, max_tokens=GEMMA4_TOKENS, ignore_eos=True)
+    prompts = [{"prompt_token_ids": each} for each in PROMPTS]
+
+    def served(tree: dict[str, Any] | None) -> list[list[list[int]]]:
+        with engine(folder, STEPS, tree, attention="triton") as llm, proposed(llm) as found:
+            llm.generate(prompts, params, use_tqdm=False)
+            assert isinstance(model_runner(llm).speculator, Gemma4Trees) is (tree is not None)
+        return found
+
+    stock, chain = served(None), {"topk": 1, "steps": STEPS}
+    assert len(stock) > GEMMA4_TOKENS / 2
+    assert served(chain) == stock
+    # Control: levels at positions of their own, as drafts with K/V have them.
+    monkeypatch.setattr(Gemma4Trees, "advance_draft_positions", True)
+    assert served(chain) != stock
+
+
+def test_a_chain_on_the_cpu_s_own_attention_is_refused(folder: Path) -> None:
+    """Its target keeps K/V in a layout that the assistant's layers would read wrongly."""
+    with (
+        pytest.raises(ConfigError, match="topk is 1, but the attention backend CPU_ATTN keeps"),
+        engine(folder, STEPS, {"topk": 1, "steps": STEPS}),
+    ):
+        pass
+
+
+def test_trees_answer_as_the_target_alone(folder: Path, gemma4_alone: list[list[int]]) -> None:
+    with engine(folder, 9, {"topk": 3, "steps": STEPS}) as llm:
+        assert both_kinds(llm, PROMPTS, GEMMA4_TOKENS) == gemma4_alone
+        runner = model_runner(llm)
+        assert isinstance(runner.speculator, Gemma4Trees)
+        assert runner.speculator.context.counters.tree_launches
+        # Its layers keep nothing of a tree.
+        assert runner.speculator.growth_bytes == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ordered", [False, True])
+def test_graphs_draft_what_launches_draft(
+    folder: Path, gemma4_alone: list[list[int]], tmp_path: Path, ordered: bool
+) -> None:
+    """An assistant of a small Gemma computes logits of the tokens near a state alone."""
+    write_gemma4_assistant(tmp_path / "assistant", ordered=ordered)
+    (tmp_path / "target").symlink_to(folder / "target")
+    steps = []
+    for graphs in ([1, 2, 4, 8, 10, 20, 40], None):
+        more: dict[str, Any] = {"attention": "triton"} | ({"graphs": graphs} if graphs else {})
+        with engine(tmp_path, 9, {"topk": 3, "steps": STEPS}, **more) as llm:
+            with proposed(llm) as found:
+                assert both_kinds(llm, PROMPTS, GEMMA4_TOKENS) == gemma4_alone
+            [info] = llm.collective_rpc("graft_info")
+        assert (info["counters"]["tree"]["draft_replays"] > 0) is bool(graphs)
+        steps.append(found)
+    assert steps[0] == steps[1]
+    assert len(steps[0]) > GEMMA4_TOKENS / 2

@@ -28,7 +28,7 @@ from tests.support.models.latent_models import (
     write_target,
 )
 from tests.support.references.level_reference import compared
-from tests.support.watches.drafted import Drafted, drafted
+from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents

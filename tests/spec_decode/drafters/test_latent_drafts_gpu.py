@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from tests.support.answers.near_ties import Answer, answers, compared, departures
+from tests.support.engines.gpu_engines import exact_engine
 from tests.support.models.latent_models import VOCABULARY, write_latent_eagle3, write_target
-from tests.support.watches.drafted import Drafted, drafted
+from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
-from vllm_graft.testing import model_runner, running, spec_metrics
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -56,30 +57,22 @@ def engine(
             "model": models[method],
             "num_speculative_tokens": tokens,
         }
-    sizes = sorted({1, 2, 4} | {requests * (tokens + 1) for requests in (1, 2, 4)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with running(
-            models["mtp"],
-            dtype=dtype,
-            attention_backend=backend,
-            block_size=64,
-            compilation_config={
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": sizes,
-            },
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            max_num_seqs=4,
-            max_num_batched_tokens=128,
-            gpu_memory_utilization=0.3,
-            kv_cache_memory_bytes=2**28,
-            disable_log_stats=False,
-            **options,
-        ) as llm:
-            yield llm
+    with exact_engine(
+        models["mtp"],
+        drafts=tokens,
+        requests=(1, 2, 4),
+        exact=False,
+        dtype=dtype,
+        attention_backend=backend,
+        block_size=64,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=2**28,
+        **options,
+    ) as llm:
+        yield llm
 
 
 def graft(**tree: Any) -> dict[str, Any]:

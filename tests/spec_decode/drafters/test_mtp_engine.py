@@ -22,13 +22,16 @@ from tests.support.engines.pairs import (
     scheduling,
 )
 from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
-from tests.support.watches.emitted import emitted
+from tests.support.watches import emitted
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.heads.head import DraftHead
+from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import model_runner, spec_metrics
+from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -89,8 +92,6 @@ def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    from vllm_graft.spec_decode.targets.dense import dense_family
-
     monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
     with erring.engine(nodes=15, **MTP) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
@@ -159,9 +160,6 @@ def test_hot_tokens_and_rows_in_fp8(
     perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The root's children come from the FP8 head, levels from learned tokens once there are any."""
-    from vllm_graft.spec_decode.heads import hot_vocabulary
-    from vllm_graft.spec_decode.heads.head import DraftHead
-
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
     monkeypatch.setattr(hot_vocabulary, "LATE", 1)
     monkeypatch.setattr(hot_vocabulary, "COVERAGE", 0.0)
@@ -266,8 +264,6 @@ def test_glm_chooses_hot_tokens_behind_its_norm(
 
 def test_one_flag_turns_trees_on(perfect: Pair, alone: list[Answer]) -> None:
     """Its depth is the number of tokens that one would give to vLLM's chain."""
-    from vllm_graft.testing import cpu_engine
-
     speculative = {"method": "mtp", "num_speculative_tokens": 3}
     options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
     with cpu_engine(perfect.target, **options) as llm:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.answers.finished_trees import finish_and_compare
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -19,9 +18,12 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
-from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
+from tests.support.references.ngram_reference import check_nodes, nodes_in, trie_of
+from tests.support.references.tree_reference import finish_and_compare
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.testing import cpu_engine, spec_metrics
+from vllm_graft.spec_decode.drafters import tree_drafting
+from vllm_graft.spec_decode.lookup import ngrams
+from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -122,9 +124,6 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    from vllm_graft.spec_decode.drafters import tree_drafting
-    from vllm_graft.spec_decode.lookup import ngrams
-
     found = Watch()
     for module, name, method in (
         (ngrams, "match_ngrams", found.match),
@@ -171,8 +170,6 @@ def test_without_depths_tokens_differ(
     pair: Pair, greedy: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control, in an engine that is right before: nodes get the position of the first."""
-    from vllm_graft.spec_decode.drafters import tree_drafting
-
     with engine(pair, tree={"topk": 3, "steps": 5}, tokens=9, max_num_seqs=3) as llm:
         assert not differing(answer_all(llm, greedy[:1]), right[0][:1])
         finish_tree = tree_drafting.finish_tree
@@ -190,7 +187,6 @@ def test_a_chain_is_the_best_match(
 ) -> None:
     """``topk: 1`` drafts what vLLM's own n-grams draft, which the target's layers verify."""
     from tests.support.references.ngram_reference import continuation, last_match
-    from vllm_graft.testing import model_runner
 
     with engine(pair, tree={"topk": 1, "steps": 4}, tokens=4, max_num_seqs=3) as llm:
         speculator = model_runner(llm).speculator
@@ -219,8 +215,6 @@ def test_a_chain_is_the_best_match(
 
 def test_without_our_section_vllm_drafts(pair: Pair) -> None:
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
-
-    from vllm_graft.testing import model_runner
 
     with engine(pair, tokens=3) as llm:
         assert type(model_runner(llm).speculator) is NgramGPUSpeculator

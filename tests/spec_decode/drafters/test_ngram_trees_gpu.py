@@ -10,12 +10,22 @@ import torch
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Request, answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
-from tests.support.references.ngram_reference import continuation, several_matches
-from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
+from tests.support.references.ngram_reference import (
+    check_nodes,
+    continuation,
+    last_match,
+    nodes_in,
+    several_matches,
+    trie_of,
+)
+from tests.support.samples.attention_spaces import captured
+from tests.support.worlds.ngram_worlds import World
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 
 pytestmark = pytest.mark.gpu
 
@@ -41,11 +51,7 @@ def test_kernels_in_a_cuda_graph(matches: int, depth: int, width: int, vocab: in
         match_ngrams(state, source, lengths, slots, REQS)
         insert_paths(table, state, lengths, slots, REQS, first=FIRST, depth=depth, vocab_size=vocab)
 
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    graph = captured(launch)
     branching = 0
     for step in range(4):
         for slot, text in enumerate(texts):
@@ -85,14 +91,144 @@ def test_an_engine_in_full_graphs() -> None:
     # There is no checkpoint of a draft.
     speculative = {"model": None, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
     with exact_engine(
-        target,
-        method="ngram_gpu",
-        nodes=15,
-        tree={"topk": 4, "steps": 6},
-        speculative=speculative,
+        target, method="ngram_gpu", nodes=15, tree={"topk": 4, "steps": 6}, speculative=speculative
     ) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         (info,) = llm.collective_rpc("graft_info")
+    found = info["counters"]["tree"]
+    assert found["draft_replays"] > 0
+    assert found["tree_replays"] > 0
+    assert found["ngrams"]["nodes_verified"] > found["ngrams"]["nodes_accepted"] > 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab", "lengths"),
+    [
+        (TreeShape(2, 3, 6), 5, (2, 3)),
+        (TreeShape(8, 6, 63), 9, (3, 16)),
+        (TreeShape(32, 2, 63), 40, (1, 8)),
+        (TreeShape(1, 1, 2), 2, (1, 4)),
+    ],
+)
+def test_kernels_equal_the_reference(
+    shape: TreeShape, vocab: int, lengths: tuple[int, int]
+) -> None:
+    here = World(*lengths, shape, vocab, 5000, 9, "cuda", seed=0)
+    for slot in range(8):
+        text = [here.rng.randrange(vocab) for _ in range(here.rng.randrange(20, 3000))]
+        here.add(slot, text)
+    for _ in range(6):
+        slots = [*here.rng.sample(range(8), 5), -1]
+        _, ours, expected = here.step(slots, here.rng.randint(1, shape.steps), shape.num_nodes)
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.parents == theirs.parents
+            assert mine.scores == pytest.approx(theirs.scores, rel=1e-4)
+        assert here.state.rates.tolist() == pytest.approx(here.rates, rel=1e-4)
+        for slot in set(slots) - {-1}:
+            here.emit(slot)
+
+
+@pytest.mark.parametrize("reference", [40, 3000])
+def test_references_equal_the_reference(reference: int) -> None:
+    """Pieces of many lengths, in one block with the end of the text and in blocks of their own."""
+    here = World(3, 16, TreeShape(8, 6, 63), 9, 4900, 9, "cuda", seed=3, reference=reference)
+    for slot in range(8):
+        text = [here.rng.randrange(9) for _ in range(here.rng.randrange(20, 3000))]
+        here.add(slot, text, here.pieces())
+    for number in range(6):
+        slots = [*here.rng.sample(range(8), 5), -1]
+        _, ours, expected = here.step(slots, here.rng.randint(1, 6), 63)
+        for mine, theirs in zip(ours, expected, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.parents == theirs.parents
+            assert mine.scores == pytest.approx(theirs.scores, rel=1e-4)
+        assert here.state.rates.tolist() == pytest.approx(here.rates, rel=1e-4)
+        for slot in set(slots) - {-1}:
+            here.emit(slot)
+        if number == 2:
+            here.add(slots[0] if slots[0] >= 0 else 1, [1, 2, 3] * 30, here.pieces())
+
+
+WIDTH, LONG_REQS, DEPTH = 131_072, 4, 31
+
+
+def test_a_long_text_in_a_cuda_graph() -> None:
+    """One graph follows texts of 128k tokens as they grow, change hands and become padding."""
+    rng = random.Random(1)
+    state = NgramState.allocate(3, 16, LONG_REQS, WIDTH, "cuda")
+    table = CandidateTable.allocate(LONG_REQS, 4, 3, "cuda", extra=DEPTH)
+    texts = [[rng.randrange(1000) for _ in range(size)] for size in (130_900, 70_000, 9, 2100)]
+    # Of two equally long matches the later one counts, 100k tokens before the end.
+    texts[0][10:26] = texts[0][30_000:30_016] = texts[0][-16:]
+    source = torch.zeros(LONG_REQS, WIDTH, dtype=torch.int32, device="cuda")
+    lengths = torch.zeros(LONG_REQS, dtype=torch.int32, device="cuda")
+    slots = torch.full((LONG_REQS,), -1, device="cuda")
+    first = num_candidates(4, 2)
+
+    def launch() -> None:
+        match_ngrams(state, source, lengths, slots, LONG_REQS)
+        insert_ngrams(
+            table, state, lengths, slots, LONG_REQS,
+            levels=2, first=first, depth=DEPTH, vocab_size=1000,
+        )  # fmt: skip
+
+    graph = captured(launch)
+    matches = 0
+    for step in range(5):
+        for slot, text in enumerate(texts):
+            source[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+            lengths[slot] = len(text)
+        slots.copy_(torch.tensor([2, 0, -1 if step == 3 else 1, 3]))
+        table.tokens.fill_(-5)
+        graph.replay()
+        keys = state.keys.max(1).values.tolist()
+        for row, slot in enumerate(slots.tolist()):
+            found = last_match(texts[slot], 3, 16) if slot >= 0 else None
+            assert keys[row] // MAX_PLACE == (found.length if found else 0)
+            if found:
+                matches += 1
+                assert keys[row] % MAX_PLACE + 1 == found.start
+                path = continuation(texts[slot], found.start, DEPTH)
+                assert table.tokens[row, first : first + DEPTH].tolist() == path
+        for text in texts:
+            found = last_match(text, 3, 16)
+            start = found.start if found else 0
+            text += continuation(text, start, 5)
+        if step == 2:
+            texts[2] = [7, 8, 9] * 40
+            state.notes[2].zero_()
+    assert matches > 10
+
+
+@pytest.mark.engine
+def test_an_engine_with_an_eagle_head_in_full_graphs() -> None:
+    """Tokens are those of the target alone; the negative control is in the CPU's tests."""
+    lines = ("pass\n", "# ---------------------------------\n", "import os, sys\n")
+    requests = [
+        Request(line * 6, {"max_tokens": 48, **kind})
+        for line in lines
+        for kind in ({"temperature": 0}, {"seed": 7, "temperature": 0.3})
+    ]
+    target, draft = SHIPPED / "target", str(SHIPPED / "eagle3")
+    with exact_engine(target) as llm:
+        expected = answer_all(llm, requests)
+    tree = {"topk": 4, "steps": 4, "ngram": {"min": 2, "max": 8}}
+    with exact_engine(target, draft=draft, nodes=15, tree=tree) as llm:
+        assert differing(answer_all(llm, requests), expected) == []
+        (info,) = llm.collective_rpc("graft_info")
+        # A request that predicts its answer gets the same one, in no more steps.
+        steps = info["counters"]["tree"]["verify_steps"]
+        predicted = [
+            Request(
+                request.prompt,
+                {**request.params, "extra_args": {"graft_prediction": answer.tokens[0]}},
+            )
+            for request, answer in zip(requests, expected, strict=True)
+        ]
+        assert differing(answer_all(llm, predicted), expected) == []
+        (after,) = llm.collective_rpc("graft_info")
+        assert after["counters"]["tree"]["verify_steps"] - steps <= steps
     found = info["counters"]["tree"]
     assert found["draft_replays"] > 0
     assert found["tree_replays"] > 0

@@ -1,4 +1,4 @@
-"""Masks of trees, against those that vLLM's own manager gives each path as a chain."""
+"""Grammars of structured outputs follow the paths of trees; drafts are packed for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.base.errors import SeamError
 from vllm_graft.spec_decode.grammars import grammar_manager as ours
-from vllm_graft.spec_decode.grammars.packed_drafts import TOKEN_BITS, DraftTree
+from vllm_graft.spec_decode.grammars.packed_drafts import (
+    TOKEN_BITS,
+    DraftTree,
+    is_packed,
+    pack,
+    tokens_of,
+    unpack,
+)
 
 VOCAB = 2048
 NODES = 15
@@ -73,9 +83,7 @@ def structured_output() -> Iterator[Any]:
 
 def make_manager(cls: Any, tokenizer: Any, *, reasons: bool = False) -> Any:
     structures = SimpleNamespace(
-        enable_in_reasoning=False,
-        disable_any_whitespace=False,
-        disable_additional_properties=False,
+        enable_in_reasoning=False, disable_any_whitespace=False, disable_additional_properties=False
     )
     config = SimpleNamespace(
         num_speculative_tokens=NODES,
@@ -97,8 +105,6 @@ def make_manager(cls: Any, tokenizer: Any, *, reasons: bool = False) -> Any:
 
 
 def make_request(manager: Any, name: str, kind: str, backend: str) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.request import Request
 
     rules = CHOICE_RULES if (kind, backend) == ("choice", "xgrammar") else KINDS[kind]
@@ -261,3 +267,36 @@ def test_tokens_of_plain_requests_lose_their_parents(structured_output: Any) -> 
     tree = DraftTree([-1, 5, 6, 7], [-1, 0, 0, 2])
     assert manager.validate_tokens(plain, packed(tree)) == [5, 6, 7]
     assert manager.validate_tokens(plain, [5, 6]) == [5, 6]
+
+
+TOKENS = torch.tensor([[5, 0, 2**31 - 1, 7], [9, 8, -1, -1]])
+PARENTS = torch.tensor([[0, 0, 2, 63], [0, 1, 0, 0]], dtype=torch.int32)
+
+
+def test_tokens_and_parents_come_back() -> None:
+    whole, padded = pack(TOKENS, PARENTS).tolist()
+    assert unpack(whole).tokens == [-1, 5, 0, 2**31 - 1, 7]
+    assert unpack(whole).parents == [-1, 0, 0, 2, 63]
+    assert tokens_of(whole) == TOKENS[0].tolist()
+    assert unpack(padded) == ([-1, 9, 8], [-1, 0, 1])
+    assert tokens_of(padded) == [9, 8, -1, -1]
+
+
+def test_a_prefix_is_the_smaller_tree() -> None:
+    whole = pack(TOKENS, PARENTS).tolist()[0]
+    assert unpack(whole[:2]) == ([-1, 5, 0], [-1, 0, 0])
+
+
+def test_lists_without_parents_are_told_apart() -> None:
+    whole, padded = pack(TOKENS, PARENTS).tolist()
+    assert is_packed(whole)
+    assert is_packed(padded)
+    assert not is_packed([])
+    assert not is_packed([-1, -1])
+    assert not is_packed([0, 2**32 - 1])
+
+
+def test_paths_and_children() -> None:
+    tree = unpack(pack(TOKENS[:1, :3], PARENTS[:1, :3]).tolist()[0])
+    assert tree.children == [[1, 2], [], [3], []]
+    assert [tree.path(node) for node in range(4)] == [[], [1], [2], [2, 3]]

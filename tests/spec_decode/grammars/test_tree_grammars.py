@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers.structured_requests import COMPACT, STRUCTURED, structured_requests
+from tests.support.answers.text_requests import COMPACT, STRUCTURED, structured_requests
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 from vllm_graft.spec_decode.grammars.node_masks import NodeMasks
 from vllm_graft.testing import spec_metrics

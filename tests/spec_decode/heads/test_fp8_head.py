@@ -199,38 +199,37 @@ def declined() -> Iterator[Callable[[], dict[str, str]]]:
 
 
 @pytest.mark.parametrize("by_preset", [True, False])
-def test_a_preset_keeps_a_head_that_has_no_fp8(
-    monkeypatch: pytest.MonkeyPatch, declined: Callable[[], dict[str, str]], by_preset: bool
+@pytest.mark.parametrize(
+    ("bias", "words", "kept"),
+    [
+        # Hot tokens don't need FP8.
+        (False, "--hf-overrides says", {"tree.head_dtype"}),
+        (True, "without bias", {"tree.head_dtype", "tree.hot_tokens"}),
+    ],
+)
+def test_a_preset_keeps_a_head_that_has_no_fp8_or_can_t_be_cut(
+    monkeypatch: pytest.MonkeyPatch,
+    declined: Callable[[], dict[str, str]],
+    bias: bool,
+    words: str,
+    kept: set[str],
+    by_preset: bool,
 ) -> None:
-    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN), head_dtype=torch.float64)
+    options: dict[str, Any] = {} if bias else {"head_dtype": torch.float64}
+    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN), **options)
+    if bias:
+        draft.lm_head.bias = torch.zeros(VOCAB)
     drafter = drafter_of(draft, {"head_dtype": "fp8", "hot_tokens": 16}, by_preset=by_preset)
-    if by_preset:
-        head = TreeDrafting.make_head(drafter)
-        assert head.fp8 is None
-        assert head.learned is not None, "hot tokens don't need FP8"
-        assert "--hf-overrides says" in declined()["tree.head_dtype"]
-        assert set(declined()) == {"tree.head_dtype"}
-    else:
-        with pytest.raises(ConfigError, match="--hf-overrides says"):
+    if not by_preset:
+        with pytest.raises(ConfigError, match=words):
             TreeDrafting.make_head(drafter)
         assert declined() == {}
-
-
-@pytest.mark.parametrize("by_preset", [True, False])
-def test_a_preset_keeps_a_head_that_can_t_be_cut(
-    monkeypatch: pytest.MonkeyPatch, declined: Callable[[], dict[str, str]], by_preset: bool
-) -> None:
-    draft = make_draft(monkeypatch, numbers(VOCAB, HIDDEN))
-    draft.lm_head.bias = torch.zeros(VOCAB)
-    drafter = drafter_of(draft, {"head_dtype": "fp8", "hot_tokens": 16}, by_preset=by_preset)
-    if by_preset:
-        head = TreeDrafting.make_head(drafter)
-        assert head.fp8 is None
-        assert head.learned is None
-        assert set(declined()) == {"tree.head_dtype", "tree.hot_tokens"}
-    else:
-        with pytest.raises(ConfigError, match="without bias"):
-            TreeDrafting.make_head(drafter)
+        return
+    head = TreeDrafting.make_head(drafter)
+    assert head.fp8 is None
+    assert (head.learned is None) is bias
+    assert words in declined()["tree.head_dtype"]
+    assert set(declined()) == kept
 
 
 def test_a_head_of_another_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

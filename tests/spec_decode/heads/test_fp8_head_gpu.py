@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.engines.gpu_engines import shipped_trees
 from tests.support.engines.pairs import Pair
@@ -48,8 +49,6 @@ def test_states_are_combined_by_kernels(llm: Any) -> None:
 
 
 def test_graphs_draft_what_launches_do(llm: Any) -> None:
-    from vllm import SamplingParams
-
     prompts = Pair.load(SHIPPED).prompts
     for temperature in (0.0, 0.8):
         for batch in (1, 3, 8):

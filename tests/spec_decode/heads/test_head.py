@@ -1,4 +1,4 @@
-"""The draft's head: the best tokens of its own vocabulary, and files of hot tokens."""
+"""The head of a draft: its kinds, combined states, and drawn tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.heads import hot_tokens, hot_vocabulary
+from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead, load_hot_tokens
+from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, TOPK = 97, 8, 4
@@ -282,3 +285,75 @@ def test_hot_tokens_need_a_head_without_bias(tmp_path: Path) -> None:
     draft = make_draft()
     draft.lm_head.bias = torch.zeros(VOCAB)
     assert "without bias" in refusal(draft, hot_file(tmp_path, [1, 2, 3, 4]))
+
+
+def test_a_quantised_fc_uses_the_kernel() -> None:
+    op = SimpleNamespace(_forward_method="compiled", forward_cuda="kernel")
+    method = SimpleNamespace(fp8_linear=SimpleNamespace(quant_fp8=op))
+    fc = SimpleNamespace(quant_method=method)
+    assert quantize_by_kernel(SimpleNamespace(model=SimpleNamespace(fc=fc)))
+    assert op._forward_method == "kernel"
+
+
+def test_other_drafts_stay_as_they_are() -> None:
+    plain = SimpleNamespace(fc=SimpleNamespace(quant_method=object()))
+    for draft in (SimpleNamespace(), SimpleNamespace(model=SimpleNamespace()), plain):
+        assert not quantize_by_kernel(draft)
+    assert not quantize_by_kernel(SimpleNamespace(model=plain))
+
+
+DRAWN_VOCAB = 100
+
+
+def draft(offsets: list[int] | None) -> SimpleNamespace:
+    tensor = None if offsets is None else torch.tensor(offsets)
+    return SimpleNamespace(draft_id_to_target_id=tensor)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(hot_tokens, "warning_once", found.append)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offsets", "names"),
+    [
+        ([0, 99, 0], "leads from 1 of the draft's 3 tokens .*, token 1 to 100, .* 0 to 99"),
+        ([0, 5, -3], "token 2 to -1"),
+        ([9000, 9000, 1], "leads from 2 of the draft's 3 tokens .*, token 0 to 9000"),
+    ],
+)
+def test_ids_out_of_the_vocabulary_are_refused(offsets: list[int], names: str) -> None:
+    with pytest.raises(ConfigError, match=names) as refused:
+        check_draft_tokens(draft(offsets), DRAWN_VOCAB, "/some/head")
+    assert str(refused.value).startswith("--speculative-config.model: d2t of '/some/head'")
+    assert "\n" not in str(refused.value)
+
+
+def test_ids_within_the_vocabulary_are_fine(said: list[str]) -> None:
+    check_draft_tokens(draft([0, 98, 97]), DRAWN_VOCAB, "head")
+    check_draft_tokens(draft(None), DRAWN_VOCAB, "head")
+    check_draft_tokens(draft([0] * DRAWN_VOCAB), DRAWN_VOCAB, "head")
+    check_draft_tokens(SimpleNamespace(), DRAWN_VOCAB, "head")
+    assert not said
+
+
+def test_a_small_vocabulary_without_d2t_is_told(said: list[str]) -> None:
+    check_draft_tokens(draft([0, 0, 0]), DRAWN_VOCAB, "head")
+    (line,) = said
+    assert "drafts 3 of the target's 100 tokens and has no d2t" in line
+
+
+def test_a_drafter_checks_its_draft() -> None:
+    """Before it makes anything of the draft's head."""
+    drafter: Any = SimpleNamespace(
+        model=draft([9000, 0]),
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(get_vocab_size=lambda: DRAWN_VOCAB)
+        ),
+        draft_model_config=SimpleNamespace(model="/some/head"),
+    )
+    with pytest.raises(ConfigError, match="d2t of '/some/head' leads from 1"):
+        TreeDrafting.make_head(drafter)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.heads.head import DraftHead
+from vllm_graft.testing import model_runner, spec_metrics
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("hurried"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.usefixtures("hurried")]
 
 SIZE = 96
 """Hot tokens, out of the 1,024 of the shipped draft."""
@@ -22,22 +22,14 @@ SIZE = 96
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose the vocabulary every other step, and use it whatever its coverage."""
-    from vllm_graft.spec_decode.heads import hot_vocabulary
-
     monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
     monkeypatch.setattr(hot_vocabulary, "LATE", 1)
     monkeypatch.setattr(hot_vocabulary, "COVERAGE", 0.0)
 
 
 def test_tokens_are_those_of_the_target_alone(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_graft.spec_decode.heads.head import DraftHead
-    from vllm_graft.testing import spec_metrics
-
     narrowed: list[bool] = []
     first: list[bool] = []
     top = DraftHead.top
@@ -70,15 +62,9 @@ def test_tokens_are_those_of_the_target_alone(
 
 
 def test_both_vocabularies_have_graphs(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
-    from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-    from vllm_graft.testing import model_runner
-
     bounds: list[int] = []
     metadata = LevelGrowth.metadata
 

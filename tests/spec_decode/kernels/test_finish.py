@@ -1,3 +1,5 @@
+"""Candidates grow by levels and become trees."""
+
 from __future__ import annotations
 
 from itertools import combinations
@@ -7,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.references.tree_reference import eagle2_tree, finish_tree_reference
+from tests.support.crossed import crossed
+from tests.support.references.tree_reference import (
+    eagle2_tree,
+    expand_frontier_reference,
+    finish_tree_reference,
+    seed_frontier_reference,
+)
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
@@ -15,6 +23,22 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+SIZES = [
+    (1, 1, 1, 2),
+    (1, 1, 1, 1),
+    (4, 1, 3, 2),
+    (1, 6, 6, 2),
+    (3, 4, 2, 3),
+    (4, 3, 36, 2),
+    (8, 6, 31, 2),
+    (8, 6, 63, 2),
+    (10, 7, 63, 2),
+    (32, 2, 63, 2),
+    (16, 7, 63, 2),
+    (1, 63, 63, 2),
+]
 
 
 def random_levels(
@@ -58,25 +82,9 @@ def finish(table: CandidateTable, steps: int, nodes: int, reference: bool) -> li
     return [tensor.cpu() for tensor in (*vars(tree).values(), drafts)]
 
 
-@pytest.mark.parametrize("quantum", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("topk", "steps", "nodes", "num_reqs"),
-    [
-        (1, 1, 1, 2),
-        (1, 1, 1, 1),
-        (4, 1, 3, 2),
-        (1, 6, 6, 2),
-        (3, 4, 2, 3),
-        (4, 3, 36, 2),
-        (8, 6, 31, 2),
-        (8, 6, 63, 2),
-        (10, 7, 63, 2),
-        (32, 2, 63, 2),
-        (16, 7, 63, 2),
-        (1, 63, 63, 2),
-    ],
-)
-def test_equals_reference(topk: int, steps: int, nodes: int, num_reqs: int, quantum: float) -> None:
+@pytest.mark.parametrize(("sizes", "quantum"), crossed(SIZES, [0.0, 1.0]))
+def test_equals_reference(sizes: tuple[int, int, int, int], quantum: float) -> None:
+    topk, steps, nodes, num_reqs = sizes
     table = grown(random_levels(num_reqs, topk, steps, topk + steps, quantum))
     ours = finish(table, steps, nodes, reference=False)
     expected = finish(table, steps, nodes, reference=True)
@@ -232,3 +240,86 @@ def test_more_other_candidates_than_columns_are_refused() -> None:
     for wrong in (-1, 4):
         with pytest.raises(ValueError, match="num_extra must be 0 to 3"):
             finish_tree(table, 1, 2, 2, slots, tree, drafts, num_extra=wrong)
+
+
+def levels(num_reqs: int, topk: int, steps: int, seed: int, ties: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(num_reqs, topk)] + [(num_reqs * topk, topk)] * (steps - 1)
+    logps = [-4 * torch.rand(shape, generator=generator) for shape in shapes]
+    logps = [logp.round() if ties else logp for logp in logps]
+    return [logp.sort(-1, descending=True).values for logp in logps]
+
+
+def grow(logps: list[torch.Tensor], reference: bool) -> list[torch.Tensor]:
+    """Return every tensor that the expansion writes, after every level."""
+    (num_reqs, topk), steps = logps[0].shape, len(logps)
+    device = "cpu" if reference else DEVICE
+    seed = seed_frontier_reference if reference else seed_frontier
+    expand = expand_frontier_reference if reference else expand_frontier
+    table = CandidateTable.allocate(num_reqs + 1, topk, steps, device)
+    next_tokens = torch.full((num_reqs * topk + 1,), -7, device=device)
+    parent_rows = next_tokens.clone()
+    written: list[torch.Tensor] = []
+    for level, logp in enumerate(logps):
+        tokens = (torch.arange(logp.numel()).view(logp.shape) * 31 + level).to(device)
+        if level == 0:
+            seed(table, logp.to(device), tokens, num_reqs, next_tokens=next_tokens)
+        else:
+            expand(table, level, logp.to(device), tokens, num_reqs, next_tokens, parent_rows)
+        written += [*vars(table).values(), next_tokens, parent_rows]
+        written = [tensor.cpu().clone() for tensor in written]
+    return written
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    ("num_reqs", "topk", "steps"),
+    [(1, 1, 1), (2, 1, 5), (3, 2, 4), (2, 3, 3), (2, 8, 6), (1, 10, 3), (1, 32, 2)],
+)
+def test_levels_equals_reference(num_reqs: int, topk: int, steps: int, ties: bool) -> None:
+    logps = levels(num_reqs, topk, steps, seed=topk, ties=ties)
+    for ours, expected in zip(grow(logps, False), grow(logps, True), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_padding_scores() -> None:
+    logps = levels(2, 4, 3, seed=0, ties=False)
+    logps[0][1, 2:] = float("-inf")
+    logps[1][:, 1:] = float("-inf")
+    logps[2][3:] = float("-inf")
+    for ours, expected in zip(grow(logps, False), grow(logps, True), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_frontier_is_the_best_and_ties_go_to_the_lower_index() -> None:
+    table = CandidateTable.allocate(1, 2, 2, DEVICE)
+    next_tokens = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    parent_rows = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    seed_frontier(
+        table,
+        torch.tensor([[-1.0, -2.0]], device=DEVICE),
+        torch.tensor([[10, 20]], device=DEVICE),
+        1,
+    )
+    expand_frontier(
+        table,
+        1,
+        torch.tensor([[-2.0, -9.0], [-1.0, -1.0]], device=DEVICE),
+        torch.tensor([[11, 12], [21, 22]], device=DEVICE),
+        1,
+        next_tokens,
+        parent_rows,
+    )
+    # The first children of the parents have scores -3, -11, -3 and -3.
+    assert table.frontier_candidates.tolist() == [[2, 4]]
+    assert next_tokens.tolist() == [11, 21]
+    assert parent_rows.tolist() == [0, 1]
+    assert table.ancestors.tolist() == [[[0, 2], [1, 3]]]
+
+
+def test_refuses_a_level_outside_the_table() -> None:
+    table = CandidateTable.allocate(1, 2, 2, DEVICE)
+    empty = torch.zeros(2, 2, device=DEVICE)
+    for level in (0, 2):
+        with pytest.raises(ValueError, match=f"level must be 1 to 1, got {level}"):
+            expand_frontier(table, level, empty, empty.long(), 1, empty.long(), empty.long())

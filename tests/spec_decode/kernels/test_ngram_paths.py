@@ -14,9 +14,11 @@ from tests.support.references.ngram_reference import (
     Match,
     Reference,
     Trie,
+    check_nodes,
+    nodes_in,
     several_matches,
+    trie_of,
 )
-from tests.support.references.ngram_tries import check_nodes, nodes_in, trie_of
 from vllm_graft.spec_decode.kernels import ngram_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.crossed import crossed
 from tests.support.references.ngram_reference import Candidates, Match, last_match
 from tests.support.worlds.ngram_worlds import World
 from vllm_graft.spec_decode.kernels import ngram_insert
@@ -66,9 +67,7 @@ def test_matches_by_hand(text: list[int], found: Match | None) -> None:
 
 
 @given(
-    text=st.lists(st.integers(0, 2), max_size=60),
-    min_n=st.integers(1, 4),
-    more=st.integers(0, 4),
+    text=st.lists(st.integers(0, 2), max_size=60), min_n=st.integers(1, 4), more=st.integers(0, 4)
 )
 @settings(max_examples=40, deadline=None)
 def test_match_equals_reference(text: list[int], min_n: int, more: int) -> None:
@@ -99,11 +98,10 @@ def world(case: str, seed: int, reference: int = 0) -> World:
     return World(min_n, max_n, shape, vocab, 200, 5, DEVICE, seed, reference)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("seed", "reference"), [(0, 0), (1, 0), (0, 40), (1, 57)])
-def test_steps_equal_the_reference(case: str, seed: int, reference: int) -> None:
+@pytest.mark.parametrize(("case", "given"), crossed([*CASES], [(0, 0), (1, 0), (0, 40), (1, 57)]))
+def test_steps_equal_the_reference(case: str, given: tuple[int, int]) -> None:
     """Texts that grow, slots that change hands and padding, over many steps."""
-    found = 0
+    found, (seed, reference) = 0, given
     here = world(case, seed, reference)
     for slot in range(4):
         here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)], here.pieces())
@@ -158,7 +156,7 @@ def test_a_spoilt_state_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("tests.support.worlds.ngram_worlds.insert_ngrams", spoil)
     with pytest.raises(AssertionError):
-        test_steps_equal_the_reference("narrow", 1, 0)
+        test_steps_equal_the_reference("narrow", (1, 0))
 
 
 @pytest.mark.parametrize("what", ["no borders", "the last one's"])
@@ -174,7 +172,7 @@ def test_a_wrong_reference_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(NgramState, "refer", spoil)
     with pytest.raises(AssertionError):
-        test_steps_equal_the_reference("deep", 0, 40)
+        test_steps_equal_the_reference("deep", (0, 40))
 
 
 def tables_of(reference: int) -> list[list[Any]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.crossed import crossed
 from vllm_graft.spec_decode.kernels import sizes
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
@@ -74,8 +75,7 @@ def test_refuses_more_than_the_vocabulary() -> None:
         topk_logprobs(torch.zeros(1, 3), 4)
 
 
-@pytest.mark.parametrize("fp64", [False, True])
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("mapped", "fp64"), crossed([False, True], [False, True]))
 def test_the_best_with_noise_is_the_sampler_s_draw(mapped: bool, fp64: bool) -> None:
     """vLLM's own sampler is the oracle: our best token is its draw, at each temperature."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -151,23 +151,23 @@ def _biased(
     return biases, shared, biases.float() + shared.float().repeat_interleave(nodes, 0)
 
 
-@pytest.mark.parametrize("many", [1, 10**9])
-@pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize(
-    ("num_shared", "nodes", "vocab", "dtype"),
-    [(2, 4, 5000, torch.bfloat16), (3, 1, 100, torch.float32), (2, 6, 1500, torch.float32)],
+    ("shape", "noisy", "many"),
+    crossed(
+        [(2, 4, 5000, torch.bfloat16), (3, 1, 100, torch.float32), (2, 6, 1500, torch.float32)],
+        [False, True],
+        [1, 10**9],
+    ),
 )
 def test_rows_with_shared_logits_are_those_of_the_sums(
     monkeypatch: pytest.MonkeyPatch,
-    num_shared: int,
-    nodes: int,
-    vocab: int,
-    dtype: torch.dtype,
+    shape: tuple[int, int, int, torch.dtype],
     noisy: bool,
     many: int,
 ) -> None:
     """However many rows a program takes; one of the requests is greedy, one is padding."""
     monkeypatch.setattr(sizes, "_MANY_PROGRAMS", many)
+    num_shared, nodes, vocab, dtype = shape
     rows = num_shared * nodes
     assert sizes.rows_per_program(rows, nodes, 1) == (nodes if many == 1 else 1)
     biases, shared, sums = _biased(num_shared, nodes, vocab, dtype)

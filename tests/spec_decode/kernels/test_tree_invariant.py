@@ -73,10 +73,13 @@ def finished(tables: list[tuple[Any, Any]]) -> tuple[TreeState, torch.Tensor]:
     return tree, drafts
 
 
-def test_all_small_tables() -> None:
+@pytest.mark.parametrize(
+    "others", [(0.0, -math.inf), pytest.param((0.0, -1.0, -math.inf), marks=pytest.mark.nightly)]
+)
+def test_all_small_tables(others: tuple[float, ...]) -> None:
     """Equal scores too, where the index decides, and columns without a candidate."""
-    tables = list(forms((0.0, -1.0), (0.0, -1.0, -math.inf)))
-    assert len(tables) == 4 * 5 * 2**3 * 3**2
+    tables = list(forms((0.0, -1.0), others))
+    assert len(tables) == 4 * 5 * 2**3 * len(others) ** 2
     check(*finished(tables), TOPK)
 
 
@@ -86,27 +89,31 @@ def test_a_child_that_is_better_than_its_parent_is_seen() -> None:
         check(*finished(list(forms((-1.0,), (1.0,)))), TOPK)
 
 
-LETTERS, LENGTH = 3, 6
+LETTERS = 3
+LENGTHS = pytest.mark.parametrize("length", [5, pytest.param(6, marks=pytest.mark.nightly)])
 
 
-def matched(matches: int) -> tuple[NgramState, torch.Tensor, torch.Tensor, torch.Tensor]:
+def matched(
+    matches: int, length: int
+) -> tuple[NgramState, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The matches in all texts of so many letters, with their lengths and slots."""
-    texts = torch.tensor(list(itertools.product(range(LETTERS), repeat=LENGTH)), device=DEVICE)
+    texts = torch.tensor(list(itertools.product(range(LETTERS), repeat=length)), device=DEVICE)
     texts = texts[: len(texts) // LETTERS].int()
     count = len(texts)
-    state = NgramState.allocate(1, 3, count, LENGTH + 2, DEVICE, matches)
-    source = torch.zeros(count, LENGTH + 2, dtype=torch.int32, device=DEVICE)
-    source[:, :LENGTH] = texts
-    total = torch.full((count,), LENGTH, dtype=torch.int32, device=DEVICE)
+    state = NgramState.allocate(1, 3, count, length + 2, DEVICE, matches)
+    source = torch.zeros(count, length + 2, dtype=torch.int32, device=DEVICE)
+    source[:, :length] = texts
+    total = torch.full((count,), length, dtype=torch.int32, device=DEVICE)
     slots = torch.arange(count, device=DEVICE)
     match_ngrams(state, source, total, slots, count)
     return state, total, slots, texts
 
 
+@LENGTHS
 @pytest.mark.parametrize("rate", [1.0, 0.5])
-def test_n_grams_beside_drafts_of_all_small_texts(rate: float) -> None:
+def test_n_grams_beside_drafts_of_all_small_texts(rate: float, length: int) -> None:
     """With a rate of 1 all of a path has the score of its first token."""
-    state, total, slots, texts = matched(1)
+    state, total, slots, texts = matched(1, length)
     state.rates.fill_(rate)
     count, topk, depth = len(texts), 2, 4
     table = CandidateTable.allocate(count, topk, 2, DEVICE, extra=depth)
@@ -138,9 +145,10 @@ def test_a_node_too_many_is_refused() -> None:
         finish_tree(table, 1, 2, 64, torch.zeros(1, dtype=torch.int64), tree, drafts)
 
 
-def test_trees_of_n_grams_alone_of_all_small_texts() -> None:
+@LENGTHS
+def test_trees_of_n_grams_alone_of_all_small_texts(length: int) -> None:
     """Each candidate stands behind its parent, and has no better score."""
-    state, total, slots, texts = matched(2)
+    state, total, slots, texts = matched(2, length)
     count, depth = len(texts), 3
     table = CandidateTable.allocate(count, 1, 1, DEVICE, extra=2 * depth)
     table.scores[:, :1] = -math.inf

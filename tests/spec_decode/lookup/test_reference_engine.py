@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
 
-from tests.support.answers.structured_requests import COMPACT
+from tests.support.answers.text_requests import COMPACT
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -50,8 +51,6 @@ CHOICES = ["return self.name.value", "raise ValueError(self.name)"]
 
 def structured(pair: Pair) -> list[Request]:
     """Schemas and choices, greedy and seeded."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     return [
         Request(
             pair.prompts[number],

@@ -1,27 +1,39 @@
-"""What schemas and structural tags force of a text, by hand and against xgrammar."""
+"""Schemas force a text, by hand and against xgrammar; references cost the same at any length."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped, unused-ignore]
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.lookup.forced_text import Choice, Item, Piece, pieces_of
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.references import CACHE_BYTES, CHARACTERS, References, styles_of
 from vllm_graft.spec_decode.lookup.schema_text import (
     COMPACT,
     INDENTED,
     MAX_ALTERNATIVES,
     MAX_LITERAL,
+    MAX_VALUES,
     SPACED,
     Style,
+    Work,
     schema_items,
     tag_items,
 )
+from vllm_graft.spec_decode.lookup.served_references import carry
+from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
+from vllm_graft.spec_decode.trees.reference import KEY, reference_in
 
 CITY = {
     "type": "object",
@@ -201,3 +213,170 @@ def test_tags_around_json() -> None:
     found = pieces_of(tag_items({"format": several}, COMPACT), 999)
     assert found[0] == Piece("ok ", opens=True)
     assert found[1].text == '<call>c {"x":"'
+
+
+ROOM = 2048
+MOST_SECONDS = 0.005
+
+
+class Words:
+    """A tokenizer with a token per three characters, which counts what it reads."""
+
+    is_fast = False
+
+    def __init__(self) -> None:
+        self.characters = self.calls = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.characters += len(text)
+        self.calls += 1
+        return [1] * (-(-len(text) // 3))
+
+
+def params(prediction: Any = None, **forced: Any) -> Any:
+    """Parameters as the engine core has them; vLLM's own check all of a prediction when made."""
+    kinds = dict.fromkeys(("json", "grammar", "structural_tag", "choice"))
+    structured = SimpleNamespace(**{**kinds, **forced}) if forced else None
+    extra = None if prediction is None else {KEY: prediction}
+    return SimpleNamespace(structured_outputs=structured, extra_args=extra)
+
+
+def dumped(schema: Any) -> Any:
+    return params(json=json.dumps(schema, separators=(",", ":")))
+
+
+def long_path() -> Any:
+    depth = 900
+    nested: Any = {"const": 1}
+    for _ in range(depth):
+        nested = {"": nested}
+    # Each reference has a path of its own.
+    names = {f"{n:x}": {"$ref": "#" + "/" * (depth - n)} for n in range(60)}
+    return dumped({**nested, "type": "object", "properties": names})
+
+
+def fan_out() -> Any:
+    names = {f"a{n:x}": 0 for n in range(5000)}
+    steps = {
+        f"d{n}": {"properties": {}, "anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 16} for n in range(4)
+    }
+    return dumped({"$defs": {**steps, "d4": {"properties": names}}, "$ref": "#/$defs/d0"})
+
+
+ENUM = {"enum": [f"x{n}" for n in range(16)]}
+TAG: Any = {"type": "json_schema", "json_schema": {"type": "boolean"}}
+for _ in range(8):
+    TAG = {"type": "sequence", "elements": [TAG] * 3}
+KINDS: dict[str, Callable[[], Any]] = {
+    "fields": lambda: dumped({"properties": {f"field_{n}": {"type": "string"} for n in range(30)}}),
+    "booleans": lambda: dumped(
+        {"properties": {f"{n:x}": {"type": "boolean"} for n in range(1999)}}
+    ),
+    "references": lambda: dumped(
+        {"$defs": {"e": ENUM}, "properties": {f"{n:x}": {"$ref": "#/$defs/e"} for n in range(990)}}
+    ),
+    "paths": long_path,
+    "alternatives": fan_out,
+    "kinds": lambda: dumped({"type": ["object"] * 5000, "properties": {"a": ENUM}}),
+    "a schema too long": lambda: params(json='{"const":"' + "B" * 5_000_000 + '"}'),
+    "values too long": lambda: params(json={"enum": ["B" * 1000] * 20_000}),
+    "tags": lambda: params(structural_tag=json.dumps({"format": TAG})),
+    "choices": lambda: params(choice=[f"{n} yes" for n in range(5000)]),
+    "text": lambda: params("def f(x): return x\n" * 900_000),
+    "spaces": lambda: params(" " * (1 << 24)),
+    "tokens": lambda: params([5] * 10_000_000),
+    "wrong": lambda: params(["B" * 2_000_000]),
+    "nested": lambda: params([[5] * 1_000_000]),
+}
+
+
+def references(tokenizer: Words, room: int = ROOM) -> References:
+    styles = styles_of(any_whitespace=True)
+    return References(tokenizer, room=room, opening=16, vocab_size=2048, styles=styles)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_steps_thread_works_little(kind: str) -> None:
+    ngrams = Ngrams(NgramConfig(), 2, 64, 2048, torch.device("cpu"), reference=ROOM)
+    asked = SimpleNamespace(sampling_params=KINDS[kind](), prompt_token_ids=[7] * 30)
+    tokenizer = Words()
+    carry(asked, references(tokenizer))
+    carried = SimpleNamespace(extra_args=asked.sampling_params.extra_args)
+    least = min(_seconds(ngrams, carried) for _ in range(3))
+    assert least < MOST_SECONDS
+    # Beside the steps no more is read than there is room for, and twice that of a text.
+    assert tokenizer.characters <= 2 * CHARACTERS * ROOM
+    found = reference_in(asked.sampling_params)
+    assert len(found.row) <= ROOM
+    assert found.row or found.declines or kind in ("kinds", "paths")
+
+
+def _seconds(ngrams: Ngrams, carried: Any) -> float:
+    """CPU time in which a request is sent to a worker and begins there."""
+    begun = time.thread_time()
+    sent = pickle.loads(pickle.dumps(carried))
+    ngrams.begin(1, SimpleNamespace(sampling_params=sent))
+    return time.thread_time() - begun
+
+
+def test_a_request_as_it_comes_would_take_long() -> None:
+    """Negative control: what a request predicts, sent on as it is."""
+    ngrams = Ngrams(NgramConfig(), 2, 64, 2048, torch.device("cpu"), reference=ROOM)
+    assert _seconds(ngrams, SimpleNamespace(extra_args={KEY: [5] * 10_000_000})) > MOST_SECONDS
+
+
+@pytest.mark.parametrize("kind", ["booleans", "references", "paths", "alternatives", "kinds"])
+def test_a_schema_is_read_within_its_work(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One budget holds for all layouts together, and work beyond it stops at once."""
+    spent: list[int] = []
+    spend = Work.spend
+
+    def counted(self: Work, amount: int = 1) -> bool:
+        spent.append(amount)
+        return spend(self, amount)
+
+    monkeypatch.setattr(Work, "spend", counted)
+    tokenizer = Words()
+    references(tokenizer, 1 << 20).of(KINDS[kind](), [7])
+    assert sum(spent) < 2.5 * MAX_VALUES
+    assert len(spent) < 1.5 * MAX_VALUES
+    assert tokenizer.calls < 3 * MAX_VALUES
+
+
+def test_a_text_is_read_no_further_than_it_is_of_use() -> None:
+    """However large `reference` may be."""
+    tokenizer = Words()
+    found = references(tokenizer, 1 << 20).of(params("def f(x): return x\n" * 900_000), [7])
+    assert len(found.row) == 8192 + 1
+    assert found.declines == ("cut",)
+    assert tokenizer.characters <= 4 * 8192
+
+
+def test_tokens_are_kept_within_bytes() -> None:
+    cache = TokenCache(10_000)
+    split = Split([Tokens(range(100), opens=True)])
+    keys = [TokenCache.key("schema", f"{number}" * 1000) for number in range(100)]
+    for key in keys:
+        cache.put(key, split)
+        assert cache.get(keys[0]) is split
+    assert cache.num_bytes <= 10_000
+    assert len(cache) == 10_000 // split.num_bytes
+    # What was used last is there, and nothing of a text.
+    assert cache.get(keys[-1]) is split
+    assert cache.get(keys[1]) is None
+    assert {len(key) for key in keys} == {64}
+    assert TokenCache.key("tag", "x") != TokenCache.key("schema", "x")
+    # One that is too large for all of it is not kept, and one that is there counts once.
+    kept = len(cache)
+    cache.put(keys[1], Split([Tokens(range(5000), opens=True)]))
+    cache.put(keys[-1], split)
+    assert len(cache) == kept
+    assert cache.num_bytes == kept * split.num_bytes
+
+
+def test_a_flood_of_schemas_keeps_few_bytes() -> None:
+    found = references(Words())
+    for number in range(50):
+        found.of(params(json='{"type":"boolean","x":"' + f"{number}" * 20_000 + '"}'), [7])
+        found.of(params(json='{"x":"' + f"{number}" * 5_000_000 + '"}'), [7])
+    assert found.cache.num_bytes < 50 * 2000 < CACHE_BYTES

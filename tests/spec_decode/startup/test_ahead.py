@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead by a process of its own, on any machine: compiling needs no GPU."""
+"""Kernels are compiled ahead by another process, tensors without memory stand in, clocks tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,9 @@ import torch
 from tests.support.compiling.compiling_process import printed_by
 from tests.support.compiling.compiling_worker import rank_launch
 from vllm_graft.base.locks import locked
+from vllm_graft.spec_decode.kernels.attention import e4m3
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup import ahead as ahead_module
 from vllm_graft.spec_decode.startup.ahead import (
     compile_ahead,
@@ -28,7 +32,10 @@ from vllm_graft.spec_decode.startup.ahead import (
     fingerprint,
     keep_cache,
 )
+from vllm_graft.spec_decode.startup.clock import PARTS, StartClock
 from vllm_graft.spec_decode.startup.rehearsal import begin
+from vllm_graft.spec_decode.startup.stand_ins import Attention, LayerShape, empty
+from vllm_graft.spec_decode.verification.context import VerifyMode
 
 HOPPER = ("cuda", 90, 32)
 
@@ -228,3 +235,138 @@ def test_nothing_begins_without_a_gpu_or_when_it_is_off(
         "waited": 0.0,
         "why": why,
     }
+
+
+@pytest.fixture
+def knobs() -> Iterator[Any]:
+    """Triton's knobs, whose listener comes back."""
+    from triton import knobs
+
+    before = knobs.compilation.listener
+    yield knobs
+    knobs.compilation.listener = before
+
+
+def told(module: str, seconds: float, *, cache_hit: bool) -> dict[str, Any]:
+    """What Triton tells its listener of a kernel."""
+    times = SimpleNamespace(total=seconds * 1e6)
+    source = SimpleNamespace(fn=SimpleNamespace(module=module))
+    rest = {"metadata": {}, "metadata_group": {}}
+    return {"src": source, "times": times, "cache_hit": cache_hit, **rest}
+
+
+def test_compiling_counts_towards_no_other_part() -> None:
+    clock = StartClock()
+    with clock.part("attention"):
+        time.sleep(0.05)
+        clock.count(**told("vllm_graft.spec_decode.kernels.finish", 20.0, cache_hit=False))
+    assert clock.seconds["compile"] == 20
+    assert clock.seconds["attention"] == 0
+    # Control: without it, the part takes what it takes.
+    with clock.part("attention"):
+        time.sleep(0.05)
+    assert clock.seconds["attention"] >= 0.05
+    assert tuple(clock.seconds) == PARTS
+
+
+def test_a_part_that_fails_is_timed_too() -> None:
+    clock = StartClock()
+    with pytest.raises(RuntimeError), clock.part("wait"):
+        raise RuntimeError
+    assert clock.seconds["wait"] > 0
+
+
+def test_our_kernels_are_told_from_others(knobs: Any) -> None:
+    before: list[bool] = []
+    knobs.compilation.listener = lambda *, cache_hit, **others: before.append(cache_hit)
+    clock = StartClock()
+    clock.listen()
+    for module in ("vllm_graft.spec_decode.kernels.walk", "vllm.v1.sample.ops", "__main__"):
+        for cache_hit in (True, False, False):
+            knobs.compilation.listener(**told(module, 1.0, cache_hit=cache_hit))
+    assert (clock.compiled, clock.loaded) == (2, 1)
+    assert clock.seconds["compile"] == 9
+    # Who listened before hears the same.
+    assert before == [True, False, False] * 3
+
+
+def test_the_log_says_what_took_how_long(caplog: pytest.LogCaptureFixture) -> None:
+    clock = StartClock()
+    clock.seconds["draft_graphs"] = 3.26
+    clock.count(**told("vllm_graft.x", 1.0, cache_hit=True))
+    with caplog.at_level("INFO", "vllm.graft"):
+        clock.log()
+    [line] = caplog.messages
+    assert "draft_graphs 3.3" in line
+    assert "compile 1.0" in line
+    assert "0 of its kernels were compiled in this process, 1 found in Triton's cache" in line
+
+
+LAYER = LayerShape(
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    dtype=torch.bfloat16,
+    fp8=True,
+    block_size=16,
+    max_len=512,
+)
+
+
+def context(capability: tuple[int, int]) -> Any:
+    space = AttentionWorkspace.allocate(2, 8, 4, 64, 8, "meta")
+    return SimpleNamespace(
+        mode=VerifyMode.ALL,
+        shape=SimpleNamespace(num_nodes=7, topk=4),
+        rows=SimpleNamespace(
+            row_masks=empty(16, dtype=torch.int64),
+            row_depths=empty(16),
+            num_rows=empty(2),
+            prefix_lens=empty(2),
+        ),
+        draft_window=0,
+        workspace=replace(space, multiprocessors=132, capability=capability),
+    )
+
+
+def split_launches(layer: LayerShape, capability: tuple[int, int]) -> list[dict[str, Any]]:
+    """Arguments of the kernel of splits, for a tree and for a level of a draft."""
+    found: list[Launch] = []
+    shared = context(capability)
+    metadata = SimpleNamespace(
+        level=1,
+        topk=4,
+        num_reqs=2,
+        prefix_lens=empty(2),
+        block_table=layer.block_table(2),
+        ancestors=empty(2, 4, 3),
+        scratch=empty(2, 12, 2, 128).to(layer.dtype),
+        max_seq_len=512,
+    )
+    with listing(found.append):
+        Attention(layer, shared, is_draft=False).verify(2, 8, 512)
+        Attention(layer, shared, is_draft=True).draft(metadata)
+    found = [each for each in found if each.name == "split_kernel"]
+    assert len(found) == 2
+    return [dict(each.arguments) for each in found]
+
+
+@pytest.mark.parametrize("form", [e4m3.HALVES, e4m3.PRODUCTS])
+def test_queries_are_e4m3_where_kernels_take_them(
+    form: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(e4m3, "NATIVE", e4m3.Native(form))
+    for given in split_launches(LAYER, (9, 0)):
+        assert given["query"].dtype == given["kv_cache"].dtype == "float8_e4m3fn"
+        assert given["q_scale"].dtype == "float32"
+        assert given["FP8"] == form
+        assert given["out"].dtype == "bfloat16"
+    # Controls: a device that does not know them, a cache in 16 bits, and as it is without.
+    for given in split_launches(LAYER, (8, 0)):
+        assert (given["query"].dtype, given["kv_cache"].dtype) == ("bfloat16", "uint8")
+        assert given["q_scale"] is None
+    for given in split_launches(replace(LAYER, fp8=False), (9, 0)):
+        assert given["query"].dtype == given["kv_cache"].dtype == "bfloat16"
+    monkeypatch.setattr(e4m3, "NATIVE", None)
+    for given in split_launches(LAYER, (9, 0)):
+        assert given["query"].dtype == "bfloat16"

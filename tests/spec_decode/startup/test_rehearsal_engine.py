@@ -26,7 +26,7 @@ from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
-from vllm_graft.testing import TinyShape, model_runner, write_llama
+from vllm_graft.testing import TinyShape, cpu_engine, model_runner, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -40,12 +40,7 @@ kernel that puts them together: as many powers of two as a context may have spli
 
 
 class Watched:
-    """What was foretold in an engine's start, and what it has launched.
-
-    Attributes:
-        foretold: by one rehearsal, in the order in which it came.
-        launched: every specialisation that was launched.
-    """
+    """What was foretold in an engine's start, and what it has launched."""
 
     def __init__(self) -> None:
         self.rehearsals: dict[str, Rehearsed] = {}
@@ -204,8 +199,6 @@ def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel:
 @pytest.mark.nightly
 def test_n_grams_alone(pair: Pair, watched: Watched) -> None:
     """What drafts such trees is not rehearsed, what verifies them is."""
-    from vllm_graft.testing import cpu_engine
-
     speculative = {"method": "ngram", "num_speculative_tokens": 7}
     with cpu_engine(
         pair.target,

@@ -1,4 +1,4 @@
-"""Tree decoding's additions to the engine's model state, over a base class that records."""
+"""The additions to the engine's model state, and the families of targets that bring them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import torch
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
-from vllm_graft.base.errors import ConfigError
+from tests.support import toy_family
+from tests.support.samples.attention_samples import TOLERANCE, untouched
+from vllm_graft import doctor
+from vllm_graft.base.errors import ConfigError, EntryError, HookError
+from vllm_graft.hooks import manager
+from vllm_graft.hooks.entries import TargetFamily
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
+from vllm_graft.spec_decode.targets import families
 from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
-from vllm_graft.spec_decode.targets.families import ServedLayers
-from vllm_graft.spec_decode.targets.model_state import (
-    TreeModelState,
-    samples_by_temperature,
-)
+from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
+from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_by_temperature
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
@@ -234,3 +240,95 @@ def test_foreign_logits_processors_are_refused() -> None:
     sampler.logits_processors.append(Foreign())
     with pytest.raises(ConfigError, match=r"somebody\.processors\..*Foreign may read"):
         state.custom_sampler(sampler)
+
+
+class Recorded:
+    """A family that claims layers of one kind, and records what it is given."""
+
+    def __init__(self) -> None:
+        self.attached: list[tuple[str, bool]] = []
+
+    def claims(self, layer: Any) -> bool:
+        return bool(layer.kind == "known")
+
+    def attach(self, name: str, layer: Any, context: Any, *, is_draft: bool) -> None:
+        self.attached.append((name, is_draft))
+
+    def state(self, layers: Any, *args: Any) -> Any:
+        return sorted(layers)
+
+
+def layer(kind: str) -> Any:
+    impl = SimpleNamespace(sliding_window=None, sinks=None, alibi_slopes=None)
+    return SimpleNamespace(
+        kind=kind, impl=impl, kv_sharing_target_layer_name=None, head_size=8, head_size_v=8
+    )
+
+
+LAYERS = {"draft": layer("known"), "one": layer("known"), "two": layer("unknown")}
+
+
+@pytest.fixture
+def family(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    found = Recorded()
+    monkeypatch.setattr(families, "families", lambda: [Served(found, ())])
+    return found
+
+
+def test_a_chain_leaves_all_layers_of_the_target_alone(family: Recorded) -> None:
+    served = ServedLayers(LAYERS, ["draft"], chain=True)
+    served.attach(SimpleNamespace())
+    assert family.attached == [("draft", True)]
+    assert list(served.attending) == ["draft"]
+    [state] = served.states(LAYERS, None, None)  # type: ignore[arg-type]
+    # It has nothing to do, before a pass and after one.
+    assert (state.fork(None), state.commit(None, None)) == (None, None)  # type: ignore[arg-type]
+
+
+def test_a_tree_needs_a_family_for_each_layer(family: Recorded) -> None:
+    """Negative control."""
+    with pytest.raises(ConfigError, match="does not support layers like two"):
+        ServedLayers(LAYERS, ["draft"])
+    served = ServedLayers({name: LAYERS[name] for name in ("draft", "one")}, ["draft"])
+    served.attach(SimpleNamespace())
+    assert family.attached == [("draft", True), ("one", False)]
+    assert served.states(LAYERS, None, None) == [["one"]]  # type: ignore[arg-type]
+
+
+def test_a_draft_of_unknown_layers_is_refused_in_a_chain_too(family: Recorded) -> None:
+    with pytest.raises(ConfigError, match="does not support layers like two"):
+        ServedLayers(LAYERS, ["two"], chain=True)
+
+
+def test_a_chain_s_family_claims_everything() -> None:
+    assert UnchangedFamily().claims(object())
+
+
+def test_the_kernel_equals_the_reference() -> None:
+    shape = AttentionShape((7, 0, 4, 1), (60, 9, 33, 1), kv_heads=2, group=2, head_size=32)
+    batch = tree_problem(shape, "cpu")
+    found, expected = untouched(batch.query), untouched(batch.query)
+    toy_family.toy_attention(batch, found)
+    tree_attention_reference(batch, expected)
+    near = TOLERANCE[torch.float32]
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+def test_its_rows_are_found(plugin: Any) -> None:
+    ours = [row.what for row in refusals()]
+    plugin(toy_family)
+    theirs = [row.what for row in refusals()]
+    assert [what for what in theirs if what not in ours] == ["toys with many children"]
+    assert [what for what in theirs if what in ours] == ours
+    [found] = doctor._seams_of_families(manager.manager())
+    assert found.ok
+    assert found.check.startswith("seam of toy")
+
+
+@pytest.mark.parametrize("key", ["refusals", "seams"])
+def test_rows_that_are_nowhere_are_refused(key: str) -> None:
+    with pytest.raises(HookError, match=f"TargetFamily 'toy': {key}='rows' must read"):
+        TargetFamily("toy", "toy:Family", "", **{key: "rows"})
+    entry = TargetFamily("toy", "toy:Family", "", **{key: "tests.support.toy_family:GONE"})
+    with pytest.raises(EntryError, match="'toy' cannot be loaded from"):
+        getattr(entry, f"own_{key}")()

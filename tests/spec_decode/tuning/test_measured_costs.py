@@ -13,18 +13,18 @@ import torch
 from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.spec_decode import tree_part
 from vllm_graft.spec_decode.chunking.handover import ROWS, captured_rows
-from vllm_graft.spec_decode.drafters import tuner_seed
+from vllm_graft.spec_decode.drafters import step_costs, tuner_seed
+from vllm_graft.spec_decode.drafters.mtp import MtpTrees
+from vllm_graft.spec_decode.drafters.step_costs import LentStates, draw_tokens
+from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
+from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.testing.engine import model_runner
 
 
 def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any:
-    """Make an engine core whose workers give these answers, the last ones over and over.
-
-    Args:
-        passes: what each rank takes for each size.
-        hot: likewise of hot tokens, in all passes; none are learned without it.
-        tree: the section of its configuration.
-    """
+    """Make an engine core whose workers give these answers, the last ones over and over."""
     additional = {"graft": {"tree": tree}} if tree else {}
     config = SimpleNamespace(additional_config=additional, speculative_config=None)
     asked: list[int] = []
@@ -136,8 +136,6 @@ def test_workers_are_asked_what_the_section_needs(
 
 def test_each_row_has_a_token_of_its_own() -> None:
     """A mixture of experts would else read the same few experts for all rows."""
-    from vllm_graft.spec_decode.drafters.step_costs import draw_tokens
-
     ranks = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
     for tokens in ranks:
         draw_tokens(tokens[:60], 1000)
@@ -154,10 +152,6 @@ def test_experts_compute_the_rows_that_are_timed(
     """vLLM's routers send rows of padding to no expert, and captured inputs are all padding."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-
-    from vllm_graft.spec_decode.drafters import step_costs
-    from vllm_graft.spec_decode.trees.shape import TreeShape
-    from vllm_graft.spec_decode.verification.context import TreeContext
 
     buffers = InputBuffers(4, 32, torch.device("cpu"))
     sizes = [
@@ -218,8 +212,6 @@ def test_experts_compute_the_rows_that_are_timed(
 @pytest.mark.parametrize(("num_reqs", "lent"), [(2, [[1, 2, 3], [4, 5, 6]]), (3, None)])
 def test_rows_that_are_timed_have_states(num_reqs: int, lent: list[list[int]] | None) -> None:
     """Recurrent layers compute nothing for the null block, which is what padding has."""
-    from vllm_graft.spec_decode.drafters.step_costs import LentStates
-
     tables = [torch.full((4, width), 5, dtype=torch.int32) for width in (7, 3)]
 
     def dummies(count: int) -> tuple[torch.Tensor, ...]:
@@ -243,8 +235,6 @@ def test_rows_that_are_timed_have_states(num_reqs: int, lent: list[list[int]] | 
 
 def test_requests_are_told_apart_within_the_rows_of_a_pass() -> None:
     """Indices behind a pass's rows, left by a longer pass, would be read by a padded graph."""
-    from vllm_graft.spec_decode.drafters.mtp import MtpTrees
-
     draft: Any = MtpTrees.__new__(MtpTrees)
     draft.first_pass_graph = lambda width: (None, width)
     draft.trees = SimpleNamespace(roots=SimpleNamespace(states=torch.zeros(6, 16)))
@@ -281,9 +271,6 @@ def capture_contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.timeout(300)
 def test_graphs_are_replayed_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every captured width is measured; no K/V is written, and answers stay the target's."""
-    from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-    from vllm_graft.testing.engine import model_runner
-
     requests = [Request(pair.prompts[0], {"temperature": 0, "max_tokens": 6})]
     with pair.engine() as llm:
         expected = answer_all(llm, requests)

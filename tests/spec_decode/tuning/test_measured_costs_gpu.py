@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.engines.gpu_engines import shipped_trees
 from tests.support.engines.pairs import Pair
@@ -61,10 +62,7 @@ def test_measuring_is_short_and_touches_no_kv(llm: Any) -> None:
 def test_rows_that_are_timed_have_states_of_their_own(
     llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, where a target has them, would else be the same ones for all rows.
-
-    Drawn tokens may be equal, so that here each row has another one.
-    """
+    """Experts, where a target has them, would else be the same ones for all rows."""
 
     def all_different(tokens: torch.Tensor, vocab: int) -> None:
         assert len(tokens) <= vocab
@@ -82,8 +80,6 @@ def test_rows_that_are_timed_have_states_of_their_own(
 
 
 def test_graphs_that_served_were_checked(llm: Any) -> None:
-    from vllm import SamplingParams
-
     prompts = Pair.load(SHIPPED).prompts
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     for batch in (1, 3, 8):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support.crossed import crossed
 from vllm_graft.spec_decode.tuning.context_cost import Rates
 from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
@@ -66,8 +67,7 @@ def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
     return max(rates)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
-@pytest.mark.parametrize("chance", [0.05, 0.4, 0.85])
+@pytest.mark.parametrize(("batch", "chance"), crossed([1, 4, 16, 64], [0.05, 0.4, 0.85]))
 def test_it_comes_close_to_the_best_number(batch: int, chance: float) -> None:
     tuner = make()
     serve(tuner, batch, chance, 400)
@@ -194,11 +194,7 @@ def test_more_tokens_a_step_bring_more_prompts(last: int) -> None:
     """
     tuner = NodeTuner([3] * 64 + [7], 1024, levels={3: 3, 7: 7})
     tuner.seed({3: {64: 0.0080}, 7: {64: 0.0138}})
-    alone, beside, fraction = (
-        {3: 0.0083, 7: 0.0141},
-        {3: 0.0115, 7: 0.0203},
-        {3: 0.265, 7: 0.725},
-    )
+    alone, beside, fraction = ({3: 0.0083, 7: 0.0141}, {3: 0.0115, 7: 0.0203}, {3: 0.265, 7: 0.725})
     emitted = {3: [4, 3, 3, 3] * 16, 7: [8, 8, 5, 2] * 16}
     for nodes in (10 - last, last):
         behind = 0.0

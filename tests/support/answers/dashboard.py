@@ -62,12 +62,7 @@ def queries() -> Iterator[Query]:
 
 
 def without_data(text: str, *parts: str) -> list[str]:
-    """Titles of the queries on these parts for which a page of `/metrics` has no sample.
-
-    Args:
-        text: the page.
-        parts: names of parts; an empty one stands for metrics of no part, and for vLLM's own.
-    """
+    """Titles of the queries on these parts for which a page of `/metrics` has no sample."""
     found = []
     for query in queries():
         for selector in query.selectors:

@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A greedy continuation.
-
-    Attributes:
-        tokens: its tokens.
-        best: log-probabilities of the best tokens at each place.
-    """
+    """A greedy continuation."""
 
     tokens: list[int]
     best: list[dict[int, float]]
@@ -43,14 +38,7 @@ def answers(
     tokens: int,
     adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Answer]:
-    """The greedy continuations of prompts, exactly ``tokens`` long.
-
-    Args:
-        llm: the engine.
-        prompts: token ids.
-        tokens: length of a continuation.
-        adapters: for each prompt its LoRA adapter, or None for none.
-    """
+    """The greedy continuations of prompts, exactly ``tokens`` long."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
@@ -87,14 +75,7 @@ def compared(found: Sequence[Answer], expected: Sequence[Answer]) -> float:
 def check_near_ties(
     found: Sequence[Answer], expected: Sequence[Answer], near: float, least: float = 0.3
 ) -> None:
-    """Print where continuations part, and check that they part at near ties alone.
-
-    Args:
-        found: continuations.
-        expected: those that they should be.
-        near: least gap of log-probabilities that rounding does not explain.
-        least: share of tokens that have to be compared: more than this.
-    """
+    """Print where continuations part, and check that they part at near ties alone."""
     parted, share = departures(found, expected), compared(found, expected)
     print(f"{share:.0%} compared; {parted}")
     assert all(each.gap < near for each in parted), parted

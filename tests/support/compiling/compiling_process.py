@@ -9,11 +9,7 @@ from vllm_graft.spec_decode.startup.ahead import compiling_environment
 
 
 def printed_by(*arguments: str) -> str:
-    """What a process of this Python prints, given its arguments.
-
-    Raises:
-        subprocess.CalledProcessError: if it fails.
-    """
+    """What a process of this Python prints, given its arguments."""
     return subprocess.run(
         [sys.executable, "-P", *arguments],
         env=compiling_environment(),

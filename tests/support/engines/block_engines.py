@@ -10,7 +10,15 @@ import pytest
 
 from tests.support.answers.text_requests import greedy, seeded
 from tests.support.engines.pairs import Answer, Pair, answer_all
-from tests.support.models.block_pairs import TEXTS
+
+FROM_LAST = 0.4
+"""How much the last token counts to the target: what DFlash has no term for."""
+
+TEXTS = [
+    "def main(argv):\n    return [int(x) for x in argv]",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "x = [int(y) for y in z if y is not None]",
+]
 
 _TOKENS = 19
 GREEDY = greedy(_TOKENS, TEXTS)
@@ -27,9 +35,6 @@ def block_engine(
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[Answer]:
-    """What the target answers without drafts, to greedy and to seeded requests.
-
-    The module's fixture `folder` has the target.
-    """
+    """What the target answers without drafts, to greedy and to seeded requests."""
     with Pair(str(folder / "target"), "", TEXTS).engine() as llm:
         return answer_all(llm, GREEDY + SEEDED)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers.text_requests import greedy, seeded
+from tests.support.engines.block_engines import FROM_LAST, TEXTS
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Answer, answer_all
 from tests.support.models.block_drafts import write_block_target
-from tests.support.models.block_pairs import FROM_LAST, TEXTS
 
 _TOKENS = 40
 GREEDY = greedy(_TOKENS, TEXTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,21 +61,16 @@ def exact_engine(
     tree: dict[str, Any] | None = None,
     method: str = "eagle3",
     speculative: dict[str, Any] | None = None,
+    drafts: int = 0,
+    requests: Sequence[int] = (1, 2, 4, 8),
+    graphs: str = "FULL_DECODE_ONLY",
+    exact: bool = True,
     **options: Any,
 ) -> Iterator[LLM]:
     """Run a target in float32, in which kernels that round differently agree on the tokens.
 
-    Decodes of up to 8 requests run in FULL graphs, without torch.compile, which would take most of
-    the test's time.
-
-    Args:
-        target: the checkpoint.
-        draft: the draft's checkpoint; the target's own if it is empty.
-        nodes: nodes of a tree; 0 runs without drafts.
-        tree: keys of `graft.tree`.
-        method: vLLM's name for the kind of draft.
-        speculative: more keys of vLLM's speculative config.
-        **options: passed to `vllm.LLM`.
+    Decodes of so many `requests` run in FULL graphs, without torch.compile, which would take most
+    of the test's time. `drafts` says how many there are where `options` ask for them.
     """
     if nodes:
         options["speculative_config"] = {
@@ -85,18 +80,19 @@ def exact_engine(
             **(speculative or {}),
         }
         options["additional_config"] = {"graft": {"tree": tree or {}}}
-    sizes = sorted({1, 2, 4, 8} | {requests * (nodes + 1) for requests in (1, 2, 4, 8)})
+    sizes = sorted({*requests} | {count * ((nodes or drafts) + 1) for count in requests})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        # Triton's products of float32 are exact only if it is told so.
-        patch.setenv("TRITON_F32_DEFAULT", "ieee")
+        if exact:
+            # Triton's products of float32 are exact only if it is told so.
+            patch.setenv("TRITON_F32_DEFAULT", "ieee")
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "attention_backend": "TRITON_ATTN",
             "compilation_config": {
                 "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_mode": graphs,
                 "cudagraph_capture_sizes": sizes,
             },
             "max_model_len": 256,

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
+
+from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.recurrent_layers import triton_convolutions
+from tests.support.models.kimi_models import write_kimi_linear
+from tests.support.models.latent_models import VOCABULARY
+from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
+from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
+from vllm_graft.testing import model_runner, spec_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +37,7 @@ def key_decays_by_token(
     lower_bound: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kimi Delta Attention over prompts, a token at a time: in float32, which vLLM's chunks lack.
-
-    Arguments and results are those of ``chunk_kda_with_fused_gate``, whose place it takes where
-    engines are compared exactly.
-    """
+    """``chunk_kda_with_fused_gate``, a token at a time: in float32, which vLLM's chunks lack."""
     import torch
     from torch.nn import functional
 
@@ -140,11 +147,7 @@ def _first_states(
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Let engines on a CPU serve Kimi Linear as a GPU does, and count as one that can.
-
-    vLLM has no operators for it there: those of MLA are done in torch, the kernels of KDA are
-    interpreted, and prompts are computed a token at a time.
-    """
+    """Let engines on a CPU serve Kimi Linear as a GPU does, and count as one that can."""
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as layers
     from vllm.models.kimi_k3.nvidia import mla
 
@@ -174,3 +177,78 @@ def interpreted() -> Iterator[None]:
         patches.enter_context(interpreted_kernels())
         patches.enter_context(exact_prompts())
         yield
+
+
+HIDDEN, NODES, TOKENS = 512, 7, 24
+NEAR = 0.5
+"""Largest gap of log-probabilities that rounding to bfloat16 explains."""
+
+_RANDOM = random.Random(0)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [_RANDOM.randrange(2, VOCABULARY) for _ in range(length)]
+
+
+PROMPTS = [prompt_of(_RANDOM.choice([1, 3, 17, 40, 90, 300])) for _ in range(32)]
+"""More than run at once, so that prompts meet trees; some are longer than a step's tokens."""
+
+
+def write_target(folder: Path) -> str:
+    """A target whose heads have the size of the published model's."""
+    return str(write_kimi_linear(folder, heads=16, head=128, hidden=HIDDEN, dtype="bfloat16"))
+
+
+@contextmanager
+def engine(
+    target: str,
+    backend: str,
+    *,
+    trees: bool,
+    draft: str = "",
+    graphs: str = "FULL_DECODE_ONLY",
+    form: str = "auto",
+    **options: Any,
+) -> Iterator[Any]:
+    """An engine without drafts, or with trees from the table, as n-grams or a head's would be."""
+    given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
+    if trees:
+        speculative: dict[str, Any] = {"num_speculative_tokens": NODES}
+        if draft:
+            # Else the draft would get the target's backend, which has no plain attention.
+            speculative |= {"method": "eagle3", "model": draft, "attention_backend": "TRITON_ATTN"}
+        else:
+            speculative |= {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        options["speculative_config"] = speculative
+        drafter = "table" if draft else "table_alone"
+        tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": drafter}
+        given["graft"] = {"tree": {**tree, "recurrent_form": form}}
+    usual: dict[str, Any] = {
+        "dtype": "bfloat16", "attention_backend": backend, "additional_config": given,
+        "skip_tokenizer_init": True, "max_model_len": 8192, "max_num_batched_tokens": 256,
+        "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**31,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        # A kernel for several Blackwell GPUs, whose module wants CUTLASS wherever it runs.
+        patch.setenv("VLLM_KIMI_K3_GEMM_AR", "0")
+        # As vLLM sets it for this model; the test takes it back.
+        patch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+        with exact_engine(
+            target, drafts=NODES, graphs=graphs, exact=False, **usual | options
+        ) as llm:
+            yield llm
+
+
+def check_parts(llm: Any, form: str = "inputs") -> None:
+    """Trees ran, in graphs and beside prompts, on two layers of each kind, in this form."""
+    runner = model_runner(llm)
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    found = [getattr(layer, name, None) for layer in layers for name in ("_forward", "_attention")]
+    ours = [getattr(each, "__wrapped__", each) for each in found]
+    assert sum(isinstance(each, TreeKeyDecays) for each in ours) == 2
+    assert sum(isinstance(each, TreeKimiLatents) for each in ours) == 2
+    assert bool(runner.speculator.context.kept_bytes) is (form == "inputs")
+    counters = runner.speculator.context.counters
+    print(f"counters: {counters}, {spec_metrics(llm)}")
+    assert counters.tree_replays > 0
+    assert counters.mixed_launches + counters.mixed_replays > 0

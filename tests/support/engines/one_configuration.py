@@ -24,11 +24,7 @@ _NEVER_IMPORTED = ("vllm.third_party.flash_linear_attention.ops.kda",)
 
 
 def autotuned_kernels() -> dict[str, Any]:
-    """Triton's autotuners of the packages, by module and name.
-
-    They are found behind heuristics, too. Only modules that autotune are imported, as others need
-    libraries that may not be there.
-    """
+    """Triton's autotuners of the packages, by module and name."""
     found = {}
     for name in _modules():
         module = importlib.import_module(name)
@@ -39,10 +35,7 @@ def autotuned_kernels() -> dict[str, Any]:
 
 
 def smallest(configurations: Sequence[Any]) -> Any:
-    """The configuration of the smallest tiles, then of the fewest stages, then of the fewest warps.
-
-    So it needs the least shared memory.
-    """
+    """The configuration of the smallest tiles, fewest stages, fewest warps."""
 
     def size(each: Any) -> tuple[int, int, int]:
         sizes = [value for value in each.kwargs.values() if isinstance(value, int)]
@@ -53,10 +46,7 @@ def smallest(configurations: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def one_configuration() -> Iterator[dict[str, Any]]:
-    """Leave each kernel its smallest configuration inside the ``with`` block.
-
-    It is for engines of this process. All tiles give the same products and sums, up to rounding.
-    """
+    """Leave each kernel its smallest configuration inside the ``with`` block."""
     tuners = autotuned_kernels()
     before = {name: tuner.configs for name, tuner in tuners.items()}
     try:

@@ -42,14 +42,7 @@ _ON_CUDA = {
 
 @dataclass(frozen=True)
 class RankAnswers:
-    """What an engine answered.
-
-    Attributes:
-        rounds: token ids of each request, for each time that all were asked.
-        cached: tokens of each prompt that were cached, likewise.
-        metrics: values of the engine's counters, by name.
-        ranks: what `graft_info()` says on each rank.
-    """
+    """What an engine answered."""
 
     rounds: list[list[list[int]]]
     cached: list[list[int]]
@@ -65,19 +58,7 @@ def ask(
     seconds: int = 500,
     hurried: bool = False,
 ) -> RankAnswers:
-    """Run an engine in processes of its own.
-
-    Args:
-        folder: where files are written.
-        questions: `engine`, arguments of `vllm.LLM`; `requests`, a prompt and sampling parameters
-            each; `rounds`, how often all are asked, with an empty prefix cache each time.
-        cuda: whether the engine runs on GPUs.
-        seconds: after so many the processes are ended.
-        hurried: whether hot tokens are chosen in every other step.
-
-    Raises:
-        AssertionError: if the engine failed; the message has the end of its output.
-    """
+    """Run an engine in processes of its own."""
     asked, answered = folder / "questions.json", folder / "answers.json"
     asked.write_text(json.dumps(questions))
     environment = {**os.environ, **_EVERYWHERE, **(_ON_CUDA if cuda else _ON_CPU)}

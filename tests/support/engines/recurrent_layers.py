@@ -55,11 +55,7 @@ def delta_rule_by_token(
     cu_seqlens: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule over prompts, a token at a time: in float32, which vLLM's chunks lack.
-
-    Arguments and results are those of ``ChunkGatedDeltaRule.forward_native``. It takes the place of
-    that method where engines are compared exactly.
-    """
+    """``forward_native`` of the delta rule, a token at a time: in float32, not in chunks."""
     import torch
 
     assert cu_seqlens is not None

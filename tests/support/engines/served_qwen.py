@@ -42,17 +42,7 @@ _ROPE: dict[str, Any] = {
 
 
 def write_served_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -> Path:
-    """Write a random Qwen3.5 with three layers of a vision tower.
-
-    Args:
-        folder: written, tokenizer and processor included.
-        experts: whether it has four experts per layer, of which a token asks for two.
-        **sizes: other sizes of the text model than the tiny ones, as `text_sizes` takes them.
-
-    Returns:
-        ``folder``, which serves as the target and as the draft of ``method: mtp``. The module often
-        drafts what the target says.
-    """
+    """Write a random Qwen3.5 with three layers of a vision tower."""
     # Its tokenizer, processor and tower are those of Qwen3-VL.
     other = json.loads((write_qwen3_vl(folder) / "config.json").read_text())
     text = _text(experts, **sizes)
@@ -69,10 +59,7 @@ def write_served_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -
 
 
 def write_text_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -> Path:
-    """Write the text model alone; arguments and result are those of `write_served_qwen3_5`.
-
-    It has no tokenizer.
-    """
+    """Write the text model alone; arguments and result are those of `write_served_qwen3_5`."""
     return _write(folder, ("ForCausalLM", "TextConfig", experts), _text(experts, **sizes))
 
 
@@ -133,12 +120,6 @@ def rows_at_their_slots() -> Iterator[None]:
 
 
 def image_request(text: str, sizes: Sequence[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
-    """A request with images of random pixels before a text.
-
-    Args:
-        text: what comes after the images.
-        sizes: heights and widths of the images, in pixels.
-        seed: of the pixels.
-    """
+    """A request with images of random pixels before a text."""
     images = [noise_image(*size, seed=seed + index) for index, size in enumerate(sizes)]
     return {"prompt": IMAGE * len(images) + text, "multi_modal_data": {"image": images}}

@@ -91,14 +91,7 @@ class UpstreamError(GraftError):
 
 @dataclass(frozen=True)
 class Swap:
-    """A replacement in one of vLLM's test files.
-
-    Attributes:
-        path: of the file, from the root of vLLM's repository.
-        old: text that stands there.
-        new: text to put in its place.
-        count: how often ``old`` stands there; another number is an error.
-    """
+    """A replacement in one of vLLM's test files."""
 
     path: str
     old: str
@@ -146,15 +139,7 @@ def version() -> str:
 
 
 def fetch(cache: Path | None = None) -> Path:
-    """Folder that holds ``tests`` of the installed vLLM.
-
-    Args:
-        cache: where to keep it; the user's cache folder by default.
-
-    Raises:
-        NoNetworkError: it is not in the cache, and the package index cannot be reached.
-        UpstreamError: pip fails otherwise, or the file is not the one that is expected.
-    """
+    """Folder that holds ``tests`` of the installed vLLM."""
     wanted = version()
     if cache is None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -231,18 +216,7 @@ def _extract(archive: Path, target: Path) -> Path:
 
 
 def run(suite: Suite, source: Path, work: Path, timeout: float = 600) -> Outcome:
-    """Run a suite in a process of its own.
-
-    Args:
-        suite: what to run.
-        source: what :func:`fetch` returned; it is left as it is.
-        work: an empty folder to work in.
-        timeout: seconds after which the process is killed.
-
-    Raises:
-        UpstreamError: a replacement does not fit the files, a deselected test does not exist, or
-            pytest could not run the files at all.
-    """
+    """Run a suite in a process of its own."""
     _prepare(suite, source, work)
     report = work / "report.xml"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]

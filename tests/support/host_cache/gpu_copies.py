@@ -44,12 +44,7 @@ class GpuRig:
         return rig
 
     def _start(
-        self,
-        caches: dict[str, torch.Tensor],
-        delay: int,
-        fp8: bool,
-        driver: Any,
-        ring: Any = None,
+        self, caches: dict[str, torch.Tensor], delay: int, fp8: bool, driver: Any, ring: Any = None
     ) -> None:
         from vllm_graft.hicache.copies.fp8_kernel import convert_runs
         from vllm_graft.hicache.copies.streams import StreamCopyEngine

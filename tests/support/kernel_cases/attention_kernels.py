@@ -35,21 +35,7 @@ def attention_cases(
     plan: Plan | None = None,
     native: int = 0,
 ) -> list[KernelCase]:
-    """Cases of the kernel of splits and of the one that combines them.
-
-    Args:
-        dtype: Triton's name of the query's dtype.
-        head: Elements of a head.
-        rows: Rows of a tree, or of a level.
-        draft: Whether it is a level of a draft.
-        fp8: Whether the cache is e4m3.
-        crowded: As in `Tile.choose`.
-        window: As in a `TreeBatch`.
-        chunked: Likewise.
-        plan: How to compute; if None, the tile of devices that load without stages, and splits.
-        native: What the kernel does with an e4m3 query and cache, as `e4m3.Native.form`; 0 for a
-            query in `dtype`.
-    """
+    """Cases of the kernel of splits and of the one that combines them."""
     from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
     from vllm_graft.spec_decode.kernels.attention.e4m3 import PACKED, PLAIN
 

@@ -38,15 +38,7 @@ _SIZES = {
 def _rows_case(
     decay: Decay, dtype: str, state: str, *, chunk: int = 0, bounded: bool = False
 ) -> KernelCase:
-    """A kernel over the rows of trees.
-
-    Args:
-        decay: the kind of decay.
-        dtype: of rows.
-        state: dtype of states.
-        chunk: rows of a chunk; 0 for the kernel that takes one row after another.
-        bounded: whether logarithms of decays have a lower bound.
-    """
+    """A kernel over the rows of trees."""
     selective, sizes = decay is Decay.SELECTIVE, _SIZES[decay]
     values, warps = tile_of(decay, sizes["VALUE"])
     given = {
@@ -129,11 +121,7 @@ def _fold_case(dtype: str, state: str, decay: Decay, *, by_prefix: bool) -> Kern
     )
 
 
-_MOVES = {
-    "*i64": "tables",
-    "*i32": "path num_sampled num_drafts seq_lens",
-    "i32": "path_stride",
-}
+_MOVES = {"*i64": "tables", "*i32": "path num_sampled num_drafts seq_lens", "i32": "path_stride"}
 
 
 def _move_cases(unit: str, size: int, by_prefix: bool) -> list[KernelCase]:

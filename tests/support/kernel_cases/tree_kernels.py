@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.kernel_cases.attention_kernels import attention_cases
 from tests.support.kernel_cases.latent_kernels import LATENT_CASES
-from tests.support.kernel_cases.ngram_kernels import NGRAM_CASES
+from tests.support.kernel_cases.ngram_kernels import HISTORY_CASES, NGRAM_CASES
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
     moved_block,
@@ -347,6 +347,7 @@ CASES: list[KernelCase] = [
     *_finish_cases(topk=32, steps=12, nodes=63),
     *_finish_cases(topk=8, steps=6, nodes=63, extra=63),
     *NGRAM_CASES,
+    *HISTORY_CASES,
     *_step_cases(),
     *_topk_cases("bf16", topk=8, vocab=32_000, mapped=True),
     *_topk_cases("fp32", topk=32, vocab=128_256, mapped=False),

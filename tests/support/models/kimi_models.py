@@ -22,19 +22,7 @@ def write_kimi_linear(
     layers: int = 4,
     dtype: str = "float32",
 ) -> Path:
-    """Write a random Kimi Linear whose layers are dense; half of them have KDA, half MLA.
-
-    Args:
-        folder: written.
-        heads: heads of layers of both kinds.
-        head: size of the heads of KDA, 128 in the published model.
-        hidden: size of a hidden state.
-        layers: how many there are.
-        dtype: of the weights.
-
-    Returns:
-        ``folder``.
-    """
+    """Write a random Kimi Linear whose layers are dense; half of them have KDA, half MLA."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -31,14 +31,6 @@ def write_deepseek(
 
     Each token of a greedy continuation depends on the tokens before it: attention has as much
     weight as the residual stream.
-
-    Args:
-        folder: written, and returned.
-        heads: query heads.
-        hidden: size of a hidden state.
-        layers: how many there are.
-        device: draws the weights, each kind of device its own; a GPU draws large ones sooner.
-        **others: other sizes of ``DeepseekV2Config``, those of experts for example.
     """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -79,9 +71,6 @@ def write_target(folder: Path, heads: int = HEADS) -> Path:
     first, which rotations do not notice. So it mostly predicts what the target will, by means of
     its own keys; it errs where the first token counts, and by the states of the target that are
     mixed into its input.
-
-    Returns:
-        ``folder``, which serves as the target and as the draft of ``method: mtp``.
     """
     from vllm_graft.testing.models.llama import write_checkpoint, write_tokenizer
 

@@ -12,17 +12,7 @@ RANK = 4
 
 
 def write_adapter(folder: Path, target: str, seed: int, *, head: bool) -> str:
-    """Write an adapter of rank 4 on the queries and values of a target.
-
-    Args:
-        folder: is made.
-        target: folder of the target's checkpoint.
-        seed: of the weights.
-        head: whether the output head is adapted too.
-
-    Returns:
-        The folder.
-    """
+    """Write an adapter of rank 4 on the queries and values of a target."""
     from safetensors.torch import save_file
 
     config: dict[str, Any] = json.loads((Path(target) / "config.json").read_text())

@@ -32,11 +32,7 @@ def write_qwen3_next(folder: Path, **given: Any) -> Path:
         "num_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
     return _write_with_module(
-        folder,
-        Qwen3NextForCausalLM,
-        Qwen3NextConfig,
-        "num_nextn_predict_layers",
-        **experts | given,
+        folder, Qwen3NextForCausalLM, Qwen3NextConfig, "num_nextn_predict_layers", **experts | given
     )
 
 
@@ -44,16 +40,11 @@ def write_qwen3_5(folder: Path, **given: Any) -> Path:
     """Write the text model of a random dense Qwen3.5 with an MTP module.
 
     Args:
-        folder: written.
-        heads: heads of keys and of values in recurrent layers. Default: 1 and 2.
-        head: size of the heads of recurrent layers, 128 in the published models. Default: 16.
-        hidden: size of a hidden state. Default: 64.
-        layers: how many there are, a multiple of the number of ``kinds``. Default: 4.
+        heads: heads of keys and of values in recurrent layers, 1 and 2 unless given.
+        head: size of the heads of recurrent layers, 128 in the published models.
+        layers: how many there are, a multiple of the number of ``kinds``.
         kinds: kinds of layers, over and over; the last one has full attention, as the module has.
-            Default: one with a recurrence, one with attention.
-        dtype: of the weights. Default: ``"float32"``.
         edit: changes the weights, given by their names, before they are saved.
-        **sizes: other sizes of ``Qwen3_5TextConfig``.
 
     Returns:
         ``folder``, which serves as the target and as the draft of ``method: mtp``.
@@ -75,15 +66,7 @@ def _write_with_module(
     edit: Edit | None = None,
     **sizes: Any,
 ) -> Path:
-    """Write a random model with the gated delta rule, and an MTP module like its last layer.
-
-    Args:
-        folder: written.
-        model_class: of transformers.
-        config_class: of transformers.
-        modules: the configuration's name of the number of modules.
-        dtype: as in :func:`write_qwen3_5`, and so are the others.
-    """
+    """Write a random model with the gated delta rule, and an MTP module like its last layer."""
     import torch
 
     torch.manual_seed(0)
@@ -101,10 +84,7 @@ def text_sizes(
     kinds: tuple[str, ...] = ("linear_attention", "full_attention"),
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Values of the configuration of a text model with the gated delta rule.
-
-    The arguments are those of :func:`write_qwen3_5`.
-    """
+    """Values of the configuration of a text model with the gated delta rule."""
     return {
         "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -121,18 +101,7 @@ def text_sizes(
 def save_with_module(
     folder: Path, model: Any, modules: str, *, dtype: str = "float32", edit: Edit | None = None
 ) -> Path:
-    """Save a random model and an MTP module like its last layer, which has full attention.
-
-    Args:
-        folder: written; what else lies there stays.
-        model: of transformers, with or without a vision tower.
-        modules: the name of the number of modules in the text model's configuration.
-        dtype: of the weights.
-        edit: changes the weights, given by their names, before they are saved.
-
-    Returns:
-        ``folder``.
-    """
+    """Save a random model and an MTP module like its last layer, which has full attention."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -169,18 +138,7 @@ def save_with_module(
 def write_nemotron_h(
     folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
 ) -> Path:
-    """Write a random Nemotron-H: of six layers two have Mamba-2, two attention, two an MLP.
-
-    Args:
-        folder: written.
-        heads: heads of the layers with Mamba-2.
-        head: size of such a head, 64 in the published models.
-        state: numbers per dimension of a head, 128 in the published models.
-        hidden: size of a hidden state.
-
-    Returns:
-        ``folder``.
-    """
+    """Write a random Nemotron-H: of six layers two have Mamba-2, two attention, two an MLP."""
     import torch
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
@@ -200,10 +158,7 @@ def write_nemotron_h(
 def write_falcon_h1(
     folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
 ) -> Path:
-    """Write a random Falcon-H1: each of two layers has attention and Mamba-2 side by side.
-
-    The arguments are those of :func:`write_nemotron_h`.
-    """
+    """Write a random Falcon-H1: each of two layers has attention and Mamba-2 side by side."""
     import torch
     from transformers import FalconH1Config, FalconH1ForCausalLM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def learned(answers: Iterable[Sequence[int]]) -> dict[int, list[int]]:
         if after not in found.setdefault(token, []):
             found[token].append(after)
     return found
+
+
+def table_trees(draft: Path | None = None, **tree: Any) -> dict[str, Any]:
+    """Options of an engine with trees of 7 nodes from the table, beside a head or in its place."""
+    speculative: dict[str, Any] = {"num_speculative_tokens": 7}
+    if draft is None:
+        speculative |= {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    else:
+        speculative |= {"method": "eagle3", "model": str(draft)}
+    keys = {"topk": 2, "steps": 4, "drafter": "table" if draft else "table_alone", **tree}
+    return {"speculative_config": speculative, "additional_config": {"graft": {"tree": keys}}}
 
 
 def following(tokens: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,13 +30,7 @@ Frontiers = dict[int, list[Node]]
 def compared(
     monkeypatch: pytest.MonkeyPatch, *, chains: int = 4, tolerance: float = 1e-3
 ) -> Iterator[Seen]:
-    """Compare each tree that is drafted inside; requests are to be greedy.
-
-    Args:
-        monkeypatch: of the test.
-        chains: in how many steps the draft runs again along each path.
-        tolerance: of the logits of these runs.
-    """
+    """Compare each tree that is drafted inside; requests are to be greedy."""
     seen = Seen()
     stock, logits_of = TreeDrafting.grow_and_choose, DraftHead.logits
     dumped: list[torch.Tensor] = []

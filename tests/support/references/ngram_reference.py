@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
 from vllm_graft.spec_decode.trees.shape import num_candidates
@@ -26,12 +27,7 @@ class Match(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """A second text in which matches are found.
-
-    Attributes:
-        first: place of its first token; those of a text are smaller.
-        tokens: its pieces with a `BORDER` between two.
-    """
+    """A second text in which matches are found."""
 
     first: int
     tokens: Sequence[int]
@@ -74,10 +70,7 @@ def last_match(text: Sequence[int], min_n: int, max_n: int) -> Match | None:
 def continuation(
     text: Sequence[int], start: int, count: int, reference: Reference = NO_REFERENCE
 ) -> list[int]:
-    """``count`` tokens from a place on, where the text goes on with what is returned.
-
-    A piece of a reference may have fewer.
-    """
+    """``count`` tokens from a place on, where the text goes on with what is returned."""
     if start >= reference.first:
         return reference.behind(start, count)
     text = list(text)
@@ -88,11 +81,7 @@ def continuation(
 
 
 def observed(
-    text: Sequence[int],
-    match: Match,
-    before: int,
-    depth: int,
-    reference: Reference = NO_REFERENCE,
+    text: Sequence[int], match: Match, before: int, depth: int, reference: Reference = NO_REFERENCE
 ) -> tuple[int, int]:
     """How a match of the first ``before`` tokens did: tokens that were compared, and equal ones."""
     come = list(text[before : before + depth])
@@ -174,12 +163,7 @@ def several_matches(
 
 
 class Trie:
-    """The nodes of some paths by their tokens from the root.
-
-    Attributes:
-        scores: log-probability of each node.
-        owners: number of the best match through each node.
-    """
+    """The nodes of some paths by their tokens from the root."""
 
     def __init__(self, paths: Sequence[tuple[Sequence[int], float]]) -> None:
         """Make the nodes of paths, each with the rate of its match, best first."""
@@ -196,3 +180,55 @@ class Trie:
                 self.scores[node] = self.scores[node[:-1]] + own
                 self.owners[node] = number
                 siblings.append(rate)
+
+
+Node = tuple[int, ...]
+
+
+def trie_of(
+    text: Sequence[int],
+    state: Any,
+    rates: Sequence[float],
+    depth: int,
+    vocab: int,
+    tokens: Sequence[int] = (),
+) -> Trie:
+    """The trie of the matches in a text and in the tokens of a reference."""
+    paths, reference = [], Reference(state.width, tokens)
+    for match in several_matches(
+        text, state.min_n, state.max_n, state.matches, reference=reference
+    ):
+        path = continuation(text, match.start, depth, reference)
+        bad = [place for place, token in enumerate(path) if not 0 <= token < vocab]
+        rate = rates[match.length + (state.lengths if match.start >= state.width else 0)]
+        paths.append((path[: bad[0] if bad else depth], rate))
+    return Trie(paths)
+
+
+def nodes_in(table: Any, row: int, first: int, matches: int, depth: int) -> dict[Node, float]:
+    """The nodes of a table's row, by their tokens from the root, with their scores."""
+    scores, tokens, parents = (
+        each[row].tolist() for each in (table.scores, table.tokens, table.parents)
+    )
+    paths: dict[int, Node] = {-1: ()}
+    found: dict[Node, float] = {}
+    for column in range(first, first + matches * depth):
+        if scores[column] == -math.inf:
+            continue
+        parent = parents[column]
+        assert parent < column
+        assert parent < 0 or scores[column] <= scores[parent]
+        node = paths[column] = (*paths[parent], tokens[column])
+        assert len(node) == (column - first) // matches + 1
+        if scores[column] > -1e19:
+            assert node not in found
+            found[node] = scores[column]
+    return found
+
+
+def check_nodes(found: dict[Node, float], trie: Trie) -> None:
+    """Compare what a table has with the reference."""
+    expected = {node: score for node, score in trie.scores.items() if node}
+    assert found.keys() == expected.keys()
+    for node, score in found.items():
+        assert score == pytest.approx(expected[node], rel=1e-4, abs=1e-4)

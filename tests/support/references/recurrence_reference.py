@@ -60,17 +60,9 @@ def tree_conv_reference(
 
 
 def descend(
-    states: torch.Tensor,
-    which: RecurrentRows,
-    advance: Callable[[int, torch.Tensor], torch.Tensor],
+    states: torch.Tensor, which: RecurrentRows, advance: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Let each row continue its parent's state, and store what it leaves in its column.
-
-    Args:
-        states: ``[num_blocks, ...]``.
-        which: which row continues which, and the columns.
-        advance: makes a row's state, f32, of the row's number in the batch and the state before it.
-    """
+    """Let each row continue its parent's state, and store what it leaves in its column."""
     for first, count, req in requests(which):
         columns = which.columns[req].tolist()
         before = columns[int(which.num_accepted[req]) - 1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,9 +52,6 @@ def eagle2_tree(level_logps: list[torch.Tensor], num_nodes: int) -> list[Node]:
         level_logps: f32 ``[topk]`` for the root's children, then for each further level
             ``[topk, topk]``: log-probabilities of the children of each frontier node.
         num_nodes: Nodes to keep.
-
-    Returns:
-        The nodes, best first; ``parent`` is a node number, 0 for the root, 1 for the first node.
     """
     topk = level_logps[0].shape[0]
     candidates: list[tuple[torch.Tensor, int, int]] = []  # score, parent candidate, depth
@@ -311,3 +310,21 @@ def follow_path_reference(
     for before, after in zip(rows, moved, strict=True):
         for t in range(num_tokens):
             after[t] = before[source[t]]
+
+
+def finish_and_compare(
+    finish: Callable[..., None], table: Any, num_reqs: int, *args: Any, **extra: Any
+) -> None:
+    """Finish trees by `finish`, called as `finish_tree`, and by the reference."""
+    *sizes, slots, tree, drafts = args
+    finish(table, num_reqs, *args, **extra)
+    nodes = extra.get("extra_nodes")
+    other = type(tree)(*(each.clone() for each in vars(tree).values()))
+    again, marked = drafts.clone(), None if nodes is None else nodes.clone()
+    reference: Callable[..., None] = finish_tree_reference
+    reference(table, num_reqs, *sizes, slots, other, again, **{**extra, "extra_nodes": marked})
+    ours, theirs = [*vars(tree).values(), drafts], [*vars(other).values(), again]
+    if nodes is not None:
+        ours, theirs = [*ours, nodes], [*theirs, marked]
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, expected)

@@ -19,14 +19,7 @@ from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, TreeAt
 
 @dataclass
 class Compared:
-    """How many rows were compared.
-
-    Attributes:
-        levels: rows of a tree's levels.
-        accepted: rows of the pass over what was accepted, and of prompts.
-        narrower: those among all of them that did not see the whole text.
-        otherwise: those among these whose output would be another one without the window.
-    """
+    """How many rows were compared."""
 
     levels: int = 0
     accepted: int = 0
@@ -60,13 +53,7 @@ class _Row:
 def compared(
     monkeypatch: pytest.MonkeyPatch, window: int, *, tolerance: float = 1e-4
 ) -> Iterator[Compared]:
-    """Compare every pass of the draft's layers inside with the rows' own windows.
-
-    Args:
-        monkeypatch: of the test.
-        window: tokens of the window.
-        tolerance: of the outputs.
-    """
+    """Compare every pass of the draft's layers inside with the rows' own windows."""
     seen = Compared()
     stock = TreeAttentionMixin.forward
 

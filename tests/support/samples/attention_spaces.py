@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
-from vllm_graft.spec_decode.trees.batch import (
-    DraftBatch,
-    LatentBatch,
-    LatentDraftBatch,
-    TreeBatch,
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
 )
+from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
+from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, LatentDraftBatch, TreeBatch
 
 Batch = TreeBatch | DraftBatch | LatentBatch | LatentDraftBatch
 
@@ -43,3 +47,60 @@ def check_rows(out: torch.Tensor, wanted: torch.Tensor, relative: float) -> None
 def nans(query: torch.Tensor) -> torch.Tensor:
     """An output for a query, in which rows that nothing has written are NaN."""
     return torch.full_like(query, float("nan"), memory_format=torch.contiguous_format)
+
+
+def wanted_of(problem: TreeBatch | DraftBatch) -> torch.Tensor:
+    """The plain result in float32 of the same inputs; NaN where nothing is computed."""
+    query = problem.query
+    out = torch.full(query.shape, float("nan"), device=query.device)
+    if isinstance(problem, DraftBatch):
+        draft_attention_reference(problem, out)
+    else:
+        tree_attention_reference(problem, out)
+    return out
+
+
+def attend(
+    problem: TreeBatch | DraftBatch,
+    max_splits: int,
+    dtype: torch.dtype = torch.bfloat16,
+    **how: Any,
+) -> torch.Tensor:
+    """The kernel's output, NaN where nothing is computed; the workspace holds NaN before."""
+    query, space = problem.query, nan_space(problem, max_splits)
+    out = torch.full(query.shape, float("nan"), dtype=dtype, device=query.device)
+    if isinstance(problem, DraftBatch):
+        draft_attention(problem, out, workspace=space, **how)
+    else:
+        tree_attention(problem, out, workspace=space, **how)
+    return out
+
+
+def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture the call in a graph; it is compiled before."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+SmallBatch = TypeVar("SmallBatch", TreeBatch, DraftBatch)
+
+QUERY_SCALE = 0.3
+"""No power of 2, so that a product with it is rounded in 16 bits."""
+
+
+def with_small_query(problem: SmallBatch) -> SmallBatch:
+    """The problem with its query in e4m3, and a scale."""
+    scale = torch.tensor(QUERY_SCALE, device=problem.query.device)
+    query = (problem.query.float() / scale).to(torch.float8_e4m3fn)
+    return replace(problem, query=query, q_scale=scale)
+
+
+def converted(problem: SmallBatch) -> SmallBatch:
+    """The same, converted to bfloat16 as a layer does where kernels take no e4m3 query."""
+    assert problem.q_scale is not None
+    query = problem.query.to(torch.bfloat16) * problem.q_scale.to(torch.bfloat16)
+    return replace(problem, query=query, q_scale=None)

@@ -10,11 +10,10 @@ import torch
 from tests.support.samples.recurrent_samples import (
     DEVICE,
     Heads,
+    Rule,
     alone,
     deepest,
     random,
-    stock_chain_delta_rule,
-    stock_chain_key_decays,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
@@ -140,20 +139,11 @@ def stock_chain(given: Kept, lines: list[int], states: torch.Tensor, chain: Recu
     """Continue states, which change, by vLLM's kernel over rows of the batch as one chain."""
     inputs, gates = given.inputs.rows[lines], given.gates
     chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
-    if isinstance(chosen, KeyDecays):
-        stock_chain_key_decays(inputs, chosen, states, chain)
-    else:
-        stock_chain_delta_rule(inputs, chosen, states, chain, given.heads)
+    Rule(given.heads).stock(inputs, chosen, states, chain)
 
 
 def check_folded_bits(layers: Sequence[Kept], *, by_prefix: bool) -> None:
-    """Fold paths that are scattered or short; their states have the bits of vLLM's chains.
-
-    Args:
-        layers: of one pass, whose requests have 12, 9, 3 and 9 rows of random trees. The last
-            request left no inputs.
-        by_prefix: whether the states at ends of blocks of four tokens are wanted, too.
-    """
+    """Fold paths that are scattered or short; their states have the bits of vLLM's chains."""
     rows = layers[0].rows
     deep = [deepest(rows, first, size) for first, size in ((0, 12), (12, 9))]
     assert all(path != list(range(len(path))) for path in deep)

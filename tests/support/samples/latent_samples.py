@@ -13,18 +13,7 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Sizes of a problem.
-
-    Attributes:
-        rows: Tree rows of each request, 0 for one that the kernel must skip.
-        prefixes: Keys before each tree.
-        heads: Query heads.
-        rank: Numbers of a latent.
-        rope: Numbers of the rotated part.
-        block_size: Slots per block.
-        dtype: Dtype of the query, and of the latents unless ``fp8``.
-        fp8: Whether the latents are e4m3, with a scale.
-    """
+    """Sizes of a problem."""
 
     rows: tuple[int, ...]
     prefixes: tuple[int, ...]
@@ -67,10 +56,7 @@ def latent_problem(
 
 
 def with_padding(batch: LatentBatch, rows: int) -> LatentBatch:
-    """The batch with two requests more, which have no row, and `rows` rows that are of no request.
-
-    So a graph sees a batch with fewer requests than it was captured for. The rows hold NaN.
-    """
+    """The batch with two requests more, which have no row, and `rows` rows of no request."""
     if rows == 0:
         return batch
 

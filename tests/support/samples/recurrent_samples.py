@@ -10,7 +10,11 @@ import torch
 
 from tests.support.engines.kimi_layers import interpreted_kernels
 from tests.support.engines.recurrent_layers import triton_convolutions, triton_states
-from tests.support.references.recurrence_reference import path_to
+from tests.support.references.recurrence_reference import (
+    path_to,
+    tree_delta_rule_reference,
+    tree_key_decays_reference,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     DeltaGates,
     KeyDecays,
@@ -159,11 +163,7 @@ def stock_chain_conv(
 
 
 def stock_chain_delta_rule(
-    inputs: torch.Tensor,
-    gates: DeltaGates,
-    states: torch.Tensor,
-    rows: RecurrentRows,
-    heads: Heads,
+    inputs: torch.Tensor, gates: DeltaGates, states: torch.Tensor, rows: RecurrentRows, heads: Heads
 ) -> torch.Tensor:
     """Run vLLM's kernel over the rows as chains: ``[num_rows, value_heads, V]``."""
     from vllm.third_party.flash_linear_attention.ops import fused_sigmoid_gating_delta_rule_update
@@ -215,6 +215,45 @@ def stock_chain_key_decays(
             num_accepted_tokens=rows.num_accepted,
         )
     return out.squeeze(0)
+
+
+class Rule(NamedTuple):
+    """A delta rule: with a decay per head, or per key, whose logarithm may be bounded."""
+
+    heads: Heads
+    by_key: bool = False
+    lower_bound: float | None = None
+
+    def gates(self, rows: int, dtype: torch.dtype = torch.float32) -> DeltaGates | KeyDecays:
+        if self.by_key:
+            return key_decays_of(rows, self.heads, dtype, self.lower_bound)
+        return gates_of(rows, self.heads, dtype)
+
+    def looped(
+        self,
+        inputs: torch.Tensor,
+        gates: DeltaGates | KeyDecays,
+        states: torch.Tensor,
+        rows: RecurrentRows,
+    ) -> torch.Tensor:
+        """Outputs of a plain loop in float32 on the CPU, which continues the states there."""
+        given = type(gates)(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in gates))
+        if isinstance(given, KeyDecays):
+            return tree_key_decays_reference(inputs.cpu(), given, states, on_cpu(rows))
+        heads = self.heads.key_heads
+        return tree_delta_rule_reference(inputs.cpu(), given, states, on_cpu(rows), key_heads=heads)
+
+    def stock(
+        self,
+        inputs: torch.Tensor,
+        gates: DeltaGates | KeyDecays,
+        states: torch.Tensor,
+        rows: RecurrentRows,
+    ) -> torch.Tensor:
+        """Run vLLM's kernel over the rows as chains."""
+        if isinstance(gates, KeyDecays):
+            return stock_chain_key_decays(inputs, gates, states, rows)
+        return stock_chain_delta_rule(inputs, gates, states, rows, self.heads)
 
 
 def triton_selective_update(

@@ -20,12 +20,7 @@ Modality = Literal["image", "video"]
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of one call of the encoder.
-
-    Attributes:
-        modality: modality of all items.
-        grids: one grid per item.
-    """
+    """The input of one call of the encoder."""
 
     modality: Modality
     grids: tuple[Grid, ...]
@@ -38,14 +33,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Tower:
-    """A tower's shape.
-
-    Attributes:
-        name: name on the command line.
-        family: the model's family: ``qwen3_vl`` or ``qwen2_5_vl``.
-        patch: edge of a patch, in pixels.
-        vision: the model's ``vision_config``.
-    """
+    """A tower's shape."""
 
     name: str
     family: str
@@ -98,11 +86,7 @@ def tiny(tower: Tower) -> Tower:
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings that an encoder manager takes from the engine's configuration.
-
-    The defaults are vLLM's for an H200 and a server. ``budgets``, ``items`` and ``frames`` are the
-    ``encoder_cudagraph_*`` options; empty, 0 and None let the manager choose.
-    """
+    """Settings that an encoder manager takes from the engine's configuration."""
 
     max_num_batched_tokens: int = 8192
     max_model_len: int = 32768
@@ -144,13 +128,6 @@ def vllm_config(
 
     The model's part is a namespace: a real one wants a checkpoint on disk and its tokenizer. All
     else goes through vLLM's own checks, which work out what `compile_mm_encoder` compiles for.
-
-    Args:
-        limits: settings of the engine.
-        graft: the configuration under ``graft``; None is an engine without this package.
-        compiled: whether vLLM compiles the tower's parts.
-        dtype: type of the model.
-        shape: any value that tells this tower from others: its hash is the key of compiled code.
     """
     from vllm.config import CompilationConfig, MultiModalConfig, SchedulerConfig, VllmConfig
 

@@ -44,18 +44,7 @@ def attend(
     max_seqlen: Any = None,
     sequence_lengths: Any = None,
 ) -> Any:
-    """Attend within segments, without reading the segments' lengths on the host.
-
-    Args:
-        self: the layer; its scale is used.
-        query: [batch, rows, heads, head size], as are ``key``, ``value`` and the result; or with
-            the heads flattened into the last dimension.
-        key: see above.
-        value: see above.
-        cu_seqlens: int32 [segments + 1], offsets into batch * rows; None is one segment per batch.
-        max_seqlen: not needed.
-        sequence_lengths: not needed.
-    """
+    """Attend within segments, without reading the segments' lengths on the host."""
     import torch
 
     shape = query.shape

@@ -12,14 +12,7 @@ from tests.support.vision.random_towers import Limits, vllm_config
 
 @dataclass
 class Machine:
-    """The device and settings with which towers run.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        dtype: type of weights and pixels.
-        limits: settings that managers take from the engine's configuration.
-        graft: the configuration under ``graft.vit``.
-    """
+    """The device and settings with which towers run."""
 
     device: str
     dtype: Any
@@ -35,12 +28,7 @@ class Machine:
 
 
 class Arm:
-    """One way to run a model's encoder: eagerly, or through a manager with captured graphs.
-
-    Attributes:
-        manager: None where everything is run eagerly.
-        eager_calls: calls that the manager left to the model.
-    """
+    """One way to run a model's encoder: eagerly, or through a manager with captured graphs."""
 
     def __init__(self, model: Any, machine: Machine, manager: Any = None) -> None:
         self.manager = manager
@@ -49,10 +37,7 @@ class Arm:
         self._machine = machine
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """Return embeddings, one tensor per item; the device may still be at work on them.
-
-        This is what ``EncoderRunner.execute_mm_encoder`` does with one batch.
-        """
+        """Return embeddings, one tensor per item; the device may still be at work on them."""
         import torch
 
         with torch.inference_mode():

@@ -38,15 +38,7 @@ def write_qwen3_vl(
     text: dict[str, Any] | None = None,
     weights: bool = True,
 ) -> Path:
-    """A random Qwen3-VL of 3 vision and 2 text layers. Returns ``folder``.
-
-    Args:
-        folder: gets the checkpoint, tokenizer and processor included.
-        seed: of the weights.
-        vision: values of ``vision_config`` over the tiny ones.
-        text: values of ``text_config`` over the tiny ones.
-        weights: whether there are any; else for ``--load-format dummy``.
-    """
+    """A random Qwen3-VL of 3 vision and 2 text layers. Returns ``folder``."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 

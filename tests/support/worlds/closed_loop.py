@@ -1,8 +1,4 @@
-"""The tuner in closed loops: a wave of prompts, then one beside the trees whenever a request ends.
-
-`vllm-graft bench trees` measures like this: so many requests are in flight, the next begins when
-one ends, and the tuner of one engine meets other texts and batches one after another.
-"""
+"""The tuner in closed loops: a wave of prompts, then one whenever a request ends."""
 
 from __future__ import annotations
 
@@ -117,12 +113,7 @@ def against_the_best(
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model whose steps the host bounds, while the device has little to do.
-
-    Attributes:
-        part: the device's time over that of the world.
-        host_ms: milliseconds of the host in each step.
-    """
+    """A model whose steps the host bounds, while the device has little to do."""
 
     part: float = 0.25
     host_ms: float = 4.5

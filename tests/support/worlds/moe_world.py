@@ -1,11 +1,4 @@
-"""A world for the tuner: target and draft with experts, whose measured costs may be wrong.
-
-Each row of a step asks for experts of its own, so a row costs far more than in a dense model. The
-constants fit what one request took with a target shaped like Qwen3-Next on an H100, 3.68 to 7.10 ms
-with 1 to 31 nodes, within 0.2 ms. Larger batches are computed from them. A text is
-the chances that a draft's first, second, third and fourth token is the target's; second tokens
-yield little here.
-"""
+"""A world for the tuner: target and draft with experts, whose measured costs may be wrong."""
 
 from __future__ import annotations
 
@@ -174,8 +167,6 @@ class Service:
     Attributes:
         prompts: fraction of steps that a prompt runs in, where 7 nodes are verified.
         hiccups: fraction of steps that begin ten steps which the host makes 1 to 6 ms longer.
-        ladder: how the numbers of nodes are drafted; the tuner's.
-        uses: how many steps each number of nodes was drafted in.
     """
 
     text: str

@@ -77,12 +77,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.state = NgramState.allocate(
-            self.min_n,
-            self.max_n,
-            self.max_reqs,
-            self.width,
-            self.device,
-            reference=self.reference,
+            self.min_n, self.max_n, self.max_reqs, self.width, self.device, reference=self.reference
         )
         self.rates = self.state.rates.tolist()
         self.pending: dict[int, list[int]] = {}
@@ -121,10 +116,7 @@ class World:
         text += come
 
     def step(self, slots: list[int], levels: int, num_nodes: int) -> tuple[list[Candidates], ...]:
-        """Run the kernels and the references over a batch; -1 is padding.
-
-        Returns the tables before the step, and after it by the kernels and by the references.
-        """
+        """Run the kernels and the references over a batch; -1 is padding."""
         shape, rows = self.shape, len(slots)
         before = random_table(shape, levels, rows, self.vocab, self.rng)
         table = self._table(before)

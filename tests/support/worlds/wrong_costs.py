@@ -72,13 +72,9 @@ class World:
     """One batch size and text.
 
     Attributes:
-        batch: number of requests.
         ms: milliseconds of a step without prompts, by number of nodes.
         told: what the start measured.
         lengths: mean tokens per step of a request.
-        emit: draws the tokens of one request by nodes, its offset, and the generator.
-        levels: levels of the trees.
-        experts: whether the tuner knows of experts.
         later: by what the time of all steps is multiplied from step `LATER` on.
         context: K/V tokens of each request.
         other: the same batch with other contexts, which comes and goes every `TURN` steps.
@@ -149,12 +145,7 @@ def qwen(batch: int, *, right: bool) -> World:
 
 
 def far(*, rows: bool = True, near: bool = False) -> World:
-    """A target at contexts of 33k tokens.
-
-    Args:
-        rows: whether these cost more with more nodes.
-        near: whether short contexts come first, and then take turns with the long ones.
-    """
+    """A target at contexts of 33k tokens."""
     short = {nodes: ms + OTHER_MS for nodes, ms in FAR_TOLD.items()}
     ms = FAR if rows else {nodes: each + ALIKE_MS for nodes, each in short.items()}
     # Steps with prompts verify 7 nodes.
@@ -210,11 +201,7 @@ def experts(text: str, batch: int, slope: float = 1.0) -> World:
 
 
 def shares(world: World, marks: Sequence[int], seed: int) -> list[float]:
-    """Serve a batch; return throughput over that of the best number, exploration included.
-
-    Returns:
-        One number per mark, in steps: of the steps up to it, and behind the mark before it.
-    """
+    """Serve a batch; return throughput over that of the best number, exploration included."""
     rng, tuner = random.Random(seed), world.tuner()
     offsets, left = [0.0] * world.batch, [0] * world.batch
     verified = previous = -1

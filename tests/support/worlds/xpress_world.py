@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.references.refined_reference import RefinerHead
+from tests.support.references.block_reference import RefinerHead
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.xpress"
-_NAMES = {
-    "mlp.gate_proj": "mlp_gate",
-    "mlp.up_proj": "mlp_up",
-    "mlp.down_proj": "mlp_down",
-}
+_NAMES = {"mlp.gate_proj": "mlp_gate", "mlp.up_proj": "mlp_up", "mlp.down_proj": "mlp_down"}
 """Names of the checkpoint that are other attributes of the refiner."""
 
 

@@ -10,12 +10,11 @@ import pytest
 
 from tests.support.answers.text_requests import shortened
 from tests.support.engines import block_engines
-from tests.support.engines.block_engines import GREEDY, SEEDED, block_engine
+from tests.support.engines.block_engines import FROM_LAST, GREEDY, SEEDED, TEXTS, block_engine
 from tests.support.engines.pairs import Answer, Pair, answer_all, differing
 from tests.support.models.block_drafts import write_block_target, write_xpress
-from tests.support.models.block_pairs import FROM_LAST, TEXTS
 from tests.support.references.block_reference import compared
-from tests.support.watches.emitted import emitted
+from tests.support.watches import emitted
 from tests.support.worlds.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.block.refined import Refiner
 from vllm_graft.testing import model_runner, spec_metrics

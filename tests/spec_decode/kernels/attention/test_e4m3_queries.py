@@ -1,4 +1,4 @@
-"""Attention with e4m3 queries beside an e4m3 cache, in both forms, against float32."""
+"""E4m3 in attention: each number becomes itself, and queries beside a cache, against float32."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
 from tests.support.samples.attention_samples import UNTOUCHED, draft_problem
-from tests.support.samples.attention_spaces import nan_space
-from tests.support.samples.e4m3_queries import converted, with_small_query
+from tests.support.samples.attention_spaces import converted, nan_space, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     Plan,
@@ -24,7 +26,16 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     choose_plan,
     native_bytes,
 )
-from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native, native
+from vllm_graft.spec_decode.kernels.attention.e4m3 import (
+    HALVES,
+    PACKED,
+    PLAIN,
+    PRODUCTS,
+    Native,
+    conversion,
+    load_rows,
+    native,
+)
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     plan_of,
@@ -68,8 +79,7 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("shape", TREES, ids=str)
+@pytest.mark.parametrize(("shape", "form"), crossed(TREES, FORMS))
 def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e4m3, "NATIVE", form)
     problem = tree_problem(replace(shape, fp8=True, dtype=torch.bfloat16), DEVICE)
@@ -79,9 +89,7 @@ def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPa
     assert error(replace(problem, soft_cap=5.0)) < WEIGHTS
     # Bytes are the same numbers, and scales may be missing.
     raw = replace(
-        problem,
-        query=problem.query.view(torch.uint8),
-        kv_cache=problem.kv_cache.view(torch.uint8),
+        problem, query=problem.query.view(torch.uint8), kv_cache=problem.kv_cache.view(torch.uint8)
     )
     assert error(replace(raw, q_scale=None, k_scale=None, v_scale=None)) < WEIGHTS
 
@@ -226,3 +234,88 @@ def test_a_batch_with_an_e4m3_query_has_such_a_plan(monkeypatch: pytest.MonkeyPa
     space = replace(nan_space(problem, 4), multiprocessors=132, capability=(9, 0))
     assert plan_of(with_small_query(problem), space).tile == Tile(128, 64, 8, 3)
     assert plan_of(problem, space).tile == Tile(64, 64, 4, 3)
+
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+NAN = [0x7F, 0xFF]
+"""Bytes that are no numbers. A cache holds none, as vLLM saturates what it writes."""
+
+
+@triton.jit
+def _convert(cache, out, FP8: tl.constexpr):
+    place = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    rows = load_rows(cache + place, place < 256, out.dtype.element_ty, FP8)
+    tl.store(out + place, rows)
+
+
+def all_numbers_of(dtype: torch.dtype, form: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel and PyTorch make of all bytes that are numbers."""
+    cache = torch.arange(256, dtype=torch.uint8, device=device)
+    if form == HALVES:
+        cache = cache.view(torch.float8_e4m3fn)
+    out = torch.zeros(256, dtype=dtype, device=device)
+    _convert[(1,)](cache, out, FP8=form)
+    expected = cache.view(torch.float8_e4m3fn).to(dtype)
+    numbers = torch.ones(256, dtype=torch.bool)
+    numbers[NAN] = False
+    return out.cpu()[numbers], expected.cpu()[numbers]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_numbers(dtype: torch.dtype) -> None:
+    found, expected = all_numbers_of(dtype, PLAIN, "cpu")
+    assert expected.isfinite().all()
+    # Bit for bit, the sign of zero as well.
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_all_numbers_in_fp16() -> None:
+    found, expected = all_numbers_of(torch.float16, HALVES, "cpu")
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="the device has no instructions for e4m3",
+)
+def test_a_device_converts_all_numbers_to_fp16() -> None:
+    found, expected = all_numbers_of(torch.float16, HALVES, "cuda")
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("form", [PLAIN, PACKED])
+def test_all_numbers_on_a_device(form: int, dtype: torch.dtype) -> None:
+    found, expected = all_numbers_of(dtype, form, "cuda")
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_numbers_are_packed_where_there_are_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NVIDIA GPUs, in 16 bits; a tensor without memory stands for one there."""
+    cache = {device: torch.empty(4, dtype=torch.uint8, device=device) for device in ("cpu", "meta")}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert conversion(cache["meta"], torch.bfloat16) == PACKED
+    assert conversion(cache["meta"].view(torch.float8_e4m3fn), torch.float16) == PACKED
+    assert (
+        conversion(cache["meta"], torch.float32)
+        == conversion(cache["cpu"], torch.bfloat16)
+        == PLAIN
+    )
+    assert conversion(cache["cpu"].to(torch.bfloat16), torch.bfloat16) == 0
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert conversion(cache["meta"], torch.bfloat16) == PLAIN
+
+
+def test_beside_an_e4m3_query_nothing_is_converted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = torch.empty(4, dtype=torch.uint8, device="meta")
+    for query in (torch.uint8, torch.float8_e4m3fn):
+        monkeypatch.setattr(e4m3, "NATIVE", None)
+        assert conversion(cache, query) == HALVES
+        monkeypatch.setattr(e4m3, "NATIVE", Native(PRODUCTS))
+        assert conversion(cache, query) == PRODUCTS

@@ -7,22 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.spec_decode.kernels.attention.test_tree_attention_gpu import captured
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 from tests.support.samples.attention_samples import draft_problem
-from tests.support.samples.attention_spaces import check_rows, nan_space
-from tests.support.samples.e4m3_queries import converted, with_small_query
+from tests.support.samples.attention_spaces import (
+    attend,
+    captured,
+    check_rows,
+    converted,
+    nan_space,
+    wanted_of,
+    with_small_query,
+)
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
-from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,22 +49,6 @@ SHAPES = [
 ]
 
 
-def attend(problem: TreeBatch | DraftBatch) -> torch.Tensor:
-    out = torch.full(problem.query.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
-    call = draft_attention if isinstance(problem, DraftBatch) else tree_attention
-    call(problem, out, workspace=nan_space(problem, 16))  # type: ignore[arg-type]
-    return out
-
-
-def wanted_of(problem: TreeBatch | DraftBatch) -> torch.Tensor:
-    out = torch.full(problem.query.shape, float("nan"), device="cuda")
-    if isinstance(problem, DraftBatch):
-        draft_attention_reference(problem, out)
-    else:
-        tree_attention_reference(problem, out)
-    return out
-
-
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +56,7 @@ def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPa
     shape = replace(shape, fp8=True, dtype=torch.bfloat16)
     problem = with_small_query(tree_problem(shape, "cuda"))
     for batch in (problem, replace(problem, max_seq_len=32768, soft_cap=20.0)):
-        check_rows(attend(batch), wanted_of(batch), RELATIVE)
+        check_rows(attend(batch, 16), wanted_of(batch), RELATIVE)
 
 
 @pytest.mark.parametrize("form", FORMS[::5], ids=str)
@@ -88,7 +71,7 @@ def test_levels_of_a_draft(
         head_size=head_size, fp8=True, dtype=torch.bfloat16,
     )  # fmt: skip
     problem = with_small_query(draft_problem(shape, topk, 6, 4, "cuda"))
-    check_rows(attend(problem), wanted_of(problem), 2e-2)
+    check_rows(attend(problem, 16), wanted_of(problem), 2e-2)
 
 
 def peaked(head_size: int) -> TreeBatch:
@@ -113,13 +96,13 @@ def test_sums_of_products_are_accurate(head_size: int, monkeypatch: pytest.Monke
     wanted = wanted_of(problem)
     for form, bound in ((HALVES, 4e-3), (PRODUCTS, 1e-2)):
         monkeypatch.setattr(e4m3, "NATIVE", Native(form, 64))
-        check_rows(attend(problem), wanted, bound)
+        check_rows(attend(problem, 16), wanted, bound)
     # Negative control: such a bound sees keys in which a sixteenth of a head is missing.
     cache = problem.kv_cache.float()
     cache[..., : head_size // 16] = 0
     other = replace(problem, kv_cache=cache.to(torch.float8_e4m3fn))
     with pytest.raises(AssertionError):
-        check_rows(attend(other), wanted, 1e-2)
+        check_rows(attend(other, 16), wanted, 1e-2)
 
 
 def test_the_same_as_the_layer_computes_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +110,7 @@ def test_the_same_as_the_layer_computes_without(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(e4m3, "NATIVE", Native(HALVES, 128))
     shape = replace(SHAPES[2], fp8=True, dtype=torch.bfloat16)
     problem = with_small_query(tree_problem(shape, "cuda"))
-    check_rows(attend(converted(problem)), wanted_of(problem), 2e-2)
+    check_rows(attend(converted(problem), 16), wanted_of(problem), 2e-2)
     space = nan_space(problem, 16)
     out = torch.full(problem.query.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
     graph = captured(lambda: tree_attention(problem, out, workspace=space))

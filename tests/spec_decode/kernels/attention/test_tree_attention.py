@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
@@ -57,8 +58,7 @@ FLOAT32 = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("shape", FLOAT32, ids=str)
+@pytest.mark.parametrize(("shape", "splits"), crossed(FLOAT32, [1, 3]))
 def test_tree_equals_reference(shape: AttentionShape, splits: int) -> None:
     problem = tree_problem(shape, DEVICE)
     space = nan_space(problem, 12) if splits > 1 else None
@@ -177,11 +177,9 @@ DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize(("shape", "topk", "steps", "level"), DRAFTS, ids=str)
-def test_draft_equals_reference(
-    shape: AttentionShape, topk: int, steps: int, level: int, splits: int
-) -> None:
+@pytest.mark.parametrize(("draft", "splits"), crossed(DRAFTS, [1, 2]))
+def test_draft_equals_reference(draft: tuple[AttentionShape, int, int, int], splits: int) -> None:
+    shape, topk, steps, level = draft
     problem = draft_problem(shape, topk, steps, level, DEVICE)
     space = nan_space(problem, 12) if splits > 1 else None
     error = draft_error(problem, workspace=space, num_splits=splits)

@@ -1,23 +1,27 @@
-"""The compiled kernels in bf16 against a float32 reference, eager and in replayed graphs."""
+"""The compiled kernels against a float32 reference, eager and replayed, by any plan."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
 from tests.support.samples.attention_samples import draft_problem
-from tests.support.samples.attention_spaces import nan_space, nans
-from tests.support.watches.synchronisations import refused_synchronisations
+from tests.support.samples.attention_spaces import (
+    attend,
+    captured,
+    check_rows,
+    nan_space,
+    nans,
+    wanted_of,
+)
+from tests.support.watches import refused_synchronisations
+from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
+    plan_of,
     tree_attention,
 )
 from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
@@ -67,35 +71,8 @@ def label(shape: AttentionShape) -> str:
     )
 
 
-def expected(problem: TreeBatch | DraftBatch) -> torch.Tensor:
-    """Compute in float32 from the same bf16 or e4m3 inputs; NaN where nothing is computed."""
-    if isinstance(problem, TreeBatch):
-        out = nans(problem.query).float()
-        tree_attention_reference(problem, out)
-    else:
-        out = nans(problem.query).float()
-        draft_attention_reference(problem, out)
-    return out
-
-
-def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Check that each row and head is right within 2e-2 of its norm."""
-    skipped = wanted.isnan()
-    assert torch.equal(out.isnan(), skipped)
-    error = (out.float() - wanted).nan_to_num().norm(dim=-1)
-    size = wanted.nan_to_num().norm(dim=-1)
-    assert (error <= RELATIVE * size).all(), f"{(error / size).nan_to_num().max():.4f}"
-
-
 def check_problem(problem: TreeBatch | DraftBatch) -> None:
-    """Compare a kernel's result with the reference's; the workspace holds NaN before."""
-    wanted = expected(problem)
-    out = nans(problem.query)
-    if isinstance(problem, TreeBatch):
-        tree_attention(problem, out, workspace=nan_space(problem, 32))
-    else:
-        draft_attention(problem, out, workspace=nan_space(problem, 32))
-    check(out, wanted)
+    check_rows(attend(problem, 32), wanted_of(problem), RELATIVE)
 
 
 @pytest.mark.parametrize("shape", sample_shapes(44, seed=0), ids=label)
@@ -116,32 +93,20 @@ def test_splits_agree() -> None:
         rows=(32, 9), lens=(5000, 40), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
     )
     problem = tree_problem(shape, "cuda")
-    wanted = expected(problem)
+    wanted = wanted_of(problem)
     for splits in (1, 2, 7, 32):
-        out = nans(problem.query)
-        tree_attention(problem, out, workspace=nan_space(problem, 64), num_splits=splits)
-        check(out, wanted)
+        check_rows(attend(problem, 64, num_splits=splits), wanted, RELATIVE)
 
 
 def test_without_the_mask_the_error_is_seen() -> None:
     shape = AttentionShape(rows=(32,), lens=(64,), head_size=128, dtype=torch.bfloat16)
     problem = tree_problem(shape, "cuda")
-    wanted = expected(problem)
+    wanted = wanted_of(problem)
     problem.row_masks.fill_(-1)
     out = nans(problem.query)
     tree_attention(problem, out)
     with pytest.raises(AssertionError):
-        check(out, wanted)
-
-
-def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Capture the call in a graph; it is compiled before."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
+        check_rows(out, wanted, RELATIVE)
 
 
 GRAPH_LENS = [(1000,) * 8, (40, 9000, 31, 100, 32768, 5000, 64, 35), (33,) * 8]
@@ -178,7 +143,7 @@ def test_tree_in_a_graph(group: int) -> None:
         out.fill_(float("nan"))
         workspace.acc.fill_(float("nan"))
         graph.replay()
-        check(out, expected(problem))
+        check_rows(out, wanted_of(problem), RELATIVE)
 
 
 def test_draft_in_a_graph() -> None:
@@ -200,7 +165,7 @@ def test_draft_in_a_graph() -> None:
         out.fill_(float("nan"))
         space.acc.fill_(float("nan"))
         graph.replay()
-        check(out, expected(problem))
+        check_rows(out, wanted_of(problem), RELATIVE)
 
 
 def test_no_host_synchronisation() -> None:
@@ -236,3 +201,179 @@ def test_no_host_synchronisation() -> None:
             path, count, starts, drafts, before, after, num_reqs=2, num_tokens=32, max_reqs=2
         )
     assert (count >= 1).all()
+
+
+def windowed(count: int, seed: int) -> list[AttentionShape]:
+    rng = random.Random(seed)
+    return [
+        replace(shape, window=rng.choice([1, 17, 128, 1024, 4096]), sinks=rng.random() < 0.5)
+        for shape in sample_shapes(count, seed)
+    ]
+
+
+def named(shape: AttentionShape) -> str:
+    kind = "c" if shape.chunked else "w"
+    return f"{label(shape)}-{kind}{shape.window}{'-sinks' * shape.sinks}"
+
+
+GEMMA = AttentionShape(
+    rows=(64, 7, 0, 1), lens=(5000, 1030, 3, 1), kv_heads=2, group=2, head_size=512, block_size=32,
+    dtype=torch.bfloat16, window=1024,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [*windowed(16, seed=5), GEMMA], ids=named)
+def test_trees(shape: AttentionShape) -> None:
+    check_problem(tree_problem(shape, "cuda"))
+
+
+@pytest.mark.parametrize(
+    "shape", [replace(shape, chunked=True) for shape in windowed(12, seed=7)], ids=named
+)
+def test_trees_with_chunks(shape: AttentionShape) -> None:
+    check_problem(tree_problem(shape, "cuda"))
+
+
+@pytest.mark.parametrize("level", [0, 4])
+@pytest.mark.parametrize("shape", windowed(6, seed=6), ids=named)
+def test_drafts(shape: AttentionShape, level: int) -> None:
+    wide = replace(shape, window=max(8, shape.window))
+    check_problem(draft_problem(wide, 8, 6, level, "cuda"))
+
+
+def test_trees_in_a_graph() -> None:
+    """The splits of a captured grid are bounded by the window, and hold for any length."""
+    shape = AttentionShape(
+        rows=(32, 1, 7), lens=(9000, 40, 300), kv_heads=2, group=4, head_size=64,
+        dtype=torch.bfloat16, window=128, sinks=True,
+    )  # fmt: skip
+    problem = tree_problem(shape, "cuda")
+    out, space = nans(problem.query), nan_space(problem, 32)
+    graph = captured(lambda: tree_attention(problem, out, workspace=space))
+    for seed, lens in enumerate([(9000, 40, 300), (32, 8990, 7), (129, 128, 127)]):
+        new = tree_problem(replace(shape, lens=lens), "cuda", seed)
+        width = new.block_table.shape[1]
+        problem.block_table[:, :width] = new.block_table
+        blocks = len(new.kv_cache)
+        if blocks > len(problem.kv_cache):
+            pytest.fail("the cache of the capture is too small for the next batch")
+        problem.kv_cache[:blocks] = new.kv_cache
+        for name in ("seq_lens", "query", "row_masks", "row_depths", "sinks", "num_rows"):
+            getattr(problem, name).copy_(getattr(new, name))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        check_rows(out, wanted_of(new), RELATIVE)
+
+
+PLANS = [
+    Plan(Tile(32, 64, 4, 3), ahead=True, edges=True),
+    Plan(Tile(32, 64, 4, 3), 5, ahead=True, skip_empty=True, combine_warps=1),
+    Plan(Tile(64, 32, 8, 2), 3, ahead=True, edges=True, partials=torch.float16, combine_width=64),
+    Plan(Tile(16, 128, 4, 1), 7, skip_empty=True, partials=torch.bfloat16),
+]
+SHAPES = [
+    AttentionShape(rows=(8, 0, 5), lens=(2000, 3, 350), kv_heads=2, group=4, head_size=128),
+    AttentionShape(
+        rows=(32, 7), lens=(1500, 1200), kv_heads=2, group=2, head_size=256, window=1024
+    ),
+    AttentionShape(rows=(16, 3), lens=(700, 90), group=4, head_size=64, window=128, sinks=True),
+]
+
+
+def overlapping() -> bool:
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
+def check(problem: TreeBatch | DraftBatch, plan: Plan) -> None:
+    found = attend(problem, 16, plan=plan)
+    check_rows(found, wanted_of(problem), RELATIVE)
+    if plan.splits > 1 and overlapping():
+        other = attend(problem, 16, plan=plan._replace(overlapped=True))
+        assert torch.equal(found.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_planned_trees(shape: AttentionShape, plan: Plan) -> None:
+    shape = AttentionShape(**{**vars(shape), "dtype": torch.bfloat16})
+    check(tree_problem(shape, "cuda"), plan)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_planned_drafts(plan: Plan) -> None:
+    shape = AttentionShape(
+        rows=(), lens=(900, 0, 70), kv_heads=2, group=4, head_size=128, dtype=torch.bfloat16
+    )
+    check(draft_problem(shape, 8, 6, 4, "cuda"), plan)
+
+
+CHOSEN = [
+    AttentionShape(rows=(8,) * 16, lens=(350,) * 16, kv_heads=8, group=4, head_size=128),
+    AttentionShape(rows=(4,) * 64, lens=(90,) * 64, kv_heads=8, group=4, head_size=128),
+    AttentionShape(rows=(32,), lens=(2000,), kv_heads=8, group=4, head_size=128, fp8=True),
+    AttentionShape(rows=(32,) * 32, lens=(300,) * 32, kv_heads=8, group=4, head_size=128),
+    AttentionShape(
+        rows=(32,) * 16, lens=(2000,) * 16, kv_heads=4, group=2, head_size=256, window=1024
+    ),
+    AttentionShape(rows=(8,), lens=(1900,), kv_heads=4, group=2, head_size=256, window=1024),
+    AttentionShape(rows=(32, 5), lens=(1900, 70), kv_heads=2, group=4, head_size=512),
+    AttentionShape(rows=(8, 3), lens=(900, 70), kv_heads=2, group=4, head_size=512, fp8=True),
+    AttentionShape(
+        rows=(16,), lens=(700,), kv_heads=8, group=8, head_size=64, window=128, sinks=True
+    ),
+    AttentionShape(rows=(9, 16), lens=(900, 17), kv_heads=2, group=4, window=48, chunked=True),
+]
+
+
+@pytest.mark.parametrize("shape", CHOSEN, ids=str)
+def test_what_the_rule_chooses(shape: AttentionShape) -> None:
+    problem = tree_problem(replace(shape, dtype=torch.bfloat16), "cuda")
+    check_chosen(replace(problem, max_seq_len=32768))
+
+
+@pytest.mark.parametrize(("num_reqs", "topk"), [(1, 8), (4, 8), (16, 4), (64, 2)])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_what_the_rule_chooses_for_drafts(num_reqs: int, topk: int, head_size: int) -> None:
+    lens = (900,) + (70,) * (num_reqs - 1)
+    shape = AttentionShape(
+        rows=(), lens=lens, kv_heads=8, group=4, head_size=head_size, dtype=torch.bfloat16
+    )
+    check_chosen(replace(draft_problem(shape, topk, 6, 4, "cuda"), max_seq_len=32768))
+
+
+def check_chosen(problem: TreeBatch | DraftBatch) -> None:
+    """Nothing is forced."""
+    plan = plan_of(problem, nan_space(problem, 64))
+    assert plan.overlapped == (plan.splits > 1 and overlapping())
+    check_rows(attend(problem, 64), wanted_of(problem), RELATIVE)
+
+
+@pytest.mark.parametrize("rows", [(8,) * 4, (8, 0, 3, 0), (0,) * 3 + (1,)])
+def test_what_overlaps_in_a_graph_reads_what_was_written(rows: tuple[int, ...]) -> None:
+    """Each replay's splits find NaN; a kernel that did not wait for them would combine that."""
+    if not overlapping():
+        pytest.skip("kernels overlap from sm_90 on")
+    shape = AttentionShape(
+        rows=rows, lens=(5000, 70, 350, 2000), kv_heads=8, group=4, head_size=128,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem = tree_problem(shape, "cuda")
+    plan = Plan(
+        Tile(32, 64, 4, 3), 12, ahead=True, skip_empty=True, combine_warps=1, overlapped=True
+    )
+    wanted = attend(problem, 16, plan=plan._replace(overlapped=False)).nan_to_num()
+    out, space = nans(problem.query), nan_space(problem, 16)
+    tree_attention(problem, out, workspace=space, plan=plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            # What follows the kernel that combines must not come before the splits' end.
+            space.acc.fill_(float("nan"))
+            space.peak.fill_(float("nan"))
+            out.fill_(float("nan"))
+            tree_attention(problem, out, workspace=space, plan=plan)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(out.nan_to_num(), wanted)

@@ -1,31 +1,35 @@
-"""Sliding windows, chunks and sinks in the tree kernel and in its plain counterpart."""
+"""Sliding windows, chunks and sinks in the kernels, and block tables of a window."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.spec_decode.kernels.attention.test_tree_attention import (
-    DEVICE,
-    draft_error,
-    tree_error,
+from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
+from tests.support.crossed import crossed
+from tests.support.references.tree_reference import (
+    draft_attention_reference,
+    tree_attention_reference,
 )
-from tests.support.references.tree_reference import tree_attention_reference
 from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
 from tests.support.samples.attention_spaces import nan_space
-from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
+from vllm_graft.spec_decode.kernels.attention import tree_attention as launching
+from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
+from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width, windowed_table
+from vllm_graft.spec_decode.targets.dense.plain_attention import windowed_table_reference
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 
 SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 4, 16, 33, 128, 1000])
+@pytest.mark.parametrize(
+    ("window", "sinks", "splits"), crossed([0, 1, 4, 16, 33, 128, 1000], [False, True], [1, 3])
+)
 def test_trees_equal_the_reference(window: int, sinks: bool, splits: int) -> None:
     """Blocks that no row sees hold NaN, which a read would leave in the output."""
     problem = tree_problem(AttentionShape(**SIZES, window=window, sinks=sinks), DEVICE)
@@ -46,15 +50,7 @@ def test_head_sizes_of_models_with_windows(head_size: int, block_size: int) -> N
 def chain_outputs(
     shape: AttentionShape, run: object, sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of tree attention and of torch for a chain, whose mask no code of ours makes.
-
-    Slots and depths agree in a chain.
-
-    Args:
-        shape: one request, two heads that share K/V.
-        run: tree attention.
-        sees: whether a row sees a key that is not behind it, by their positions.
-    """
+    """Outputs of tree attention and of torch for a chain, whose mask no code of ours makes."""
     rows, keys = shape.rows[0], shape.lens[0]
     problem = tree_problem(shape, DEVICE)
     line = torch.arange(rows, device=DEVICE)
@@ -83,8 +79,7 @@ def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) 
     assert (out - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("size", [1, 4, 16, 48, 128, 149, 1000])
+@pytest.mark.parametrize(("size", "splits"), crossed([1, 4, 16, 48, 128, 149, 1000], [1, 3]))
 def test_chunks_equal_the_reference(size: int, splits: int) -> None:
     """Trees cross the ends of chunks; blocks before the root's chunk hold NaN."""
     problem = tree_problem(AttentionShape(**SIZES, window=size, chunked=True), DEVICE)
@@ -136,10 +131,12 @@ def test_a_sink_takes_weight() -> None:
     assert (with_sink[0] - weight[:, None] * without[0]).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("window", "level"), [(0, 1), (4, 3), (17, 0), (40, 2), (500, 3)])
-def test_drafts_equal_the_reference(window: int, level: int, sinks: bool, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "sinks", "splits"),
+    crossed([(0, 1), (4, 3), (17, 0), (40, 2), (500, 3)], [False, True], [1, 2]),
+)
+def test_drafts_equal_the_reference(place: tuple[int, int], sinks: bool, splits: int) -> None:
+    window, level = place
     shape = AttentionShape(rows=(), lens=(90, 16, 1, 0), group=2, window=window, sinks=sinks)
     problem = draft_problem(shape, topk=4, steps=4, level=level, device=DEVICE)
     space = nan_space(problem, 12) if splits > 1 else None
@@ -150,3 +147,134 @@ def test_a_window_needs_depths() -> None:
     problem = tree_problem(AttentionShape(rows=(2,), lens=(9,), window=3), DEVICE)
     with pytest.raises(ValueError, match="a window of 3 keys needs the depths of rows"):
         tree_attention(replace(problem, row_depths=None), untouched(problem.query))
+
+
+LENGTHS = [0, 1, 15, 16, 17, 47, 48, 49, 64, 300, 1000]
+
+
+def positions(length: int, rows: int, window: int, block: int) -> list[int]:
+    """The positions that a request's rows see, as the documentation says it."""
+    first = max(0, length - rows - window) // block * block
+    return sorted({*range(min(block, length)), *range(first, length)})
+
+
+def unpack(table: torch.Tensor, lens: torch.Tensor, block: int) -> list[list[int]]:
+    """Positions by request, where a table's block b holds positions from b * block on."""
+    return [
+        [int(row[at // block]) * block + at % block for at in range(length)]
+        for row, length in zip(table, lens.tolist())
+    ]
+
+
+@pytest.mark.parametrize("make", [windowed_table, windowed_table_reference])
+@pytest.mark.parametrize("rows", [None, 1, 7, 200])
+@pytest.mark.parametrize(("window", "block"), [(1, 16), (16, 16), (17, 16), (100, 32), (4096, 16)])
+def test_tables_hold_the_window_s_positions(
+    make: Any, window: int, block: int, rows: int | None
+) -> None:
+    lengths = [length for length in LENGTHS if length >= (rows or 0)]
+    blocks = -(-max(lengths) // block) + 3
+    whole = torch.arange(blocks, dtype=torch.int32, device=DEVICE).repeat(len(lengths), 1)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    starts = None
+    if rows is not None:
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE) * rows
+    table, lens = make(whole, kv_lens, starts, window=window, max_rows=rows or 0, block_size=block)
+    expected = [positions(length, rows or 0, window, block) for length in lengths]
+    assert unpack(table, lens, block) == expected
+    assert table.shape[1] <= table_width(window, rows or 0, block)
+    for row, length in zip(table.tolist(), lens.tolist()):
+        assert not any(row[-(-length // block) :])
+
+
+def test_a_dummy_batch_reads_no_block_beyond_the_table() -> None:
+    """Lengths may be left over from another batch where requests are padding."""
+    whole = torch.full((3, 4), 7, dtype=torch.int32, device=DEVICE)
+    kv_lens = torch.tensor([9999, 64, 0], dtype=torch.int32, device=DEVICE)
+    options = {"window": 16, "max_rows": 4, "block_size": 16}
+    starts = torch.tensor([0, 9000, 9004, 9004], dtype=torch.int32, device=DEVICE)
+    for make in (windowed_table, windowed_table_reference):
+        table, lens = make(whole, kv_lens, starts, **options)
+        assert lens.tolist() == [64, 48, 0]
+        assert set(table.flatten().tolist()) <= {0, 7}
+
+
+WINDOW = 40
+
+
+def narrowed(problem: Any, make: Any = windowed_table) -> Any:
+    block = problem.kv_cache.shape[2]
+    table, lens = make(
+        problem.block_table, problem.prefix_lens, None, window=WINDOW, max_rows=0, block_size=block
+    )
+    longest = table.shape[1] * block
+    return replace(problem, block_table=table, prefix_lens=lens, max_seq_len=longest)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_levels_see_nothing_outside_the_window(level: int, splits: int) -> None:
+    """Each request's keys outside of it are NaN, and those inside are taken one by one."""
+    shape = AttentionShape(rows=(0,) * 4, lens=(300, 33, 0, 170), group=2)
+    problem = draft_problem(shape, 3, 4, level, DEVICE)
+    block = shape.block_size
+    cache, expected = problem.kv_cache.clone(), untouched(problem.query)
+    kept = torch.zeros(len(cache), dtype=torch.bool)
+    for r, length in enumerate(shape.lens):
+        seen = positions(length, 0, WINDOW, block)
+        alone = torch.cat([
+            problem.kv_cache[problem.block_table[r, at // block], :, at % block][None]
+            for at in seen
+        ]) if seen else problem.kv_cache[0, :, :0].transpose(0, 1)  # fmt: skip
+        kept[problem.block_table[r, [at // block for at in seen]].long().cpu()] = True
+        own = slice(3 * r, 3 * r + 3)
+        one = replace(
+            problem,
+            query=problem.query[own],
+            kv_cache=alone.transpose(0, 1)[None],
+            block_table=torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
+            prefix_lens=torch.tensor([len(seen)], dtype=torch.int32, device=DEVICE),
+            scratch_kv=problem.scratch_kv[r : r + 1],
+            ancestors=problem.ancestors[r : r + 1],
+            num_reqs=1,
+        )
+        out = untouched(one.query)
+        draft_attention_reference(one, out)
+        expected[own] = out
+    cache[~kept.to(DEVICE)] = float("nan")
+    assert not bool(kept.all())
+    problem = replace(problem, kv_cache=cache)
+
+    space = nan_space(problem, 16) if splits > 1 else None
+    found = untouched(problem.query)
+    draft_attention(narrowed(problem), found, workspace=space, num_splits=splits)
+    assert float((found - expected).abs().max()) < TOLERANCE[torch.float32]
+    # The control: the whole table reads the other blocks.
+    draft_attention(problem, found, workspace=space, num_splits=splits)
+    assert not torch.allclose(found, expected, atol=1e-2)
+
+
+def test_splits_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level's time is bounded: grid and keys are the same at any context."""
+    seen: list[tuple[int, int]] = []
+    stock = launching.choose_plan
+
+    def choose_plan(sizes: Any, splits: int | None = None) -> Any:
+        plan = stock(sizes, splits)
+        seen.append((sizes.keys, plan.splits))
+        return plan
+
+    monkeypatch.setattr(launching, "choose_plan", choose_plan)
+
+    for length in (200, 1600):
+        shape = AttentionShape(rows=(0,), lens=(length,))
+        problem = draft_problem(shape, 2, 3, 1, DEVICE)
+        space = nan_space(problem, 64)
+        draft_attention(narrowed(problem), untouched(problem.query), workspace=space)
+        draft_attention(problem, untouched(problem.query), workspace=space)
+    short, _, long, control = seen
+    assert short == long
+    assert short[0] == table_width(WINDOW, 0, 16) * 16
+    assert control[0] > 10 * long[0]
+    assert control[1] > long[1]

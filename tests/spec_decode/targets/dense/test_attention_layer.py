@@ -354,9 +354,7 @@ def test_rows_are_bounded_by_tree_and_query(longest: int, rows: int) -> None:
     assert recorder.calls[0][1][0].max_rows == rows
 
 
-def test_an_fp8_cache_has_scales_and_its_queries_are_plain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_fp8_cache_has_scales_and_its_queries_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e4m3, "NATIVE", None)
     layer, recorder = grafted(VerifyMode.ALL, kv_cache_dtype="fp8")
     run(layer, make_metadata(), torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Targets with sliding windows and attention sinks: answers are those of vLLM without drafts."""
+"""Targets with windows and chunks: answers are those of vLLM without drafts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import pytest
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from tests.support.models import table_drafter
-from tests.support.models.window_models import BLOCK, windowed_pair, write_gemma4, write_gpt_oss
+from tests.support.models.window_models import (
+    BLOCK,
+    windowed_pair,
+    write_gemma4,
+    write_gpt_oss,
+    write_llama4,
+)
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.targets.dense import plain_attention
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics, write_eagle3
 
 pytestmark = pytest.mark.engine
@@ -92,7 +99,7 @@ def test_families_with_trees_of_another_drafter(
     write: Callable[[Path], Path],
     spoil: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,
-    plugin: Any,
+    learn: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
@@ -104,14 +111,8 @@ def test_families_with_trees_of_another_drafter(
     }
     with cpu_engine(target, **options) as llm:
         expected = greedy(llm, PROMPTS, 40)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
-    options["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": 7,
-    }
-    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
+    learn(expected)
+    options |= table_drafter.table_trees(draft)
     with cpu_engine(target, **options) as llm:
         assert greedy(llm, PROMPTS, 40) == expected
         metrics = spec_metrics(llm)
@@ -120,3 +121,36 @@ def test_families_with_trees_of_another_drafter(
     spoil(monkeypatch)
     with cpu_engine(target, **options) as llm:
         assert greedy(llm, PROMPTS, 40) != expected
+
+
+CHUNK_PROMPTS = [[7, 3, 9, 30, 2] * 5, [5] * 60, list(range(1, 92))]
+"""Trees cross the ends of chunks, at 32, 64 and 96 tokens."""
+TOKENS = 14
+
+
+def unchunked(**given: Any) -> TreeBatch:
+    return TreeBatch(**{**given, "chunked": False, "window": 0})
+
+
+def test_trees_across_chunks_answer_as_the_target_alone(
+    tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's Triton backend, interpreted, computes prompts, by sequences that are chunks."""
+    target, draft = write_llama4(tmp_path / "target"), write_eagle3(tmp_path / "draft")
+    options: dict[str, Any] = {
+        "max_model_len": 256,
+        "block_size": BLOCK,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+    }
+    with cpu_engine(target, **options) as llm:
+        expected = greedy(llm, CHUNK_PROMPTS, TOKENS)
+    learn(expected)
+    options |= table_drafter.table_trees(draft, fallback="refuse")
+    with cpu_engine(target, attention="triton", **options) as llm:
+        assert greedy(llm, CHUNK_PROMPTS, TOKENS) == expected
+        metrics = spec_metrics(llm)
+        # Negative control: rows of trees that see every key draw other tokens.
+        monkeypatch.setattr(grafted, "TreeBatch", unchunked)
+        assert greedy(llm, CHUNK_PROMPTS, TOKENS) != expected
+    assert metrics.accepted_tokens > metrics.drafts

@@ -34,11 +34,7 @@ MEASURED = {
 
 
 class PlainFlash:
-    """The first pass over latents in torch operations that a recorded graph can replay.
-
-    It takes its lengths from the plan, so the plan of another batch gives other tokens. Where a
-    request has no prefix, as in padding, its results are NaN.
-    """
+    """The first pass over latents in torch operations that a recorded graph can replay."""
 
     def __init__(self) -> None:
         self.plans = self.passes = self.captured = 0
@@ -82,7 +78,7 @@ def grafted(llm: Any) -> int:
 
 
 def test_trees_answer_as_the_target_alone(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
     target = write_deepseek(tmp_path / "target", heads=2)
@@ -95,14 +91,8 @@ def test_trees_answer_as_the_target_alone(
     }
     with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
         expected = greedy(llm, PROMPTS, TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
-    options["speculative_config"] = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": 7,
-    }
-    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 4, "drafter": "table"}}}
+    learn(expected)
+    options |= table_drafter.table_trees(draft)
     with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
         assert greedy(llm, PROMPTS, TOKENS) == expected
         metrics = spec_metrics(llm)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers.near_ties import Answer, answers, check_near_ties, departures
-from tests.support.models import table_drafter
+from tests.support.answers.near_ties import answers, check_near_ties, departures
+from tests.support.engines.gpu_engines import exact_engine
 from tests.support.models.latent_models import VOCABULARY, draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
-from vllm_graft.testing import model_runner, running, spec_metrics, write_eagle3
+from vllm_graft.testing import model_runner, spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -66,31 +66,23 @@ def engine(
         }
         tree = {"topk": 2, "steps": 4, "drafter": "table", "attention": attention}
         options["additional_config"] = {"graft": {"tree": tree}}
-    sizes = sorted({1, 2, 4} | {requests * (NODES + 1) for requests in (1, 2, 4)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        with running(
-            target,
-            dtype=dtype,
-            attention_backend=backend,
-            block_size=64,
-            compilation_config={
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": sizes,
-            },
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            max_num_seqs=4,
-            max_num_batched_tokens=128,
-            enable_prefix_caching=False,
-            gpu_memory_utilization=0.3,
-            kv_cache_memory_bytes=2**28,
-            disable_log_stats=False,
-            **options,
-        ) as llm:
-            yield llm
+    with exact_engine(
+        target,
+        drafts=NODES,
+        requests=(1, 2, 4),
+        exact=False,
+        dtype=dtype,
+        attention_backend=backend,
+        block_size=64,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**28,
+        **options,
+    ) as llm:
+        yield llm
 
 
 def check_parts(llm: Any) -> None:
@@ -108,13 +100,6 @@ def check_parts(llm: Any) -> None:
     assert metrics.accepted_tokens > metrics.drafts
 
 
-def learn(monkeypatch: pytest.MonkeyPatch, plugin: Any, expected: list[Answer]) -> None:
-    """Let the drafter's table hold the target's tokens."""
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
-
-
 CASES = [
     ("TRITON_MLA", "float16", "auto", "triton"),
     ("FLASH_ATTN_MLA", "bfloat16", "auto", "flash"),
@@ -129,7 +114,7 @@ def test_trees_answer_as_the_target_alone(
     dtype: str,
     cache: str,
     attention: str,
-    plugin: Any,
+    learn: Any,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -137,7 +122,7 @@ def test_trees_answer_as_the_target_alone(
         request.getfixturevalue("flash_attention_3")
     with engine(models, backend, dtype, trees=False, kv_cache_dtype=cache) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
-    learn(monkeypatch, plugin, expected)
+    learn(expected)
     more = {"kv_cache_dtype": cache, "attention": attention}
     with engine(models, backend, dtype, trees=True, **more) as llm:
         found = answers(llm, PROMPTS, TOKENS)

@@ -362,9 +362,7 @@ def test_latents_of_the_accepted_path_move_to_the_front() -> None:
     path[1, :2] = torch.tensor([0, 1])
     batch = SimpleNamespace(query_start_loc=torch.tensor([0, 8, 12]).int(), num_reqs=2)
     step: Any = SimpleNamespace(
-        batch=batch,
-        num_sampled=torch.tensor([4, 2]).int(),
-        num_drafts=torch.tensor([7, 3]).int(),
+        batch=batch, num_sampled=torch.tensor([4, 2]).int(), num_drafts=torch.tensor([7, 3]).int()
     )
     state.commit(path, step)
     for cache, old in zip(caches, before, strict=True):

@@ -12,11 +12,7 @@ from tests.support.samples.attention_samples import TOLERANCE
 from tests.support.samples.attention_spaces import nans
 from tests.support.samples.latent_samples import LatentShape, latent_problem, with_padding
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
-from vllm_graft.spec_decode.targets.latent.own_latents import (
-    OwnTile,
-    attend_own_latents,
-    own_tile,
-)
+from vllm_graft.spec_decode.targets.latent.own_latents import OwnTile, attend_own_latents, own_tile
 from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
@@ -115,12 +111,7 @@ def test_rows_left_over_from_an_earlier_batch_are_cut() -> None:
     assert torch.equal(in_place(batch), wanted)
 
 
-TILES = [
-    OwnTile(16, 16, 4, 1),
-    OwnTile(32, 32, 4, 2),
-    OwnTile(64, 64, 8, 3),
-    own_tile(1, 60, 48),
-]
+TILES = [OwnTile(16, 16, 4, 1), OwnTile(32, 32, 4, 2), OwnTile(64, 64, 8, 3), own_tile(1, 60, 48)]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

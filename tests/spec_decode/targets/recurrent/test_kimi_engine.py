@@ -1,7 +1,4 @@
-"""Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does.
-
-Layers of one model belong to two families: states move by one, latents by the other.
-"""
+"""Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does."""
 
 from __future__ import annotations
 
@@ -13,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.answers.both_kinds import both_kinds
+from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.kimi_layers import interpreted
-from tests.support.models import table_drafter
 from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
-from tests.support.watches.launch_counts import count_launches
+from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
@@ -85,10 +81,9 @@ def alone(target: Path) -> list[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def table(alone: list[list[int]], plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def table(alone: list[list[int]], learn: Any) -> None:
     """Drafts from a table of the target's tokens are accepted far more than n-grams."""
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
-    plugin(table_drafter)
+    learn(alone)
 
 
 def grafted(layer: Any, name: str) -> Any:
@@ -157,13 +152,13 @@ def test_forms_take_turns(target: Path, alone: list[list[int]], launches: dict[s
 
 
 @pytest.mark.nightly
-def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_drafts(tmp_path: Path, learn: Any) -> None:
     """An EAGLE-3 head brings a layer of a third kind, plain attention."""
     target = write_kimi_linear(tmp_path / "target")
     draft = write_eagle3(tmp_path / "head", draft_shape())
     with cpu_engine(target, **options()) as llm:
         expected = greedy(llm, PROMPTS[:3], TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
+    learn(expected)
     with cpu_engine(target, **trees(draft)) as llm:
         assert greedy(llm, PROMPTS[:3], TOKENS) == expected
         metrics = spec_metrics(llm)
@@ -174,17 +169,9 @@ def test_a_head_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", ["inputs", "states"])
 @pytest.mark.parametrize("spoilt", ["commit", "latents", "parents"])
 def test_answers_differ_without(
-    form: str,
-    spoilt: str,
-    target: Path,
-    alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    form: str, spoilt: str, target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative controls: what is accepted stays where it is, or each row follows the one before.
-
-    Each of the two families has to move what its layers keep. The rows' parents are spoilt in the
-    recurrence alone.
-    """
+    """Negative controls: what is accepted stays where it is, or each row follows the one before."""
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     elif spoilt == "latents":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import interpreted
@@ -51,11 +52,7 @@ TREE = {"tree": {"topk": 2, "steps": 4}}
 
 
 def options(graft: Any = None) -> dict[str, Any]:
-    """Options of an engine in which prompts come while other requests are verified.
-
-    Args:
-        graft: the key; None for an engine without drafts.
-    """
+    """Options of an engine in which prompts come while other requests are verified."""
     usual: dict[str, Any] = {
         "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 48,
         "enable_prefix_caching": True, "block_size": 32,
@@ -74,8 +71,6 @@ def answers(
     llm: Any, requests: list[Any], kinds: tuple[dict[str, Any], ...] = BOTH
 ) -> list[list[int]]:
     """Tokens of all requests of the first kind, then of the second."""
-    from vllm import SamplingParams
-
     params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, **kind) for kind in kinds]
     given = [param for param in params for _ in requests]
     outputs = llm.generate(requests * len(kinds), given, use_tqdm=False)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.answers.both_kinds import both_kinds
+from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.cache_engines import metrics as cache_metrics
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import interpreted
-from tests.support.models import table_drafter
 from tests.support.models.recurrent_models import (
     draft_shape,
     write_falcon_h1,
@@ -23,7 +22,7 @@ from tests.support.models.recurrent_models import (
     write_nemotron_h,
     write_qwen3_next,
 )
-from tests.support.watches.launch_counts import count_launches
+from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import (
@@ -109,12 +108,9 @@ def long(both: tuple[list[list[int]], list[int]]) -> list[int]:
 
 
 @pytest.fixture
-def table(
-    alone: list[list[int]], long: list[int], plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def table(alone: list[list[int]], long: list[int], learn: Any) -> None:
     """Drafts from a table of the target's tokens are accepted far more than a random head's."""
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned([*alone, long]))
-    plugin(table_drafter)
+    learn([*alone, long])
 
 
 @pytest.mark.usefixtures("table")
@@ -219,10 +215,7 @@ def test_answers_differ_without(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative controls: accepted states stay where they are, or each row follows the one before.
-
-    The rows' parents are spoilt in the recurrence alone.
-    """
+    """Negative controls: accepted states stay where they are, or rows follow the one before."""
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:
@@ -280,14 +273,13 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_mamba_2_answers_as_the_target_alone(
-    mamba: Path, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    mamba: Path, tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefix caching is off: vLLM's CPU then has no states at the ends of blocks."""
     more = {"enable_prefix_caching": False}
     with cpu_engine(mamba, **options(**more)) as llm:
         alone = answers(llm)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
-    plugin(table_drafter)
+    learn(alone)
     draft = write_eagle3(tmp_path / "head", draft_shape(layers=6))
     with cpu_engine(mamba, **trees(draft, **more)) as llm:
         assert answers(llm) == alone
@@ -314,14 +306,13 @@ def test_mamba_2_answers_as_the_target_alone(
 @pytest.mark.nightly
 @pytest.mark.parametrize("write", [write_falcon_h1, write_granite_hybrid])
 def test_mamba_2_without_a_draft_model(
-    write: Callable[[Path], Path], tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path], Path], tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM has no EAGLE for these models; n-grams, and here a table, draft for them."""
     target, more = write(tmp_path / "target"), {"enable_prefix_caching": False}
     with cpu_engine(target, **options(**more)) as llm:
         alone = answers(llm)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(alone))
-    plugin(table_drafter)
+    learn(alone)
     drafting = trees(None, method="ngram", **more)
     with cpu_engine(target, **drafting) as llm:
         assert answers(llm) == alone

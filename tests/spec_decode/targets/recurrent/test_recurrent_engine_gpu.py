@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.answers.both_kinds import both_kinds
 from tests.support.answers.near_ties import Answer as Logged
 from tests.support.answers.near_ties import answers as with_logprobs
 from tests.support.answers.near_ties import check_near_ties, departures
+from tests.support.answers.text_requests import both_kinds
+from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import exact_prompts
 from tests.support.engines.served_qwen import (
@@ -30,7 +31,6 @@ from tests.support.engines.served_qwen import (
     write_served_qwen3_5,
     write_text_qwen3_5,
 )
-from tests.support.models import table_drafter
 from tests.support.models.recurrent_models import (
     VOCABULARY,
     draft_shape,
@@ -43,7 +43,7 @@ from vllm_graft.spec_decode.targets.recurrent import recurrent_family
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
-from vllm_graft.testing import greedy, model_runner, running, spec_metrics, write_eagle3
+from vllm_graft.testing import greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,33 +97,13 @@ def engine(
             tree["drafter"] = "table_alone"
         options["speculative_config"] = speculative
         given["graft"] = {"tree": tree}
-    sizes = sorted({1, 2, 4, 8} | {requests * (NODES + 1) for requests in (1, 2, 4, 8)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        # Triton's products of float32 are exact only if it is told so.
-        patch.setenv("TRITON_F32_DEFAULT", "ieee")
-        usual: dict[str, Any] = {
-            "dtype": dtype,
-            "attention_backend": "TRITON_ATTN",
-            "additional_config": given,
-            "mamba_ssm_cache_dtype": "float32",
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": sizes,
-            },
-            "skip_tokenizer_init": True,
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 256,
-            "enable_prefix_caching": False,
-            "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": 2**30,
-            "disable_log_stats": False,
-        }
-        with running(target, **usual | options) as llm:
-            yield llm
+    usual: dict[str, Any] = {
+        "dtype": dtype, "additional_config": given, "mamba_ssm_cache_dtype": "float32",
+        "skip_tokenizer_init": True, "max_model_len": 2048, "max_num_batched_tokens": 256,
+        "enable_prefix_caching": False, "kv_cache_memory_bytes": 2**30,
+    }  # fmt: skip
+    with exact_engine(target, drafts=NODES, **usual | options) as llm:
+        yield llm
 
 
 def check_parts(llm: Any) -> None:
@@ -178,11 +158,8 @@ def expected(models: tuple[str, str]) -> Expected:
 
 
 @pytest.fixture
-def table(expected: Expected, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        table_drafter, "NEXT", table_drafter.learned([*expected.both, expected.long])
-    )
-    plugin(table_drafter)
+def table(expected: Expected, learn: Any) -> None:
+    learn([*expected.both, expected.long])
 
 
 FORMS = ("inputs", "states")
@@ -248,14 +225,10 @@ def test_answers_differ_without_a_commit(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_answers_in_bfloat16(
-    form: str, models: tuple[str, str], plugin: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_in_bfloat16(form: str, models: tuple[str, str], learn: Any) -> None:
     with engine(models, dtype="bfloat16") as llm:
         expected = with_logprobs(llm, PROMPTS, TOKENS)
-    table = table_drafter.learned(each.tokens for each in expected)
-    monkeypatch.setattr(table_drafter, "NEXT", table)
-    plugin(table_drafter)
+    learn(expected)
     with engine(models, method="eagle3", dtype="bfloat16", form=form) as llm:
         found = with_logprobs(llm, PROMPTS, TOKENS)
         check_parts(llm)
@@ -306,15 +279,14 @@ def test_images_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_mamba_2_in_float32(
-    form: str, tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    form: str, tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = write_nemotron_h(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     draft = write_eagle3(tmp_path / "draft", draft_shape(HIDDEN, layers=6))
     models = str(target), str(draft)
     with engine(models, enable_prefix_caching=True) as llm:
         expected = both_kinds(llm, PROMPTS, TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
+    learn(expected)
     with engine(models, method="eagle3", form=form, enable_prefix_caching=True) as llm:
         assert model_runner(llm).vllm_config.cache_config.mamba_cache_mode == "align"
         assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
@@ -329,15 +301,14 @@ def test_mamba_2_in_float32(
 
 
 def test_mamba_2_without_a_draft_model(
-    tmp_path: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, learn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Falcon-H1, for which vLLM has no EAGLE: attention and Mamba-2 side by side in each layer."""
     target = write_falcon_h1(tmp_path / "target", heads=4, head=64, state=128, hidden=HIDDEN)
     models = str(target), ""
     with engine(models) as llm:
         expected = both_kinds(llm, PROMPTS, TOKENS)
-    monkeypatch.setattr(table_drafter, "NEXT", table_drafter.learned(expected))
-    plugin(table_drafter)
+    learn(expected)
     with engine(models, method="ngram_gpu") as llm:
         assert different(both_kinds(llm, PROMPTS, TOKENS), expected) == []
         check_parts(llm)

@@ -7,30 +7,25 @@ import torch
 
 from tests.support.references.recurrence_reference import (
     tree_conv_reference,
-    tree_delta_rule_reference,
-    tree_key_decays_reference,
     tree_selective_update_reference,
 )
 from tests.support.samples.kept_inputs import Kept, chunk, fold, stock_chain
 from tests.support.samples.recurrent_samples import (
     Heads,
+    Rule,
     alone,
     deepest,
-    gates_of,
     key_decays_of,
     on_cpu,
     random,
     rows_of,
     stock_chain_conv,
-    stock_chain_delta_rule,
-    stock_chain_key_decays,
     triton_selective_update,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
-    DeltaGates,
     KeyDecays,
     SelectiveGates,
 )
@@ -54,32 +49,32 @@ WIDTH = 4
 SIZES = [[32, 1, 17, 8, 5], [8] * 4]
 
 
+DELTA, KEYS = Rule(HEADS), Rule(Heads(32, 32, 128, 128), by_key=True)
+"""The second one has the sizes of Kimi Linear: 32 heads of 128."""
+
+FEW = Rule(Heads(8, 8, 128, 128), by_key=True)
+
+
 def states_of(rows: RecurrentRows) -> torch.Tensor:
     return random(int(rows.columns.max()) + 1, HEADS.value_heads, 128, 128, seed=5) * 0.1
 
 
+@pytest.mark.parametrize("rule", [DELTA, KEYS, KEYS._replace(lower_bound=-5.0)])
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+def test_delta_rules(dtype: torch.dtype, sizes: list[int], kind: str, rule: Rule) -> None:
     rows = rows_of(sizes, kind, padding=2)
-    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
-    gates, states = gates_of(len(inputs), HEADS, dtype), states_of(rows)
-    mine, theirs = states.clone(), states.clone()
-    found = torch.zeros(len(inputs), HEADS.value_heads, 128, device="cuda", dtype=dtype)
-    tree_recurrence(inputs, gates, mine, rows, found, groups=HEADS.key_heads)
-    expected_states = states.cpu().clone()
-    expected = tree_delta_rule_reference(
-        inputs.cpu(),
-        DeltaGates(*(gate.cpu() for gate in gates)),
-        expected_states,
-        on_cpu(rows),
-        key_heads=HEADS.key_heads,
-    )
+    inputs = random(len(rows.parents), rule.heads.dim, seed=6, dtype=dtype)
+    gates, states = rule.gates(len(inputs), dtype), states_of(rows)
+    mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
+    found = torch.zeros(len(inputs), 32, 128, device="cuda", dtype=dtype)
+    tree_recurrence(inputs, gates, mine, rows, found, groups=rule.heads.key_heads)
+    expected = rule.looped(inputs, gates, expected_states, rows)
     near = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
     torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
-    chains = stock_chain_delta_rule(inputs, gates, theirs, rows, HEADS)
+    chains = rule.stock(inputs, gates, theirs, rows)
     same = torch.equal(found, chains) and torch.equal(mine, theirs)
     if kind != "chain":
         assert not same
@@ -91,37 +86,41 @@ def test_delta_rule(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [
+        *((DELTA, sizes) for sizes in (*SIZES, [64, 33])),
+        (FEW, SIZES[0]),
+        (FEW._replace(lower_bound=-5.0), SIZES[1]),
+        (FEW, [63, 33]),
+    ],
+)
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])
-@pytest.mark.parametrize("sizes", [*SIZES, [64, 33]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_delta_chunk(dtype: torch.dtype, sizes: list[int], kind: str) -> None:
+def test_chunks(dtype: torch.dtype, kind: str, rule: Rule, sizes: list[int]) -> None:
     """Outputs without a state per row, then states of accepted paths with the bits of a chain."""
     rows = rows_of(sizes, kind, padding=2)
-    inputs = random(len(rows.parents), HEADS.dim, seed=6, dtype=dtype)
-    given = Kept.of(rows, HEADS, inputs, gates_of(len(inputs), HEADS, dtype))
+    inputs = random(len(rows.parents), rule.heads.dim, seed=6, dtype=dtype)
+    given = Kept.of(rows, rule.heads, inputs, rule.gates(len(inputs), dtype))
     given.states *= 0.2
-    before = given.states.clone()
-    found = chunk(given)
-    assert torch.equal(given.states, before)
-    expected = tree_delta_rule_reference(
-        inputs.cpu(),
-        DeltaGates(*(gate.cpu() for gate in given.gates)),
-        before.cpu().clone(),
-        on_cpu(rows),
-        key_heads=HEADS.key_heads,
-    )
-    near = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
+    check_chunk(given)
     check_folds(given, sizes)
 
 
-def check_folds(given: Kept, sizes: list[int]) -> None:
-    """Fold the deepest path of each request; its state is vLLM's of a chain of the path.
+def check_chunk(given: Kept) -> None:
+    """Outputs equal a plain loop's, and no state is written."""
+    before = given.states.clone()
+    found = chunk(given)
+    assert torch.equal(given.states, before)
+    expected = Rule(given.heads).looped(
+        given.inputs.rows, given.gates, before.cpu().clone(), given.rows
+    )
+    near = 1e-5 if given.inputs.rows.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
 
-    Args:
-        given: the rows, behind which two requests are padding.
-        sizes: rows of the others.
-    """
+
+def check_folds(given: Kept, sizes: list[int]) -> None:
+    """Fold the deepest path of each request; its state is vLLM's of a chain of the path."""
     rows, before = given.rows, given.states.clone()
     starts = rows.query_start_loc.tolist()
     paths = [deepest(rows, starts[req], size) for req, size in enumerate(sizes)]
@@ -140,79 +139,6 @@ def check_folds(given: Kept, sizes: list[int]) -> None:
     assert torch.equal(after[~changed], before[~changed])
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize("kind", ["random", "chain", "star"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_key_decays(
-    dtype: torch.dtype, sizes: list[int], kind: str, lower_bound: float | None
-) -> None:
-    """The sizes of Kimi Linear: 32 heads of 128."""
-    heads = Heads(32, 32, 128, 128)
-    rows = rows_of(sizes, kind, padding=2)
-    inputs = random(len(rows.parents), heads.dim, seed=6, dtype=dtype)
-    gates = key_decays_of(len(inputs), heads, dtype, lower_bound)
-    states = random(int(rows.columns.max()) + 1, 32, 128, 128, seed=5) * 0.1
-    mine, theirs, expected_states = states.clone(), states.clone(), states.cpu().clone()
-    found = torch.zeros(len(inputs), 32, 128, device="cuda", dtype=dtype)
-    tree_recurrence(inputs, gates, mine, rows, found, groups=mine.shape[1])
-    expected = tree_key_decays_reference(
-        inputs.cpu(),
-        KeyDecays(*(gate.cpu() for gate in gates[:4]), lower_bound),
-        expected_states,
-        on_cpu(rows),
-    )
-    near = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
-    torch.testing.assert_close(mine.cpu(), expected_states, rtol=1e-5, atol=1e-5)
-    chains = stock_chain_key_decays(inputs, gates, theirs, rows)
-    same = torch.equal(found, chains) and torch.equal(mine, theirs)
-    if kind != "chain":
-        assert not same
-    elif dtype == torch.float32:
-        assert same
-    else:
-        # In 16 bits a compiler may fuse a product and a sum in one kernel and not in the other.
-        torch.testing.assert_close(found, chains, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "lower_bound"), [(SIZES[0], None), (SIZES[1], -5.0), ([63, 33], None)]
-)
-@pytest.mark.parametrize("kind", ["random", "chain", "star"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_key_decay_chunk(
-    dtype: torch.dtype, sizes: list[int], kind: str, lower_bound: float | None
-) -> None:
-    """KDA without a state per row, then states of accepted paths with the bits of a chain."""
-    heads = Heads(8, 8, 128, 128)
-    rows = rows_of(sizes, kind, padding=2)
-    inputs = random(len(rows.parents), heads.dim, seed=6, dtype=dtype)
-    gates = key_decays_of(len(inputs), heads, dtype, lower_bound)
-    given = Kept.of(rows, heads, inputs, gates)
-    given.states *= 0.2
-    check_key_decay_chunk(given)
-    check_folds(given, sizes)
-
-
-def check_key_decay_chunk(given: Kept) -> None:
-    """Outputs equal a plain loop's, and no state is written."""
-    assert isinstance(given.gates, KeyDecays)
-    before, dtype = given.states.clone(), given.inputs.rows.dtype
-    found = chunk(given)
-    assert torch.equal(given.states, before)
-    *tensors, lower_bound = given.gates
-    expected = tree_key_decays_reference(
-        given.inputs.rows.cpu(),
-        KeyDecays(*(gate.cpu() for gate in tensors), lower_bound),
-        before.cpu().clone(),
-        on_cpu(given.rows),
-    )
-    near = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=near, atol=near)
-
-
 @pytest.mark.parametrize("kind", ["random", "chain"])
 def test_key_decay_chunk_with_strong_decays(kind: str) -> None:
     """Logarithms of decays of -20 for 40 rows of 63, weak ones behind them and beside them."""
@@ -226,7 +152,7 @@ def test_key_decay_chunk_with_strong_decays(kind: str) -> None:
     strong = KeyDecays(decays.cuda(), gates.betas, *zeros, None)
     given = Kept.of(rows, heads, random(63, heads.dim, seed=6), strong)
     given.states *= 0.2
-    check_key_decay_chunk(given)
+    check_chunk(given)
 
 
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])

@@ -136,8 +136,9 @@ class TreeDrafting(DraftModelSpeculator):
         return self.memory.num_bytes
 
     def make_head(self) -> DraftHead:
-        trees, vocab_size = self.trees, self.vllm_config.model_config.get_vocab_size()
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
         check_draft_tokens(self.model, vocab_size, self.draft_model_config.model)
+        trees = self.trees
         return DraftHead.asked(
             self.model, trees.shape.topk, vocab_size, trees.config, trees.engine_config
         )

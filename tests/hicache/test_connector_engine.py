@@ -312,7 +312,7 @@ def test_storage_in_which_no_page_fits_stops_the_engine(
 ) -> None:
     """This also holds where the page's size is only known when the model is loaded."""
     # Of the least segment 8,064 bytes are left for a page, which the frontend takes for enough.
-    monkeypatch.setattr(store, "OVERHEAD_BYTES", 57_344)
+    monkeypatch.setattr(store, "bytes_alone", lambda length: length + 57_472)
     storage = {"backend": "segments", "path": str(tmp_path), "max_bytes": "1MiB"}
     storage["segment_bytes"] = "64KiB"
     words = r"extra_config\.storage\.segment_bytes is 65536, so a segment has 65536 bytes, but"

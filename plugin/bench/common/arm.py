@@ -36,7 +36,7 @@ class Arm:
 
 def is_ours(column: str) -> bool:
     """Whether a column is an arm of vllm-graft."""
-    return column.startswith(("tree:", "auto:", "ours"))
+    return column == "graft" or column.startswith(("tree:", "auto:", "ours"))
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ def test_arms() -> None:
     assert "additional_config" not in read("chain:5").options
     assert read("none").options == {}
     assert read("none").columns == {"none": None}
+    assert read("graft").options == {"additional_config": {"graft": "auto"}}
     several = read("sampled:3,7,5")
     assert several.columns == {"sampled:3": 3, "sampled:7": 7, "sampled:5": 5}
     chains = speculative("sampled:3,7,5")

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from vllm_graft.base.decision import Preset
+from vllm_graft.base.decision import Preset, decision_of
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
@@ -44,7 +44,12 @@ from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.models.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
-from vllm_graft.spec_decode.presets.node_count import count_nodes, fall_back, fill_in_depth
+from vllm_graft.spec_decode.presets.node_count import (
+    count_nodes,
+    fall_back,
+    fill_in_depth,
+    leave_to_stock,
+)
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
@@ -207,6 +212,7 @@ def _hook_scheduler(module: ModuleType) -> None:
 def _hook_engine(module: ModuleType) -> None:
     def then_measure(original: Any) -> Any:
         def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+            leave_declined(self, vllm_config)
             result = original(self, vllm_config)
             config = TreeConfig.from_vllm(vllm_config)
             if config is not None and config.shape == "auto":
@@ -225,6 +231,21 @@ def _hook_engine(module: ModuleType) -> None:
 
     # It ends when the workers have captured their graphs, and before the scheduler is built.
     wrap(module.EngineCore, "_initialize_kv_caches", then_measure)
+
+
+def leave_declined(core: Any, vllm_config: Any) -> None:
+    """Make an engine core one without trees if its workers have declined those of a preset."""
+    if TreeConfig.from_vllm(vllm_config) is None or decision_of(vllm_config) is None:
+        return
+    if any(core.collective_rpc(drafts_stock)):
+        leave_to_stock(vllm_config)
+
+
+def drafts_stock(worker: Any) -> bool:
+    """Runs in each worker: whether its drafter has become vLLM's own."""
+    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
+
+    return isinstance(worker.model_runner.speculator, StockChain)
 
 
 def _hook_graphs(module: ModuleType) -> None:

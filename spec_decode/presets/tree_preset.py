@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm_graft.base.decision import Preset
+from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
@@ -26,6 +27,7 @@ from vllm_graft.spec_decode.models.experts import step_has_experts
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
+from vllm_graft.spec_decode.refusals.fit_refusals import require_fit, vocabulary
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
@@ -81,10 +83,18 @@ _OWN_TABLE = (
 
 
 def offer(preset: Preset, vllm_config: Any) -> Offer | str:
-    """The tree of a preset, or why there is none."""
+    """The tree of a preset, or why there is none.
+
+    Raises:
+        ConfigError: if stock vLLM would stop with this draft, too.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None:
         return NO_DRAFT
+    require_fit(vllm_config)
+    if other := " ".join(vocabulary.sentences(TreeConfig(), vllm_config)):
+        warning_once(other)
+        return other
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
     if unknown := other_method(speculative, methods(measured=True)):

@@ -212,6 +212,47 @@ def test_trees_of_a_refiner_are_left_to_who_names_them(config: Any) -> None:
     assert speculative.num_speculative_tokens == 7
 
 
+def for_another(config: Any, **draft: Any) -> None:
+    """Give a draft these values, and one of another vocabulary size without any."""
+    size = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128_256}
+    config.model_config.hf_text_config = SimpleNamespace(**size)
+    own = SimpleNamespace(**{**size, **(draft or {"vocab_size": 151_936})})
+    model = config.speculative_config.draft_model_config
+    model.hf_config = model.hf_text_config = own
+
+
+@pytest.mark.parametrize(
+    "draft", [{"hidden_size": 5120}, {"eagle_aux_hidden_state_layer_ids": [99]}]
+)
+@pytest.mark.parametrize("preset", ["auto", "latency", "throughput"])
+def test_a_draft_with_which_stock_would_stop_later_stops_a_preset(
+    config: Any, preset: str, draft: dict[str, Any]
+) -> None:
+    config.additional_config = {"graft": preset}
+    for_another(config, **draft)
+    with pytest.raises(
+        ConfigError, match="model is a draft for another target:\n  The dr"
+    ) as caught:
+        start(config)
+    assert "vLLM stops at the first request, also without trees" in str(caught.value)
+    # Where trees are off for another reason, vLLM stops all the same.
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="is a draft for another target:"):
+        start(config)
+
+
+def test_a_draft_of_another_vocabulary_is_left_to_stock_with_a_warning(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for_another(config)
+    with caplog.at_level(logging.WARNING, logger="vllm.graft"):
+        says = start(config).off["tree"]
+    assert says.startswith("The draft's vocab_size is 151936, but the target's is 128256. ")
+    assert [record.getMessage() for record in caplog.records] == [says]
+    assert tree_of(config) is None
+    assert drafts(config) == 7
+
+
 def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
     config.kv_transfer_config = SimpleNamespace(kv_connector="HiCacheConnector")
     hicache = next(part for part in PARTS if part.name == "hicache")

@@ -11,6 +11,7 @@ import pytest
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pair_fixtures import TOKENS
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics import exposition
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.presets import tree_preset
@@ -129,3 +130,42 @@ def test_the_flag_is_a_text_on_the_command_line() -> None:
     for preset in ("auto", "latency", "throughput"):
         found = parser.parse_args(["--model", "x", "--additional-config.graft", preset])
         assert found.additional_config == {"graft": preset}
+
+
+def test_layers_that_nobody_knows_leave_a_preset_with_vllm_s_own_chain(
+    pair: Pair,
+    samples: list[Request],
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The frontend turns trees on, and the worker finds out once it has loaded the model."""
+    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
+    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+
+    monkeypatch.setattr(DenseFamily, "claims", lambda self, layer: False)
+    speculative = {"method": "eagle3", "model": pair.draft, "num_speculative_tokens": 3}
+    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
+    greedy = [(one, answer) for one, answer in zip(samples, expected) if one.params == GREEDY][:3]
+    with cpu_engine(pair.target, **options) as llm:
+        found = answer_all(llm, [request for request, _ in greedy])
+        assert differing(found, [answer for _, answer in greedy]) == []
+        metrics = spec_metrics(llm)
+        [told] = llm.collective_rpc("graft_info")
+        speculator = model_runner(llm).speculator
+        assert isinstance(speculator, StockChain)
+        assert type(speculator).__mro__[2].__name__ == "EagleSpeculator"
+        core: Any = llm.llm_engine.engine_core
+        assert set(core.engine_core.scheduler.dynamic_sd_lookup[1:]) == {3}
+        del core, speculator
+    assert (told["parts"], told["preset"]["on"]) == ([], {})
+    assert "does not support layers like" in told["preset"]["off"]["tree"]
+    assert "VLLM's own EagleSpeculator drafts chains of 3 tokens instead" in caplog.text
+    # A chain of the depth that was asked for, and a head that drafts as well as ever.
+    assert metrics.draft_tokens == 3 * metrics.drafts
+    assert metrics.accepted_tokens > metrics.drafts / 2
+    # Who names trees is not served by something else.
+    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 2}}}
+    refused = pytest.raises(ConfigError, match="does not support layers like")
+    with refused, cpu_engine(pair.target, **options):
+        pass

@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.base import log
 from vllm_graft.spec_decode.counts.tree_log import TreeLogging
-from vllm_graft.spec_decode.counts.tree_metrics import METRICS, ROWS, TreeWatch
+from vllm_graft.spec_decode.counts.tree_metrics import (
+    METRICS,
+    ROWS,
+    WINDOW,
+    TreeWatch,
+)
 
 
 def statistics(paths: list[int], nodes: int, places: int) -> Any:
@@ -44,7 +50,40 @@ def test_trees_are_counted_by_depth() -> None:
         "nodes_accepted": accepted,
         "nodes_accepted_by_depth": {str(depth): number for depth, number in depths.items()},
         "nodes_per_tree": sizes,
+        "draft_misfit": 0,
     }
+
+
+@pytest.mark.parametrize(("accepted", "misfit"), [(99, True), (101, False)])
+def test_a_draft_from_which_nothing_is_accepted_is_told_once(
+    accepted: int, misfit: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The window's trees count, two a step, whatever those before it yielded."""
+    log.warning_once.cache_clear()
+    watch = TreeWatch()
+
+    def run(paths: int) -> int:
+        for step in range(WINDOW):
+            own = [int(2 * step < paths), int(2 * step + 1 < paths)]
+            watch.step(SimpleNamespace(spec_decoding_stats=statistics(own, 7, 7)))
+        return watch.numbers()["draft_misfit"]  # type: ignore[return-value]
+
+    assert [run(1000), run(accepted), run(accepted)] == [0, misfit, misfit]
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == misfit
+    for line in lines:
+        assert "500 steps with trees yielded 1.10 tokens per tree" in line
+        assert "speculative_config.model was trained for this very target" in line
+    assert run(1000) == 0
+
+
+def test_fewer_steps_are_not_judged(caplog: pytest.LogCaptureFixture) -> None:
+    log.warning_once.cache_clear()
+    watch = TreeWatch()
+    for _ in range(WINDOW - 1):
+        watch.step(SimpleNamespace(spec_decoding_stats=statistics([0] * 64, 7, 7)))
+    assert watch.numbers()["draft_misfit"] == 0
+    assert not caplog.records
 
 
 def test_every_number_has_a_row() -> None:

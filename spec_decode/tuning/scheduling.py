@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tuning import graph_fit
-from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts
+from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -182,11 +182,13 @@ class StepWatch:
 
 
 def tree_policy(config: TreeConfig, speculative: Any) -> TreePolicy:
-    """The policy that the configuration names; `dynamic` has variants for blocks and for
-    experts."""
+    """The policy that the configuration names; `dynamic` has variants for drafts of blocks, with
+    experts, and without a model."""
     policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
     if policy is not dynamic:
         return policy
+    if not has_model(config, speculative):
+        return whole
     if is_block(config, speculative):
         return for_blocks
     return for_experts if draft_has_experts(config, speculative) else dynamic

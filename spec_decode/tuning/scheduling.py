@@ -225,7 +225,10 @@ def tune(scheduler: Scheduler) -> None:
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
     experts = step_has_experts(config, vllm_config)
-    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts)
+    rests = not has_model(config, vllm_config.speculative_config)
+    tuner = NodeTuner(
+        schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests
+    )
     tuner.seed(MEASURED.take(vllm_config) or {})
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output

@@ -122,6 +122,36 @@ def test_what_trees_refuse_is_served_by_stock_and_told_why(
     assert "rejection_sample_method is 'block'" in told["preset"]["off"]["tree"]
 
 
+COPIED = ("pass\n" * 24, "import os, sys\n" * 12)
+ALSO: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 7, "temperature": 0.5},
+    {"temperature": 0, "logit_bias": {11: 3.0}},
+    {"seed": 7, "min_p": 0.05},
+]
+"""Beside drafts that a user asks for, vLLM refuses the last two."""
+
+
+def test_without_a_draft_model_auto_grows_trees_of_n_grams(pair: Pair) -> None:
+    texts = [*COPIED, pair.prompts[3]]
+    requests = [Request(text, {"max_tokens": 24, **each}) for text in texts for each in ALSO]
+    with cpu_engine(pair.target) as llm:
+        right = answer_all(llm, requests)
+    with cpu_engine(pair.target, additional_config={"graft": "auto"}, max_num_seqs=4) as llm:
+        found = answer_all(llm, requests)
+        metrics = spec_metrics(llm)
+        [told] = llm.collective_rpc("graft_info")
+        config = llm.llm_engine.vllm_config
+        assert type(model_runner(llm).speculator).__name__ == "NgramTrees"
+    assert differing(found, right) == []
+    assert told["parts"] == ["tree"]
+    assert "nodes of n-grams, and none where they don't pay" in told["preset"]["on"]["tree"]
+    assert metrics.accepted_tokens > 24
+    assert told["counters"]["tree"]["ngrams"]["nodes_accepted"] > 24
+    assert config.scheduler_config.async_scheduling
+    assert config.speculative_config.method == "ngram_gpu"
+
+
 def test_the_flag_is_a_text_on_the_command_line() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_graft.base.decision import Preset
-from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
@@ -101,13 +100,6 @@ def _no_room(taken: int, vllm_config: Any) -> str:
     )
 
 
-def text_bytes_alone(vllm_config: Any) -> int:
-    """The same for n-grams alone, for which vLLM has its own copy of the texts on the device."""
-    own = lengths_of(TreeConfig(), vllm_config.speculative_config)
-    requests, width = vllm_config.scheduler_config.max_num_seqs, target_of(vllm_config).max_model_len
-    return text_bytes(own, vllm_config, matches=MATCHES) + 4 * requests * width
-
-
 def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
     """Device bytes on each rank of the requests' texts and of what is learned from them, with so
     many matches of each text."""
@@ -125,3 +117,10 @@ def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int
         matches=matches,
         reference=ngram.room(width),
     ).num_bytes
+
+
+def text_bytes_alone(vllm_config: Any) -> int:
+    """The same for n-grams alone, for which vLLM has its own copy of the texts on the device."""
+    ngram = lengths_of(TreeConfig(), vllm_config.speculative_config)
+    tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
+    return text_bytes(ngram, vllm_config, matches=MATCHES) + 4 * tokens

@@ -189,9 +189,7 @@ def test_a_method_without_trees_leaves_stock_vllm(config: Any) -> None:
 
 
 @pytest.mark.parametrize(("preset", "nodes"), [("auto", 63), ("latency", 63), ("throughput", 15)])
-def test_without_a_draft_there_are_trees_of_n_grams(
-    config: Any, preset: str, nodes: int
-) -> None:
+def test_without_a_draft_there_are_trees_of_n_grams(config: Any, preset: str, nodes: int) -> None:
     config.speculative_config = None
     config.additional_config = {"graft": preset}
     decided = start(config)

@@ -28,12 +28,11 @@ _FILLED_IN = (
 )
 """What parts fill in of vLLM's speculative config."""
 
-_SIZES = ("compilation_config.cudagraph_capture_sizes",)
-_DERIVED = (
-    *_SIZES,
+_SIZES = (
+    "compilation_config.cudagraph_capture_sizes",
     "compilation_config.max_cudagraph_capture_size",
-    "scheduler_config.max_num_scheduled_tokens",
 )
+_DERIVED = (*_SIZES, "scheduler_config.max_num_scheduled_tokens")
 """What vLLM derives from that before the configuration is complete."""
 
 
@@ -132,13 +131,21 @@ def _fill_in(part: Part, offer: Offer, vllm_config: Any) -> dict[str, Any]:
 
 
 def _restore(vllm_config: Any, before: dict[str, Any]) -> None:
-    planned = bool(before) and any(_get(vllm_config, path) for path in _SIZES)
+    planned = any(_get(vllm_config, path) != before[path] for path in _SIZES if path in before)
+    sizes = _get(vllm_config, _SIZES[0])
     for path, value in before.items():
-        parent, _, name = path.rpartition(".")
-        setattr(getattr(vllm_config, parent) if parent else vllm_config, name, value)
+        _set(vllm_config, path, value)
     if planned:
-        # vLLM has planned its CUDA graphs for the rows of trees.
+        # They were planned for the rows of trees.
         vllm_config._set_cudagraph_sizes()
+        if not sizes:
+            # The platform has taken the graphs away since.
+            _set(vllm_config, _SIZES[0], sizes)
+
+
+def _set(vllm_config: Any, path: str, value: Any) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(_get(vllm_config, parent) if parent else vllm_config, name, value)
 
 
 def _get(vllm_config: Any, path: str) -> Any:

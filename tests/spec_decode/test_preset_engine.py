@@ -167,7 +167,10 @@ def test_n_grams_that_are_taken_off_leave_stock_s_configuration(
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
 
     def configured(**options: Any) -> Any:
-        args = EngineArgs(pair.target, max_num_seqs=8, enforce_eager=eager, **options)
+        graphs: dict[str, Any] = {"cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"}
+        args = EngineArgs(
+            pair.target, max_num_seqs=8, enforce_eager=eager, compilation_config=graphs, **options
+        )
         return args.create_engine_config()
 
     stock = configured()
@@ -185,7 +188,7 @@ def test_n_grams_that_are_taken_off_leave_stock_s_configuration(
     decided = found.additional_config["graft"]["decided"]
     assert decided["off"]["tree"] == "The configuration is complete."
     assert found.speculative_config is None
-    sizes = [each.compilation_config.cudagraph_capture_sizes for each in (stock, found, on)]
+    sizes = [each.compilation_config.max_cudagraph_capture_size for each in (stock, found, on)]
     assert sizes[0] == sizes[1]
     assert (sizes[1] == sizes[2]) is eager
     for name in ("scheduler_config", "compilation_config", "cache_config", "kernel_config"):

@@ -122,5 +122,5 @@ def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int
 def text_bytes_alone(vllm_config: Any) -> int:
     """The same for n-grams alone, for which vLLM has its own copy of the texts on the device."""
     ngram = lengths_of(TreeConfig(), vllm_config.speculative_config)
-    tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
+    tokens: int = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
     return text_bytes(ngram, vllm_config, matches=MATCHES) + 4 * tokens

@@ -128,9 +128,9 @@ def panels(rows: Sequence[Row], over: str, shown: Mapping[str, str]) -> list[Pan
 
 
 def write_files(arguments: argparse.Namespace, rows: Sequence[Row], drawn: list[Panel]) -> None:
-    """Write the rows, and draw them, where ``--json`` and ``--plot`` say."""
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
+    """Write the rows, and draw them, where ``--output`` and ``--plot`` say."""
+    if arguments.output:
+        report.write_json(arguments.output, [row.flat() for row in rows])
     if arguments.plot:
         report.plot(arguments.plot, drawn)
 

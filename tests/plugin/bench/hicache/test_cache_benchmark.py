@@ -27,7 +27,7 @@ def given(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = parser.parse_args(["--model", "model", *words])
-    arguments.json = arguments.plot = None
+    arguments.output = arguments.plot = None
     return arguments
 
 
@@ -108,7 +108,7 @@ def test_arms_take_turns_and_a_first_round_warms_up(
     pipes = {Arm(name): Engine(ms, order, name) for name, ms in names.items()}
     monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
     arguments = given("--prefix", "2048", "8192")
-    arguments.json = str(tmp_path / "rows.json")
+    arguments.output = str(tmp_path / "rows.json")
     rows = command.compare(arguments)
     assert order[:6] == ["none", "native", "ours", "ours", "native", "none"]
     assert table(rows, command.cell).splitlines()[2:] == [
@@ -121,7 +121,7 @@ def test_arms_take_turns_and_a_first_round_warms_up(
         "2.00 |",
         "| load, p99 of first tokens, ms | 64 | 200 | 40 | 20 | 2.00 |",
     ]
-    assert len(json.loads(Path(arguments.json).read_text())) == 15
+    assert len(json.loads(Path(arguments.output).read_text())) == 15
 
 
 @pytest.mark.engine

@@ -21,7 +21,7 @@ def given(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = parser.parse_args(["model", *words])
-    arguments.json = arguments.plot = None
+    arguments.output = arguments.plot = None
     return arguments
 
 

@@ -201,7 +201,7 @@ def raw_server(pieces: tuple[bytes, ...], sent: list[int]) -> Iterator[str]:
 
 
 def refused(url: str) -> str:
-    """What the command says, in one line that a terminal does not obey, with a status of its own."""
+    """What the command says, in one line that a terminal does not obey, with its own status."""
     told = io.StringIO()
     with redirect_stderr(told):
         assert cli.main(["info", "--url", url]) == cli.NOT_ASKED != 1

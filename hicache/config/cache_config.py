@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,6 +146,8 @@ def _extra_configs(
     transfer: Mapping[Any, Any], path: str, depth: int
 ) -> Iterator[tuple[str, object]]:
     name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    if module is None and isinstance(name, str) and name != CONNECTOR:
+        _refuse_misspelt(name, below(path, "kv_connector"))
     path, extra = below(path, EXTRA), transfer.get(EXTRA, {})
     if name == CONNECTOR and module in (None, MODULE):
         yield path, extra
@@ -170,6 +173,20 @@ def _extra_configs(
                     "over a second one. Give it once, as --kv-transfer-config.engine_id."
                 )
         yield from found
+
+
+def _refuse_misspelt(name: str, path: str) -> None:
+    """Raise ConfigError for a name that nobody has and that is likest to ours: vLLM has no hint."""
+    word, ours = name[:80].casefold(), CONNECTOR.casefold()
+    if not difflib.get_close_matches(word, [ours]):
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    known = KVConnectorFactory._registry
+    if name in known:
+        return
+    if difflib.get_close_matches(word, [ours, *map(str.casefold, known)], n=1) == [ours]:
+        raise ConfigError(f"{path}: {shown(name)} is no KV connector. Did you mean {CONNECTOR!r}?")
 
 
 flag = option_flag

@@ -34,6 +34,8 @@ METRICS = (
         ("spec_decode.metrics.SpecDecodingLogging", "has", "accepted_tokens_per_pos_lists, last_log_time, num_accepted_tokens, num_draft_tokens, num_drafts, reset", "base of that line"),
         ("spec_decode.metrics.SpecDecodingLogging.log", "call", "self, log_fn=", "overridden"),
         ("spec_decode.metrics.logger", "name", "present", "where the line goes"),
+        ("metrics.loggers.PrometheusStatLogger", "has", "spec_decoding_prom", "counters by position, one for each node of a tree"),
+        ("spec_decode.metrics.SpecDecodingProm", "has", "counter_spec_decode_num_accepted_tokens_per_pos, observe", "of which those deeper than trees are left out until they count"),
         ("spec_decode.metrics.SpecDecodingStats", "has", "num_accepted_tokens, num_accepted_tokens_per_pos, num_draft_tokens, num_drafts", "trees, nodes and depths of a step"),
         ("spec_decode.metrics.SpecDecodingStats.observe_draft", "source", "687cf76edee2", "counts accepted drafts by their place in the emitted row, which is a node's depth"),
         ("core.sched.scheduler.Scheduler.make_spec_decoding_stats", "source", "9ad0530d21ec", "drafts that a grammar refused do not count"),

@@ -17,7 +17,12 @@ from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Find, Found, Refusals
 from vllm_graft.base.values import reason_of
-from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
+from vllm_graft.hicache.config.cache_config import (
+    HiCacheConfig,
+    extra_configs,
+    flag,
+    refuse_misspelt,
+)
 from vllm_graft.hicache.config.connector_options import flags_below
 from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
@@ -35,6 +40,7 @@ REFUSALS = Refusals()
 
 def parse_connectors(vllm_config: Any) -> Asked:
     """The configuration of each of our connectors, including those below a ``MultiConnector``."""
+    refuse_misspelt(vllm_config.kv_transfer_config)
     found = []
     for path, values in extra_configs(vllm_config.kv_transfer_config):
         with flags_below(path):
@@ -177,11 +183,12 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     machine = machine_bytes()
     needed = _needed_bytes(machine, processes=1 + engines * parallel.world_size)
     if wanted * engines > machine - needed:
-        most = ByteSize((machine - needed) // engines).human_readable()
+        # Rounded down, so that the advice is not refused.
+        tenths = 10 * (machine - needed) // engines >> 30
         yield Found(
             f"{head} this machine (or container) has {ByteSize(machine).human_readable()} of "
             f"memory, of which vLLM's own processes need {ByteSize(needed).human_readable()}",
-            f"lower {key} to {most} or less",
+            f"lower {key} to {tenths / 10:g}GiB or less",
         )
         return
     shares = parallel.world_size > 1 or config.storage is not None

@@ -38,6 +38,6 @@ def show_depths(prom: SpecDecodingProm, depth: int) -> None:
             child = counters[place]
             if not isinstance(child, prometheus_client.Counter):
                 return
-            metric = prometheus_client.REGISTRY._names_to_collectors[child._name]
+            metric: Any = prometheus_client.REGISTRY._names_to_collectors[child._name]
             metric.remove(*child._labelvalues)
             counters[place] = LateCounter(partial(metric.labels, *child._labelvalues))

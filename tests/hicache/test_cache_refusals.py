@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -572,12 +573,12 @@ def test_what_leaves_vllm_no_memory_is_refused(
     assert _refusal({"host_bytes": "61GiB"}) == (
         f"{FLAG}.host_bytes is 61.0GiB, but this machine (or container) has 64.0GiB of memory, of "
         "which vLLM's own processes need 4.0GiB. The memory is taken when the engine starts: lower "
-        f"{FLAG}.host_bytes to 60.0GiB or less."
+        f"{FLAG}.host_bytes to 60GiB or less."
     )
     assert "host_bytes is 888.2PiB, but" in _refusal({"host_bytes": "1EB"})
     refused = _refusal({"host_bytes": "30GiB"}, data_parallel_size=2, data_parallel_size_local=2)
     assert "for each of 2 data-parallel engines" in refused
-    assert refused.endswith("to 29.0GiB or less.")
+    assert refused.endswith("to 29GiB or less.")
     # With several ranks, or with storage, memory is shared through a file.
     words = "/dev/shm has 16.0GiB. The memory is taken when the engine starts: raise its size"
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
@@ -629,6 +630,11 @@ def test_a_small_machine_keeps_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has 10.0GiB of memory, of which vLLM's own processes need 1.0GiB" in _refusal(
         {"host_bytes": 9 * GIB + 1}
     )
+    # What is advised is accepted.
+    monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 25_276_502_016)
+    advised = re.findall(r"to (\S+) or less", _refusal({"host_bytes": "23GiB"}))
+    assert advised == ["21.1GiB"]
+    assert _accepted(_engine({"host_bytes": advised[0]}))
 
 
 @pytest.mark.parametrize(

@@ -342,8 +342,10 @@ def test_misspelt_keys_of_requests_are_named_once(caplog: pytest.LogCaptureFixtu
     assert caplog.messages == [f"vllm_xargs.{key!r} of a request {hint}" for key in keys]
     # Neither one request nor many of them decide how much is logged.
     for first in (0, 1000):
-        many = {f"graft_{number}{'x' * 999}": 1 for number in range(first, first + 1000)}
-        carry(request(SamplingParams(extra_args={7: 1, **many})), None)  # type: ignore[dict-item]
+        many: dict[Any, int] = {
+            f"graft_{number}{'x' * 999}": 1 for number in range(first, first + 1000)
+        }
+        carry(request(SamplingParams(extra_args={7: 1, **many})), None)
     assert len(caplog.messages) == log.MOST
     assert max(map(len, caplog.messages)) < 300
 

@@ -126,14 +126,17 @@ class TreeWatch:
 
 
 def tell(section: Any, loggers: Sequence[Any]) -> None:
-    """Let vLLM's log line speak of trees where it speaks of a chain's drafts."""
+    """Let vLLM's log line and its counters by position, which are a chain's, speak of trees."""
     if section.topk == 1:
         return
     from vllm_graft.spec_decode.counts.tree_log import TreeLogging
+    from vllm_graft.spec_decode.counts.tree_positions import show_depths
 
     for logger in loggers:
         if hasattr(logger, "spec_decoding_logging"):
             logger.spec_decoding_logging = TreeLogging()
+        if hasattr(logger, "spec_decoding_prom"):
+            show_depths(logger.spec_decoding_prom, section.steps)
 
 
 METRICS = PartMetrics(ROWS, TreeWatch, tell)

@@ -62,7 +62,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("speculative_config.use_local_argmax_reduction", True, "use_local_argmax_reduction"),
     ("speculative_config.parallel_drafting", True, "parallel_drafting"),
     ("speculative_config.enable_adaptive_verification", True, "enable_adaptive_verification"),
-    ("use_v2_model_runner", False, "unset VLLM_USE_V2_MODEL_RUNNER"),
+    ("use_v2_model_runner", False, "unset VLLM_USE_V2_MODEL_RUNNER|VLLM_GRAFT_INTERPRET=1"),
     ("compilation_config.cudagraph_mode", SimpleNamespace(name="FULL"),
      "cudagraph_mode is FULL. |FULL_DECODE_ONLY, PIECEWISE or NONE"),
     ("parallel_config.pipeline_parallel_size", 2, "-size is 2. |--pipeline-parallel-size to 1"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from vllm_graft.base import log
+from vllm_graft.metrics.exposition import samples
 from vllm_graft.spec_decode.counts.tree_log import TreeLogging
 from vllm_graft.spec_decode.counts.tree_metrics import (
     METRICS,
@@ -17,6 +20,7 @@ from vllm_graft.spec_decode.counts.tree_metrics import (
     WINDOW,
     TreeWatch,
 )
+from vllm_graft.spec_decode.counts.tree_positions import show_depths
 
 
 def statistics(paths: list[int], nodes: int, places: int) -> Any:
@@ -117,6 +121,56 @@ def test_the_log_speaks_of_depths_where_vllm_s_divides_by_all_nodes() -> None:
 def test_a_log_without_an_accepted_node() -> None:
     line = logged(TreeLogging(), [statistics([0], 7, 7)])
     assert line.endswith("Per-depth acceptance rate: none")
+
+
+@pytest.fixture
+def counters() -> Iterator[Any]:
+    """vLLM's counters of an engine that verifies 63 nodes, in Prometheus' registry."""
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
+
+    unregister_vllm_metrics()
+    labels: dict[int, list[object]] = {0: ["model", "0"], 1: ["model", "1"]}
+    config: Any = SimpleNamespace(num_speculative_tokens=63)
+    yield SpecDecodingProm(config, ["model_name", "engine"], labels)
+    unregister_vllm_metrics()
+
+
+def positions() -> dict[str, list[float]]:
+    """The counters of accepted drafts in /metrics, in the order of positions, by engine."""
+    found: dict[str, list[float]] = {}
+    for each in samples(generate_latest().decode(), "vllm:spec_decode_num_accepted_tokens_per_pos"):
+        if each.name.endswith("_total"):
+            values = found.setdefault(each.labels["engine"], [])
+            assert each.labels["position"] == str(len(values))
+            values.append(each.value)
+    return found
+
+
+def test_positions_that_no_draft_reaches_are_not_shown(counters: Any) -> None:
+    assert METRICS.tell is not None
+    METRICS.tell(SimpleNamespace(topk=4, steps=5), [SimpleNamespace(spec_decoding_prom=counters)])
+    assert positions() == {"0": [0] * 5, "1": [0] * 5}
+    for _ in range(2):
+        counters.observe(statistics([3, 1], 63, 63), 0)
+    assert positions() == {"0": [4, 2, 2, 0, 0], "1": [0] * 5}
+    # N-grams may lead deeper. Nothing is lost then.
+    for path in (7, 6):
+        counters.observe(statistics([path], 63, 63), 1)
+    assert positions() == {"0": [4, 2, 2, 0, 0], "1": [2] * 6 + [1]}
+
+
+def test_a_chain_s_positions_are_all_shown(counters: Any) -> None:
+    assert METRICS.tell is not None
+    METRICS.tell(SimpleNamespace(topk=1, steps=5), [SimpleNamespace(spec_decoding_prom=counters)])
+    assert [*map(len, positions().values())] == [63, 63]
+
+
+def test_counters_in_files_stay(counters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "x")
+    show_depths(counters, 5)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR")
+    assert [*map(len, positions().values())] == [63, 63]
 
 
 @pytest.mark.parametrize(("topk", "replaced"), [(4, True), (1, False)])

@@ -571,9 +571,9 @@ def test_what_leaves_vllm_no_memory_is_refused(
     monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: 16 * GIB)
     assert _accepted(_engine({"host_bytes": 60 * GIB}))
     assert _refusal({"host_bytes": "61GiB"}) == (
-        f"{FLAG}.host_bytes is 61.0 GiB, but this machine (or container) has 64.0 GiB of memory, of "
-        "which vLLM's own processes need 4.0 GiB. The memory is taken when the engine starts: lower "
-        f"{FLAG}.host_bytes to 60GiB or less."
+        f"{FLAG}.host_bytes is 61.0 GiB, but this machine (or container) has 64.0 GiB of memory, "
+        "of which vLLM's own processes need 4.0 GiB. The memory is taken when the engine starts: "
+        f"lower {FLAG}.host_bytes to 60GiB or less."
     )
     assert "host_bytes is 888.2 PiB, but" in _refusal({"host_bytes": "1EB"})
     refused = _refusal({"host_bytes": "30GiB"}, data_parallel_size=2, data_parallel_size_local=2)

@@ -571,16 +571,16 @@ def test_what_leaves_vllm_no_memory_is_refused(
     monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: 16 * GIB)
     assert _accepted(_engine({"host_bytes": 60 * GIB}))
     assert _refusal({"host_bytes": "61GiB"}) == (
-        f"{FLAG}.host_bytes is 61.0GiB, but this machine (or container) has 64.0GiB of memory, of "
-        "which vLLM's own processes need 4.0GiB. The memory is taken when the engine starts: lower "
-        f"{FLAG}.host_bytes to 60GiB or less."
+        f"{FLAG}.host_bytes is 61.0 GiB, but this machine (or container) has 64.0 GiB of memory, "
+        "of which vLLM's own processes need 4.0 GiB. The memory is taken when the engine starts: "
+        f"lower {FLAG}.host_bytes to 60GiB or less."
     )
-    assert "host_bytes is 888.2PiB, but" in _refusal({"host_bytes": "1EB"})
+    assert "host_bytes is 888.2 PiB, but" in _refusal({"host_bytes": "1EB"})
     refused = _refusal({"host_bytes": "30GiB"}, data_parallel_size=2, data_parallel_size_local=2)
     assert "for each of 2 data-parallel engines" in refused
     assert refused.endswith("to 29GiB or less.")
     # With several ranks, or with storage, memory is shared through a file.
-    words = "/dev/shm has 16.0GiB. The memory is taken when the engine starts: raise its size"
+    words = "/dev/shm has 16.0 GiB. The memory is taken when the engine starts: raise its size"
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
     stored = _stored(path=str(tmp_path)) | {"host_bytes": "17GiB"}
     assert words in _refusal(stored)
@@ -627,7 +627,7 @@ def test_the_least_limit_of_a_group_and_those_above_counts(
 def test_a_small_machine_keeps_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 10 * GIB)
     assert _accepted(_engine({"host_bytes": 9 * GIB}))
-    assert "has 10.0GiB of memory, of which vLLM's own processes need 1.0GiB" in _refusal(
+    assert "has 10.0 GiB of memory, of which vLLM's own processes need 1.0 GiB" in _refusal(
         {"host_bytes": 9 * GIB + 1}
     )
     # What is advised is accepted.

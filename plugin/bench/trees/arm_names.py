@@ -15,9 +15,9 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
-    "none, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, "
-    "tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, +states, "
-    "+hotN or +windowW behind tree:N or auto:N"
+    "none, preset, chain:K[,K...], sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, "
+    "tree:N, tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, +fp8head, +whole, "
+    "+states, +hotN or +windowW behind tree:N or auto:N"
 )
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -98,6 +98,8 @@ def read_arm(
         options["compilation_config"] = {"inductor_compile_config": inductor}
     if base == "none" and not suffixes - {PDL} and not keys:
         return Arm(name, options)
+    if base == "preset" and not suffixes - {PDL} and not keys:
+        return Arm(name, {**options, "additional_config": {"graft": "auto"}})
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
     known = (several and not keys) or kind in ("tree", "auto")

@@ -129,6 +129,7 @@ def test_arms() -> None:
     assert tree("auto:63")["shape"] == "auto"
     assert "additional_config" not in read("chain:5").options
     assert read("none").options == {}
+    assert read("preset").options == {"additional_config": {"graft": "auto"}}
     assert read("none").columns == {"none": None}
     several = read("sampled:3,7,5")
     assert several.columns == {"sampled:3": 3, "sampled:7": 7, "sampled:5": 5}

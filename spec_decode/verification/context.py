@@ -112,6 +112,7 @@ class TreeContext:
         extra_nodes: int64 ``[max_reqs]`` by request-state index, bit ``j`` is set if node ``j`` of
             the drafted tree is of another source than the draft; None if there is none.
         extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
+        coupled: whether drafts may look at the noise of the target's draws.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
         kept: which rows of recurrent layers have left inputs, which take `kept_bytes` of the
             device; None if no layer keeps them (see ``recurrent_form`` of `TreeConfig`).
@@ -130,6 +131,7 @@ class TreeContext:
     extra_nodes: torch.Tensor | None = None
     extra_counts: torch.Tensor | None = None
     watches: tuple[TextWatch, ...] = ()
+    coupled: bool = True
     draft_window: int = 0
     recurrent_form: str = "states"
     kept: Any = None

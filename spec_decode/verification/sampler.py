@@ -49,8 +49,9 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, config, device)
         self.context = context
-        # FlashInfer draws with noise of its own; drafts are coupled to that of vLLM's sampler.
-        sampler.use_flashinfer = False
+        if context.coupled:
+            # FlashInfer draws with noise of its own; drafts are coupled to that of vLLM's sampler.
+            sampler.use_flashinfer = False
 
     def __call__(
         self,

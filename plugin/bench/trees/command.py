@@ -8,6 +8,7 @@ each in a process of its own with its share of the GPU's memory, and take turns 
 and batch size, `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
+- `graft`, the preset `auto` without a draft model, which grows trees of n-grams;
 - `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, stock vLLM with K sampled
   drafts; `block:K`, with sampled drafts that are verified as a block; `adaptive:K`, like that and
   with vLLM's adaptive verification. `chain:3,5,7` is one engine that is told each length in turn;

@@ -79,6 +79,10 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         super().__init__(vllm_config, device)
         self.last_tokens = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
 
+    def allocate_context(self, layers: Mapping[str, Any]) -> None:
+        super().allocate_context(layers)
+        self.context.coupled = False
+
     # --- no draft model ---------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:

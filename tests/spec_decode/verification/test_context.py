@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -336,3 +337,12 @@ def test_a_large_batch_adds_less_than_a_gibibyte() -> None:
     assert rows / most > 2
     copy, values, indices = (most * vocab * size for size in (4, 4, 8))
     assert copy + values + indices <= 2**30
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_noise_of_flashinfer_is_left_out_where_drafts_look_at_it(*, coupled: bool) -> None:
+    sampler: Any = SimpleNamespace(use_flashinfer=True)
+    config: Any = MagicMock(rejection_sample_method="standard", num_speculative_tokens=3)
+    context: Any = SimpleNamespace(coupled=coupled)
+    TreeRejectionSampler(sampler, config, torch.device("cpu"), context)
+    assert sampler.use_flashinfer is not coupled

@@ -42,7 +42,8 @@ def _models(vllm_config: Any) -> tuple[Any, Any]:
 def _number(config: Any, *names: str) -> int:
     """The first positive integer of a configuration under some names; 0 if it has none."""
     values = (getattr(config, name, None) for name in names)
-    return next((each for each in values if type(each) is int and each > 0), 0)
+    found: int = next((each for each in values if type(each) is int and each > 0), 0)
+    return found
 
 
 def _text(model: Any) -> Any:

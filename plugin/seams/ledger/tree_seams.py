@@ -49,6 +49,7 @@ TREE = (
         ("_prepare_eplb_forward", "call", "self, num_unpadded_tokens", "called before each pass of the draft"),
     ),
     *seams("tree", _PROPOSER_API, "",
+        ("model_executor.models.registry._LazyRegisteredModel", "has", "module_name", "files of a model, where its own classes of attention are looked for"),
         ("config.get_layers_from_vllm_config", "call", "vllm_config, layer_type, layer_names=", "layers of target and draft"),
         ("forward_context.set_forward_context", "call", "attn_metadata, vllm_config, num_tokens=, num_tokens_across_dp=, cudagraph_runtime_mode=, batch_descriptor=, ubatch_slices=, slot_mapping=, skip_compiled=, is_padding=", "runs a level of the draft"),
         ("forward_context.BatchDescriptor", "has", "num_tokens", "size of a level"),

@@ -67,7 +67,7 @@ def _parts() -> dict[str, tuple[str, str]]:
 def _printed(command: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        main([command])
+        main([command, "--markdown"])
     return printed.getvalue()
 
 

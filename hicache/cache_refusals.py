@@ -11,11 +11,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from pydantic import ByteSize
+
 from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Find, Found, Refusals
 from vllm_graft.base.values import reason_of
-from vllm_graft.hicache.config.cache_config import HiCacheConfig, extra_configs, flag
+from vllm_graft.hicache.config.cache_config import (
+    HiCacheConfig,
+    extra_configs,
+    flag,
+    refuse_misspelt,
+)
 from vllm_graft.hicache.config.connector_options import flags_below
 from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
@@ -33,6 +40,7 @@ REFUSALS = Refusals()
 
 def parse_connectors(vllm_config: Any) -> Asked:
     """The configuration of each of our connectors, including those below a ``MultiConnector``."""
+    refuse_misspelt(vllm_config.kv_transfer_config)
     found = []
     for path, values in extra_configs(vllm_config.kv_transfer_config):
         with flags_below(path):
@@ -160,7 +168,7 @@ def _too_small(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
 
 
 @REFUSALS.row(
-    f"`host_bytes` of more than the machine, or {SHM}, has",
+    f"`host_bytes` that leaves the machine no memory for vLLM itself, or of more than {SHM} has",
     "The memory is taken when the engine starts.",
     "lower `host_bytes`",
 )
@@ -169,22 +177,36 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     parallel, key = vllm_config.parallel_config, flag("host_bytes")
     if not _is_here(parallel):
         return
-    engines, wanted = parallel.data_parallel_size_local, int(config.host_bytes)
+    engines, wanted = parallel.data_parallel_size_local, config.host_bytes
     each = f" for each of {engines} data-parallel engines" if engines > 1 else ""
-    if wanted * engines > (machine := machine_bytes()):
+    head = f"{key} is {wanted.human_readable()}{each}, but"
+    machine = machine_bytes()
+    needed = _needed_bytes(machine, processes=1 + engines * parallel.world_size)
+    if wanted * engines > machine - needed:
+        # Rounded down, so that the advice is not refused.
+        tenths = 10 * (machine - needed) // engines >> 30
         yield Found(
-            f"{key} is {wanted}{each}, but this machine (or container) has {machine} bytes of "
-            "memory",
-            f"lower {key}",
+            f"{head} this machine (or container) has {ByteSize(machine).human_readable()} of "
+            f"memory, of which vLLM's own processes need {ByteSize(needed).human_readable()}",
+            f"lower {key} to {tenths / 10:g}GiB or less",
         )
         return
     shares = parallel.world_size > 1 or config.storage is not None
     shared = filesystem_bytes(SHM) if shares else None
     if shared is not None and wanted * engines > shared:
         yield Found(
-            f"{key} is {wanted}{each}, but {SHM} has {shared} bytes",
+            f"{head} {SHM} has {ByteSize(shared).human_readable()}",
             f"raise its size (docker --shm-size), or lower {key}",
         )
+
+
+PROCESS_BYTES = 2 << 30
+"""Memory that is left to each process of vLLM for its libraries, its CUDA context and buffers."""
+
+
+def _needed_bytes(machine: int, processes: int) -> int:
+    """Bytes that the pool must leave: `PROCESS_BYTES` each, as far as that is a tenth of all."""
+    return min(processes * PROCESS_BYTES, machine // 10)
 
 
 def _is_here(parallel: Any) -> bool:

@@ -7,10 +7,12 @@ is ruled out only now is taken off again. A part that the user named is not deci
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Container
 from typing import Any
 
-from vllm_graft.base.decision import NAME, Decision, Preset, decision_of, preset_in
+from vllm_graft.base.decision import NAME, SPECULATIVE, Decision, Preset, decision_of, preset_in
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import FLAG, KEY, with_section
@@ -20,8 +22,18 @@ from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
 from vllm_graft.seams.versions import moved
 
-_FILLED_IN = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+_FILLED_IN = (
+    f"{SPECULATIVE}.num_speculative_tokens",
+    f"{SPECULATIVE}.num_speculative_tokens_per_batch_size",
+)
 """What parts fill in of vLLM's speculative config."""
+
+_SIZES = (
+    "compilation_config.cudagraph_capture_sizes",
+    "compilation_config.max_cudagraph_capture_size",
+)
+_DERIVED = (*_SIZES, "scheduler_config.max_num_scheduled_tokens")
+"""What vLLM derives from that before the configuration is complete."""
 
 
 def decide(named: Container[str], vllm_config: Any) -> None:
@@ -44,11 +56,8 @@ def decide(named: Container[str], vllm_config: Any) -> None:
     )
     sections = {name: offer.section.model_dump(exclude_unset=True) for name, offer in on.items()}
     _write(vllm_config, decided, sections)
-    before = {
-        part.name: _fill_in(part, on[part.name].section, vllm_config)
-        for part in free
-        if part.name in on
-    }
+    asked = {part.name: part for part in free if part.name in on}
+    before = {name: _fill_in(part, on[name], vllm_config) for name, part in asked.items()}
     with_section(vllm_config, NAME, before=before)
 
 
@@ -88,8 +97,12 @@ def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
     offer = part.automatic(preset, vllm_config)
     if isinstance(offer, str):
         return offer
+    given = vllm_config
+    if offer.speculative is not None:
+        given = copy.copy(vllm_config)
+        given.speculative_config = offer.speculative
     # The seams come last, as they are read from source files.
-    return _ruled_out(part, offer.section, vllm_config) or moved(*offer.seams) or offer
+    return _ruled_out(part, offer.section, given) or moved(*offer.seams) or offer
 
 
 def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:
@@ -103,23 +116,45 @@ def _write(vllm_config: Any, decided: Decision, sections: dict[str, Any]) -> Non
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: graft}
 
 
-def _fill_in(part: Part, section: Any, vllm_config: Any) -> dict[str, Any]:
-    """Let a part fill in what follows from its section; return what it replaced."""
-    before = _speculative(vllm_config)
-    part.fill_in(section, vllm_config)
-    after = _speculative(vllm_config)
-    return {name: value for name, value in before.items() if after[name] != value}
-
-
-def _speculative(vllm_config: Any) -> dict[str, Any]:
-    speculative = vllm_config.speculative_config
-    return {name: getattr(speculative, name) for name in _FILLED_IN if speculative is not None}
+def _fill_in(part: Part, offer: Offer, vllm_config: Any) -> dict[str, Any]:
+    """Let a part fill in what follows from its section; return what it replaced, and what vLLM has
+    yet to derive from that."""
+    derived = {path: _get(vllm_config, path) for path in _DERIVED}
+    if offer.speculative is not None:
+        vllm_config.speculative_config = offer.speculative
+        part.fill_in(offer.section, vllm_config)
+        return {SPECULATIVE: None, **derived}
+    before = {path: _get(vllm_config, path) for path in _FILLED_IN}
+    part.fill_in(offer.section, vllm_config)
+    changed = {path: value for path, value in before.items() if _get(vllm_config, path) != value}
+    return {**changed, **derived} if changed else {}
 
 
 def _restore(vllm_config: Any, before: dict[str, Any]) -> None:
-    for name in _FILLED_IN:
-        if name in before:
-            setattr(vllm_config.speculative_config, name, before[name])
+    planned = any(_get(vllm_config, path) != before[path] for path in _SIZES if path in before)
+    sizes = _get(vllm_config, _SIZES[0])
+    for path, value in before.items():
+        _set(vllm_config, path, value)
+    if planned:
+        # They were planned for the rows of trees.
+        vllm_config._set_cudagraph_sizes()
+        if not sizes:
+            # The platform has taken the graphs away since.
+            _set(vllm_config, _SIZES[0], sizes)
+
+
+def _set(vllm_config: Any, path: str, value: Any) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(_get(vllm_config, parent) if parent else vllm_config, name, value)
+
+
+def _get(vllm_config: Any, path: str) -> Any:
+    """The value at a dotted path; None where a part of the path is None."""
+    return functools.reduce(
+        lambda found, name: None if found is None else getattr(found, name),
+        path.split("."),
+        vllm_config,
+    )
 
 
 def _log(decided: Decision) -> None:

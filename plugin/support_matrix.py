@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from vllm_graft.base import markdown
 from vllm_graft.base.part import Part
-from vllm_graft.base.refusal import as_table
+from vllm_graft.base.text_table import Table
 from vllm_graft.hooks import entries
 from vllm_graft.hooks.feature import Feature
 from vllm_graft.hooks.manager import Manager
 from vllm_graft.spec_decode.targets.families import FEATURES, HOOK
-
-
-class Table(NamedTuple):
-    """A table with a title."""
-
-    title: str
-    heads: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 def tables(offered: Manager) -> Iterator[Table]:
@@ -80,13 +71,10 @@ def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def as_page(offered: Manager, parts: Sequence[Part]) -> str:
-    """Write all tables in Markdown, and below them what each part can't be combined with."""
-    sections = [
-        f"### {table.title}\n\n{markdown.table(table.heads, table.rows)}"
-        for table in tables(offered)
-    ]
+def page(offered: Manager, parts: Sequence[Part]) -> Iterator[Table]:
+    """All tables, and below them what each part can't be combined with."""
+    yield from tables(offered)
     for part in parts:
         name = f"`{part.flag.removeprefix('--').removeprefix('additional-config.')}`"
-        sections.append(f"### What is refused with {name}\n\n{as_table(part.refusals)}")
-    return "\n\n".join(sections)
+        rows = [tuple(each.told().values()) for each in part.refusals]
+        yield Table(f"What is refused with {name}", ("what", "why", "instead"), rows)

@@ -1,6 +1,6 @@
 """The part ``graft.tree``: how vLLM comes to draft and verify trees.
 
-Five things are hooked, all inert until a configuration has the section:
+Six things are hooked, all inert until a configuration has the section:
 
 1. a speculator of vLLM's that a drafter stands over, asked to build itself, builds the chosen
    drafter, a subclass of it. The class object stays the same, and each construction decides by its
@@ -11,7 +11,8 @@ Five things are hooked, all inert until a configuration has the section:
    which is built next, learns from there how many nodes pay;
 4. drafts for requests with structured output carry their parents to the engine core, whose manager
    of grammars then masks each node by its own path;
-5. the engine core makes the references of requests where it takes them in.
+5. the engine core makes the references of requests where it takes them in;
+6. with drafts that nobody but a preset asked for, requests may ask for all that they may without.
 
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from vllm_graft.base.decision import Preset
+from vllm_graft.base.decision import Preset, decision_of, gave_drafts
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
@@ -41,10 +42,15 @@ from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.grammars.packed_drafts import send_parents
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
-from vllm_graft.spec_decode.models.chosen import HOOK, chosen, is_block
+from vllm_graft.spec_decode.models.chosen import HOOK, chosen, has_model, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
-from vllm_graft.spec_decode.presets.node_count import count_nodes, fall_back, fill_in_depth
+from vllm_graft.spec_decode.presets.node_count import (
+    count_nodes,
+    fall_back,
+    fill_in_depth,
+    leave_to_stock,
+)
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
@@ -56,6 +62,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ENGINE = "vllm.v1.engine.core"
 _STRUCTURED_OUTPUT = "vllm.v1.structured_output"
+_REQUESTS = "vllm.v1.engine.input_processor"
 
 
 class TreePart:
@@ -79,6 +86,7 @@ class TreePart:
         after_import(_GRAPHS, _hook_graphs)
         after_import(_ENGINE, _hook_engine)
         after_import(_STRUCTURED_OUTPUT, follow_trees)
+        after_import(_REQUESTS, _hook_requests)
 
     def section(self, config: Any, vllm_config: Any) -> TreeConfig | None:
         found: TreeConfig | None = config.tree
@@ -109,6 +117,7 @@ class TreePart:
                 speculative.num_speculative_tokens,
                 vllm_config.scheduler_config.max_num_seqs,
                 NARROW if draft_has_experts(asked, speculative) else DENSE,
+                rests=not has_model(asked, speculative),
             )
 
     def refuses(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
@@ -207,6 +216,7 @@ def _hook_scheduler(module: ModuleType) -> None:
 def _hook_engine(module: ModuleType) -> None:
     def then_measure(original: Any) -> Any:
         def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+            leave_declined(self, vllm_config)
             result = original(self, vllm_config)
             config = TreeConfig.from_vllm(vllm_config)
             if config is not None and config.shape == "auto":
@@ -225,6 +235,35 @@ def _hook_engine(module: ModuleType) -> None:
 
     # It ends when the workers have captured their graphs, and before the scheduler is built.
     wrap(module.EngineCore, "_initialize_kv_caches", then_measure)
+
+
+def leave_declined(core: Any, vllm_config: Any) -> None:
+    """Make an engine core one without trees if its workers have declined those of a preset."""
+    if TreeConfig.from_vllm(vllm_config) is None or decision_of(vllm_config) is None:
+        return
+    if any(core.collective_rpc(drafts_stock)):
+        leave_to_stock(vllm_config)
+
+
+def drafts_stock(worker: Any) -> bool:
+    """Runs in each worker: whether its drafter has become vLLM's own."""
+    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
+
+    return isinstance(worker.model_runner.speculator, StockChain)
+
+
+def _hook_requests(module: ModuleType) -> None:
+    def then_admit(original: Any) -> Any:
+        def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            if gave_drafts(vllm_config):
+                # vLLM refuses `min_p` and `logit_bias` beside drafts. The user asked for none, and
+                # each node of a tree is sampled from its own logits, which both change.
+                self.speculative_config = None
+
+        return __init__
+
+    wrap(module.InputProcessor, "__init__", then_admit)
 
 
 def _hook_graphs(module: ModuleType) -> None:

@@ -25,7 +25,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("draft", help="an EAGLE-3 head that was trained for it")
     parser.add_argument("--depth", type=int, default=5, help="of the trees (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--graft", type=json.loads, default="auto", help="JSON; default: a preset")
+    # Argparse reads a default that is a text as it reads what is given.
+    parser.add_argument(
+        "--graft", type=json.loads, default='"auto"', help="JSON; default: a preset"
+    )
     parser.add_argument("--engine", type=json.loads, default={}, help="more options of vllm.LLM")
     return parser.parse_args()
 
@@ -46,13 +49,15 @@ def main() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=arguments.max_tokens)
     outputs = llm.generate(PROMPTS, sampling)
     numbers = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    trees = numbers["vllm:graft_tree_trees"]
+    # A preset may leave trees off: there are no such metrics then.
+    trees = numbers.get("vllm:graft_tree_trees")
+    accepted = numbers.get("vllm:graft_tree_nodes_accepted", 0)
     told = {
         "answers": [output.outputs[0].text for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "prompts": [list(output.prompt_token_ids) for output in outputs],
         "parts": llm.collective_rpc("graft_info")[0]["parts"],
-        "tokens per step": 1 + numbers["vllm:graft_tree_nodes_accepted"] / trees,
+        "tokens per step": 1 + accepted / trees if trees else None,
     }
     print(json.dumps(told))
 

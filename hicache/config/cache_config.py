@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 48 << 20
 """Room for three buffers, each for one layer of 256 blocks of an 8B model."""
+
+_TRANSFER = FLAG.removesuffix(f".{EXTRA}")
 
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself adds to ours."""
@@ -138,7 +141,7 @@ def extra_configs(transfer: Any) -> list[tuple[str, object]]:
         return []
     names = ("kv_connector", "kv_connector_module_path", EXTRA)
     top = {name: getattr(transfer, name, None) for name in names}
-    return list(_extra_configs(top, FLAG.removesuffix(f".{EXTRA}"), MAX_DEPTH))
+    return list(_extra_configs(top, _TRANSFER, MAX_DEPTH))
 
 
 def _extra_configs(
@@ -170,6 +173,37 @@ def _extra_configs(
                     "over a second one. Give it once, as --kv-transfer-config.engine_id."
                 )
         yield from found
+
+
+def refuse_misspelt(transfer: Any, path: str = _TRANSFER, depth: int = MAX_DEPTH) -> None:
+    """Raise ConfigError for a connector whose name nobody has and which is likest to ours.
+
+    VLLM refuses it as well, without a hint. ``transfer`` is its ``KVTransferConfig``, a mapping of
+    the same keys, or something else, of which there is nothing to say.
+    """
+    given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    name, extra = given.get("kv_connector"), given.get(EXTRA)
+    if not isinstance(name, str) or given.get("kv_connector_module_path") is not None:
+        return
+    if name == MULTI_CONNECTOR:
+        children = extra.get("connectors") if isinstance(extra, Mapping) and depth else None
+        for index, child in enumerate(children if isinstance(children, (list, tuple)) else ()):
+            refuse_misspelt(child, below(path, EXTRA, "connectors", index), depth - 1)
+    elif name != CONNECTOR and _is_likest_to_ours(name):
+        raise ConfigError(
+            f"{path}.kv_connector: {shown(name)} is no KV connector. Did you mean {CONNECTOR!r}?"
+        )
+
+
+def _is_likest_to_ours(name: str) -> bool:
+    word, ours = name[:80].casefold(), CONNECTOR.casefold()
+    if not difflib.get_close_matches(word, [ours]):
+        return False
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    known = KVConnectorFactory._registry
+    nearest = difflib.get_close_matches(word, [ours, *map(str.casefold, known)], n=1)
+    return name not in known and nearest == [ours]
 
 
 flag = option_flag

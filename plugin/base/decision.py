@@ -19,6 +19,8 @@ from vllm_graft.base.options import KEY, GraftSection
 NAME = "decided"
 """Where the decisions stand, below ``graft``."""
 
+SPECULATIVE = "speculative_config"
+
 Preset = Literal["auto", "latency", "throughput"]
 PRESETS: tuple[str, ...] = get_args(Preset)
 
@@ -35,7 +37,8 @@ class Decision(GraftSection):
     off: dict[str, str]
 
     before: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """What stood in vLLM's speculative config before a part filled it in, by the part's name."""
+    """Values of vLLM's configuration, by dotted path, before a part filled them in, by the part's
+    name."""
 
     settled: bool = False
     """Whether the complete configuration was looked at, too."""
@@ -51,6 +54,12 @@ def preset_in(vllm_config: Any) -> str | None:
     additional = vllm_config.additional_config
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
     return found if isinstance(found, str) else None
+
+
+def gave_drafts(vllm_config: Any) -> bool:
+    """Whether a preset gave vLLM the speculative config, as the user gave none."""
+    decided = decision_of(vllm_config)
+    return decided is not None and any(SPECULATIVE in each for each in decided.before.values())
 
 
 def decline_or_raise(part: str, refused: GraftError, vllm_config: Any) -> None:

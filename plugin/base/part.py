@@ -23,11 +23,13 @@ class Offer:
         section: what a user would have written to have it.
         says: the values that were filled in, for the log.
         seams: rooms of the ledger that it needs.
+        speculative: vLLM's speculative config that it needs where the user gave none.
     """
 
     section: Section
     says: str
     seams: tuple[str, ...]
+    speculative: Any = None
 
 
 class Part(Protocol):

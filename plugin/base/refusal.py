@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_graft.base import markdown
 from vllm_graft.base.options import target_of
 from vllm_graft.base.values import shown
 
@@ -96,12 +95,6 @@ def sentences(refusals: Iterable[Refusal], asked: Any, vllm_config: Any) -> Iter
     """A sentence or two for each thing that some rows refuse."""
     for refusal in refusals:
         yield from refusal.sentences(asked, vllm_config)
-
-
-def as_table(refusals: Iterable[Refusal]) -> str:
-    """The refusals as a table in Markdown."""
-    rows = [(each.what, each.why, each.instead) for each in refusals]
-    return markdown.table(("what", "why", "instead"), rows)
 
 
 def _plain(words: str) -> str:  # Without the marks of code that Markdown has.

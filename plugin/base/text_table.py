@@ -4,6 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from vllm_graft.base import markdown
+
+
+class Table(NamedTuple):
+    """A table with a title, whose texts may have Markdown's marks of code."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        """The table without these marks, drawn by `table`."""
+        title, heads, rows = (
+            self.title.replace("`", ""),
+            [head.replace("`", "") for head in self.heads],
+            [[cell.replace("`", "") for cell in row] for row in self.rows],
+        )
+        return f"{title}\n{table(heads, rows)}".rstrip("\n")
+
+    def markdown(self) -> str:
+        """The table below its title as a heading."""
+        return f"### {self.title}\n\n{markdown.table(self.heads, self.rows)}"
 
 
 def table(

@@ -42,16 +42,19 @@ def main(arguments: Sequence[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         benchmark.add_arguments(sub)
-        sub.add_argument("--json", metavar="FILE", help="write what was measured here")
+        sub.add_argument("--output", metavar="FILE.json", help="write what was measured here")
         sub.add_argument("--plot", metavar="FILE.svg", help="draw it here (needs matplotlib)")
         sub.set_defaults(command=partial(_run, name))
+    if not arguments:
+        parser.print_help()
+        return 2
     given = parser.parse_args(arguments)
     return int(given.command(given))
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     def work() -> int:
-        require_folder("--json", arguments.json)
+        require_folder("--output", arguments.output)
         require_folder("--plot", arguments.plot)
         require_plotting(arguments.plot)
         return int(load(name).run(arguments))

@@ -51,7 +51,6 @@ def graft_drafters() -> list[entries.Drafter]:
             methods=("ngram", "ngram_gpu"),
             speculator=f"{_SPECULATORS}.ngram.speculator:NgramGPUSpeculator",
             has_model=False,
-            unmeasured=True,
         ),
     ]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vllm_graft.base import markdown
 from vllm_graft.base.metric import PREFIX, Kind, Metric, Origin
 from vllm_graft.base.part import Part
+from vllm_graft.base.text_table import Table
 from vllm_graft.metrics.board import COMMON
 
 _HEADS = ("metric", "kind", "labels", "meaning")
@@ -38,13 +38,11 @@ def catalogue(parts: Iterable[Part]) -> dict[str, list[Listed]]:
     return {"": [_listed(row, "") for row in COMMON], **found}
 
 
-def as_page(metrics: dict[str, list[Listed]]) -> str:
-    """The metrics as tables in Markdown, a heading for each part."""
-    blocks = []
+def tables(metrics: dict[str, list[Listed]]) -> Iterator[Table]:
+    """A table of metrics for each part."""
     for part, rows in metrics.items():
         title = f"`{PREFIX}{part}_*`" if part else "All parts"
-        blocks.append(f"### {title}\n\n{markdown.table(_HEADS, [_cells(row) for row in rows])}")
-    return "\n\n".join(blocks)
+        yield Table(title, _HEADS, [_cells(row) for row in rows])
 
 
 def _listed(row: Metric, part: str) -> Listed:

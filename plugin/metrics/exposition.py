@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 
-def samples(text: str, prefix: str = "") -> Iterator[Sample]:
-    """The samples of a page whose names begin with a prefix.
+def samples(text: str, prefix: str | tuple[str, ...] = "") -> Iterator[Sample]:
+    """The samples of a page whose names begin with a prefix, or with one of several.
 
     Raises:
         ImportError: where vLLM is not installed.

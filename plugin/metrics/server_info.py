@@ -16,19 +16,23 @@ from vllm_graft.base.metric import PREFIX
 from vllm_graft.base.text_table import table
 from vllm_graft.base.values import printable, reason_of, shown
 from vllm_graft.metrics.exposition import samples
-from vllm_graft.metrics.part_states import DECLINED, MISSING
+from vllm_graft.metrics.part_states import DECLINED, MISSING, ON
 
 if TYPE_CHECKING:
     import aiohttp
 
 INFO = f"{PREFIX}info"
+PROMPTS = "vllm:prompt_tokens_total"
+"""VLLM's own count of the tokens of all prompts, wherever their K/V came from."""
+_READ = (PREFIX, PROMPTS)
 SECONDS = 10.0
 """How long a server may take for its whole answer."""
 MAX_BYTES = 8 << 20
 """Bytes of an answer, which the parser reads in about 1 s per MiB."""
 MAX_LINE = 16 << 10
-"""Characters of a line of ours."""
-_STYLES = {"on": "green", "off": "dim", DECLINED: "bold red", MISSING: "bold red"}
+"""Characters of a line that is read."""
+CACHE = "hicache"
+_STYLES = {ON: "green", "off": "dim", DECLINED: "bold red", MISSING: "bold red"}
 _GIVE = "Give the address of a running `vllm serve`, for example http://127.0.0.1:8000."
 _SKIPPED = ("_bucket", "_created", "_sum")
 
@@ -48,11 +52,13 @@ class PartInfo:
 class ServerInfo:
     """What a server's ``/metrics`` say.
 
-    ``numbers`` are metrics of ours that are not zero, summed over the engines, by name and label.
+    ``numbers`` are metrics of ours that are not zero, summed over the engines, by name and label;
+    ``prompt_tokens`` are those of all prompts.
     """
 
     parts: list[PartInfo]
     numbers: dict[str, float] = field(default_factory=dict)
+    prompt_tokens: float = 0.0
 
     @property
     def is_well(self) -> bool:
@@ -89,8 +95,11 @@ def read(text: str) -> ServerInfo:
     """What a page of ``/metrics`` says; `_Refused` if a line of ours has another form."""
     parts: list[PartInfo] = []
     numbers: dict[str, float] = {}
-    for name, labels, value in _ours(text):
-        if name == INFO and value == 1:
+    prompt_tokens = 0.0
+    for name, labels, value in _samples(text):
+        if name == PROMPTS:
+            prompt_tokens += value
+        elif name == INFO and value == 1:
             named = {key: labels.get(key, "") for key in PartInfo.__dataclass_fields__}
             parts.append(PartInfo(**named))
         elif name != INFO and value and not name.endswith(_SKIPPED):
@@ -98,19 +107,19 @@ def read(text: str) -> ServerInfo:
             key = f"{name}{{{', '.join(own)}}}" if own else name
             numbers[key] = numbers.get(key, 0) + value
     parts.sort(key=lambda part: (part.engine, part.part))
-    return ServerInfo(parts, dict(sorted(numbers.items())))
+    return ServerInfo(parts, dict(sorted(numbers.items())), prompt_tokens)
 
 
 class _Refused(Exception):
     """An answer or an address that is not taken, and why."""
 
 
-def _ours(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     # The parser's time grows with the square of a line.
-    if any(len(line) > MAX_LINE for line in text.split("\n") if line.startswith(PREFIX)):
+    if any(len(line) > MAX_LINE for line in text.split("\n") if line.startswith(_READ)):
         raise _Refused(f"a line of it has more than {MAX_LINE} characters")
     try:
-        for sample in samples(text, PREFIX):
+        for sample in samples(text, _READ):
             yield sample.name, sample.labels, float(sample.value)
     except ImportError:
         raise
@@ -194,6 +203,32 @@ def _scheme(url: str) -> str:
     return found.group() if found else ""
 
 
+def answers(found: ServerInfo) -> dict[str, float]:
+    """What a person asks first.
+
+    ``trees``: the steps of requests in which one was verified; ``tokens_per_step``: their mean
+    yield; ``cached_share``: the part of all prompt tokens whose K/V came from host and storage.
+    What nothing was counted of is left out.
+    """
+    told: dict[str, float] = {}
+    if trees := found.numbers.get(f"{PREFIX}tree_trees_total"):
+        accepted = found.numbers.get(f"{PREFIX}tree_nodes_accepted_total", 0.0)
+        told |= {"trees": trees, "tokens_per_step": 1 + accepted / trees}
+    if found.prompt_tokens and any(part.part == CACHE and part.state == ON for part in found.parts):
+        hits = (f"{PREFIX}{CACHE}_hit_tokens_{source}_total" for source in ("host", "storage"))
+        cached = sum(found.numbers.get(name, 0.0) for name in hits)
+        told["cached_share"] = cached / found.prompt_tokens
+    return told if all(map(math.isfinite, told.values())) else {}
+
+
+def _sentences(found: ServerInfo) -> Iterator[str]:
+    told = answers(found)
+    if "trees" in told:
+        yield f"trees: {told['tokens_per_step']:.1f} tokens per step ({told['trees']:,.0f} steps)\n"
+    if "cached_share" in told:
+        yield f"host cache: {told['cached_share']:.0%} of prompt tokens\n"
+
+
 def render(found: ServerInfo) -> str:
     """The report for people."""
     many = len({part.engine for part in found.parts}) > 1
@@ -203,6 +238,7 @@ def render(found: ServerInfo) -> str:
         for name, part in zip(names, found.parts)
     ]
     told = f"vllm-graft {printable(found.parts[0].version)}\n"
+    told += "".join(_sentences(found))
     told += table(("", "", ""), rows, _STYLES)
     if found.numbers:
         numbers = [
@@ -217,4 +253,4 @@ def as_dict(found: ServerInfo) -> dict[str, Any]:
     # JSON has no NaN and no infinity.
     numbers = {name: n if math.isfinite(n) else None for name, n in found.numbers.items()}
     parts = [vars(part) for part in found.parts]
-    return {"ok": found.is_well, "parts": parts, "metrics": numbers}
+    return {"ok": found.is_well, "answers": answers(found), "parts": parts, "metrics": numbers}

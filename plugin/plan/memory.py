@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, is_assistant
-from vllm_graft.spec_decode.presets.tree_preset import text_bytes
+from vllm_graft.spec_decode.presets.ngram_preset import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_graft.base.log import warning_once
 from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
 from vllm_graft.spec_decode.startup.clock import KERNELS
 from vllm_graft.spec_decode.startup.clock import PARTS as START_PARTS
@@ -23,6 +24,12 @@ REFERENCE_DECLINES = ("no_tokenizer", "unreadable", "wrong_type", "error", "cut"
 of its schema can be read, its prediction is neither text nor tokens, reading one of them failed,
 nothing reads references; or why it has a part of it: there is no room for all."""
 
+WINDOW = 500
+"""Steps over which the yield of trees is looked at."""
+
+LEAST_YIELD = 1.1
+"""Tokens per tree below which a draft does not pay; a head for another model has about 1.0."""
+
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _ENGINE = Origin.ENGINE
 
@@ -34,6 +41,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("nodes_accepted", _C, "Nodes of these trees whose token was accepted. Each tree yields one token more.", origin=_ENGINE),
     Metric("nodes_accepted_by_depth", _C, "Accepted nodes by their depth; the root's children have depth 1.", origin=_ENGINE, label="depth"),
     Metric("nodes_per_tree", _H, "Nodes per tree that a step verified: the chosen number with shape: auto. One observation per step.", origin=_ENGINE, buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)),
+    Metric("draft_misfit", _G, f"1 if the last {WINDOW} such steps yielded fewer than {LEAST_YIELD} tokens per tree, so that the draft may be one for another model; else 0.", origin=_ENGINE),
     Metric("candidates_drafted", _C, "Candidates that the draft scored. The best of them become a tree's nodes."),
     Metric("block_positions_drafted", _C, "Positions that block drafters predicted, of all requests. Divided by the requests that drafted, it is the mean depth of a block."),
     Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram, method ngram)."),
@@ -69,6 +77,7 @@ class TreeWatch:
         self._steps = self._trees = self._verified = self._accepted = 0
         self._by_depth: dict[str, int] = {}
         self._nodes: dict[str, int] = {}
+        self._before, self._misfit = (0, 0), 0  # Trees and accepted nodes when the window began.
 
     def step(self, stats: Any) -> None:
         drafts = stats.spec_decoding_stats
@@ -86,6 +95,23 @@ class TreeWatch:
             self._by_depth[depth] = self._by_depth.get(depth, 0) + accepted
         nodes = str(round(drafts.num_draft_tokens / drafts.num_drafts))
         self._nodes[nodes] = self._nodes.get(nodes, 0) + 1
+        if self._steps % WINDOW == 0:
+            self._look_at_yield()
+
+    def _look_at_yield(self) -> None:
+        """Warn, once, if next to nothing was accepted since the last look."""
+        trees, accepted = self._trees - self._before[0], self._accepted - self._before[1]
+        self._before = self._trees, self._accepted
+        self._misfit = int(1 + accepted / trees < LEAST_YIELD)
+        if self._misfit:
+            warning_once(
+                f"{WINDOW} steps with trees yielded {1 + accepted / trees:.2f} tokens per tree, "
+                "where 1 is what the target yields alone. Check that speculative_config.model was "
+                "trained for this very target and its tokenizer, and that a sleep of level 2 kept "
+                "its weights (--sleep-preserve-parameter-names 'draft.*'); method 'ngram' needs "
+                "texts that repeat. Else drop --speculative-config",
+                most=1,
+            )
 
     def numbers(self) -> Numbers:
         return {
@@ -95,18 +121,22 @@ class TreeWatch:
             "nodes_accepted": self._accepted,
             "nodes_accepted_by_depth": self._by_depth,
             "nodes_per_tree": self._nodes,
+            "draft_misfit": self._misfit,
         }
 
 
 def tell(section: Any, loggers: Sequence[Any]) -> None:
-    """Let vLLM's log line speak of trees where it speaks of a chain's drafts."""
+    """Let vLLM's log line and its counters by position, which are a chain's, speak of trees."""
     if section.topk == 1:
         return
     from vllm_graft.spec_decode.counts.tree_log import TreeLogging
+    from vllm_graft.spec_decode.counts.tree_positions import show_depths
 
     for logger in loggers:
         if hasattr(logger, "spec_decoding_logging"):
             logger.spec_decoding_logging = TreeLogging()
+        if hasattr(logger, "spec_decoding_prom"):
+            show_depths(logger.spec_decoding_prom, section.steps)
 
 
 METRICS = PartMetrics(ROWS, TreeWatch, tell)

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
+from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
@@ -23,6 +24,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
 from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
+from vllm_graft.spec_decode.drafters.stock_chain import become_stock
 from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
@@ -168,22 +170,17 @@ class TreeDrafting(DraftModelSpeculator):
         """Load the draft, then graft the tree parts onto target and draft.
 
         Raises:
-            ConfigError: if a layer of target or draft computes attention that a tree can't use.
+            ConfigError: if a layer of target or draft computes attention that a tree can't use, and
+                no preset asked for trees; else vLLM's own speculator drafts.
         """
         super().load_model(target_model)
         engine = self.trees.engine_config
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
-        drafts = sorted(self.draft_attn_layer_names)
-        kinds = (Attention, MLAAttention) if self.grafts_draft else (Attention,)
-        if unknown := [name for name in drafts if not isinstance(layers[name], kinds)]:
-            raise ConfigError(
-                f"--additional-config.graft.tree needs a draft whose layers are plain attention "
-                f"{'or MLA' if self.grafts_draft else 'alone'}, but {unknown[0]} is a "
-                f"{type(layers[unknown[0]]).__name__}: remove the graft.tree keys to draft chains"
-            )
-        served = ServedLayers(
-            layers, drafts, chain=self.trees.shape.topk == 1, draft_too=self.grafts_draft
-        )
+        try:
+            served = self._serve_layers()
+        except ConfigError as refused:
+            decline_or_raise("tree", refused, engine)
+            become_stock(self, str(refused))
+            return
         if self.device.type == "cuda":
             quantize_by_kernel(self.model)
         # vLLM's sleep mode may drop what is allocated where weights are.
@@ -194,6 +191,20 @@ class TreeDrafting(DraftModelSpeculator):
             served.attach(self.context)
         compose(target_model, engine, TreeModelState.bind(self.context, served))
         info.publish("tree", info.weakly(self.report), info.weakly(self.numbers))
+
+    def _serve_layers(self) -> ServedLayers:
+        """Find who serves the layers of target and draft, or raise a ConfigError."""
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        drafts = sorted(self.draft_attn_layer_names)
+        kinds = (Attention, MLAAttention) if self.grafts_draft else (Attention,)
+        if unknown := [name for name in drafts if not isinstance(layers[name], kinds)]:
+            raise ConfigError(
+                f"--additional-config.graft.tree needs a draft whose layers are plain attention "
+                f"{'or MLA' if self.grafts_draft else 'alone'}, but {unknown[0]} is a "
+                f"{type(layers[unknown[0]]).__name__}: remove the graft.tree keys to draft chains"
+            )
+        chain = self.trees.shape.topk == 1
+        return ServedLayers(layers, drafts, chain=chain, draft_too=self.grafts_draft)
 
     def allocate_context(self, layers: Mapping[str, Any]) -> None:
         self.trees.allocate_context(layers, self.max_num_reqs, self.max_num_tokens, self.device)

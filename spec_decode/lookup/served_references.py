@@ -7,12 +7,16 @@ before they are scheduled: all ranks get the same one at the same step, and no s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 
-from vllm_graft.base.log import info_once
+from vllm_graft.base.log import MOST, info_once, warning_once
+from vllm_graft.base.options import did_you_mean
+from vllm_graft.base.values import shown
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.lookup.references import References, styles_of
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
+
+
+_WORD = re.compile("(vllm.?)?graft", re.IGNORECASE)
+"""How keys of requests begin that are meant for us."""
 
 
 def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References | None:
@@ -65,6 +73,7 @@ def carry(request: Request, references: References | None, *, learn_salted: bool
     if params is None:
         return
     given = params.extra_args or {}
+    _name_misspelt(given)
     found: Reference = UNREAD if KEY in given else NONE
     if references is not None:
         found = references.of(params, request.prompt_token_ids)
@@ -74,6 +83,16 @@ def carry(request: Request, references: References | None, *, learn_salted: bool
         return
     request.sampling_params = copy.copy(params)
     request.sampling_params.extra_args = {**given, KEY: found}
+
+
+def _name_misspelt(given: Mapping[object, object]) -> None:
+    """Warn, once for each name, of keys of a request that are meant for us and aren't ours."""
+    wrong = (key for key in given if key != KEY and isinstance(key, str) and _WORD.match(key))
+    for key in itertools.islice(wrong, MOST):
+        warning_once(
+            f"vllm_xargs.{shown(key)} of a request is not read by vllm-graft."
+            f"{did_you_mean(key[:80], (KEY,))}"
+        )
 
 
 def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.options import flag, target_of, with_section
+from vllm_graft.base.options import flag, target_of, with_section, without_section
 from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
 from vllm_graft.spec_decode.models.draft_facts import trained_depth
@@ -103,3 +103,20 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
         f"'probabilistic' and rejection_sample_method 'block': drop {flag(NAME)} for that one."
     )
     return tree.model_copy(update=chain)
+
+
+def leave_to_stock(vllm_config: Any) -> int:
+    """Take trees out of a configuration by which buffers are sized already; return the length of
+    the chains in their place.
+
+    ``num_speculative_tokens`` stays, and a table has the scheduler ask for no more than the chain.
+    With data parallelism vLLM has no such table.
+    """
+    tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
+    assert tree is not None
+    depth: int = min(tree.steps, speculative.num_speculative_tokens)
+    without_section(vllm_config, NAME)
+    if vllm_config.parallel_config.data_parallel_size == 1:
+        most = vllm_config.scheduler_config.max_num_seqs
+        speculative.num_speculative_tokens_per_batch_size = [(1, most, depth)]
+    return depth

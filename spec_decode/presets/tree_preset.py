@@ -7,10 +7,12 @@ the user gave to vLLM are never raised. VLLM has already derived the encoder's b
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm_graft.base.decision import Preset
+from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import sentences
@@ -19,13 +21,16 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import (
     drafter_of,
     grows_by_levels,
+    has_model,
     methods,
 )
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
 from vllm_graft.spec_decode.models.experts import step_has_experts
+from vllm_graft.spec_decode.presets import ngram_preset
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
+from vllm_graft.spec_decode.refusals.fit_refusals import require_fit, vocabulary
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
@@ -60,10 +65,6 @@ _RECURRENT_TOPK = 4
 HOT_SIZE = 49_152
 """Hot tokens. Learned lists of so many hold 98 to 99 % of chat answers."""
 
-NGRAM_SHARE = 100
-"""The copies of the texts may take one part in so many of a device's memory. K/V of the same tokens
-take a thousand times as much, but vLLM keeps those of fewer tokens than requests may have."""
-
 _LARGE_VOCABULARY = 2 * HOT_SIZE
 """A draft vocabulary from which on a level reads clearly less without the rest."""
 
@@ -81,10 +82,18 @@ _OWN_TABLE = (
 
 
 def offer(preset: Preset, vllm_config: Any) -> Offer | str:
-    """The tree of a preset, or why there is none."""
+    """The tree of a preset, or why there is none.
+
+    Raises:
+        ConfigError: if stock vLLM would stop with this draft, too.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None:
-        return NO_DRAFT
+        return _without_draft(preset, vllm_config)
+    require_fit(vllm_config)
+    if other := " ".join(vocabulary.sentences(TreeConfig(), vllm_config)):
+        warning_once(other)
+        return other
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
     if unknown := other_method(speculative, methods(measured=True)):
@@ -96,13 +105,18 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     depth = speculative.num_speculative_tokens
     if problem := wrong_depth(depth):
         return problem
+    alone = not has_model(TreeConfig(), speculative)
     size, notes = _SIZES[preset], []
     if size.shape == "auto" and (reasons := shape_problems(vllm_config)):
         size, notes = _UNTUNED, reasons
     room = state_room(vllm_config) if has_delta_rule(target_of(vllm_config)) else None
     if room is not None:
         size, notes = _with_states(size, notes, room)
-    fitted = _fitted(size, depth, notes, vllm_config)
+    fitted = (
+        ngram_preset.fitted(preset, vllm_config)
+        if alone
+        else _fitted(size, depth, notes, vllm_config)
+    )
     if isinstance(fitted, str) or any(sentences(refusals(), fitted.section, vllm_config)):
         return fitted
     if room is not None and (why := _slower_or_unmeasured(vllm_config, room)):
@@ -110,6 +124,19 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     if late := " ".join(sentences(LATE, fitted.section, vllm_config)):
         return late
     return fitted
+
+
+def _without_draft(preset: Preset, vllm_config: Any) -> Offer | str:
+    """Trees of n-grams, which need no draft, with the speculative config that vLLM lacks."""
+    given = copy.copy(vllm_config)
+    drafts = given.speculative_config = ngram_preset.speculative_config(vllm_config)
+    found = drafts if isinstance(drafts, str) else offer(preset, given)
+    if isinstance(found, Offer):
+        refused = " ".join(sentences(refusals(), found.section, given))
+        found = refused or replace(found, speculative=drafts)
+    if isinstance(found, str):
+        return f"{NO_DRAFT} Trees of n-grams, which need none, are off: {found}"
+    return found
 
 
 def _slower_or_unmeasured(vllm_config: Any, room: StateRoom) -> str:
@@ -163,7 +190,7 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     if has_delta_rule(target_of(vllm_config)):
         # Nobody measured n-grams there.
         more = (*more, "recurrent")
-    elif isinstance(ngrams := ngram_room(vllm_config), NgramConfig):
+    elif isinstance(ngrams := ngram_preset.ngram_room(vllm_config), NgramConfig):
         tree = tree.model_copy(update={"ngram": ngrams})
     elif ngrams:
         notes = [*notes, ngrams]
@@ -176,44 +203,6 @@ def hot_size(vllm_config: Any) -> int | None:
     if not grows_by_levels(TreeConfig(), speculative):
         return None
     return HOT_SIZE if draft_vocabulary(vllm_config) >= _LARGE_VOCABULARY else None
-
-
-def ngram_room(vllm_config: Any) -> NgramConfig | str:
-    """The n-grams of a preset's trees, or why there is no room for them: empty for drafts that do
-    not grow by levels, beside which nobody measured them. No model is loaded yet."""
-    from vllm.platforms import current_platform
-
-    if not grows_by_levels(TreeConfig(), vllm_config.speculative_config):
-        return ""
-    ngram = NgramConfig()
-    taken, memory = text_bytes(ngram, vllm_config), current_platform.get_device_total_memory()
-    if taken * NGRAM_SHARE <= memory:
-        return ngram
-    return (
-        f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
-        f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
-        f"{vllm_config.model_config.max_model_len}, more than a hundredth of the device's "
-        f"{memory / 1e9:.0f} GB: lower one of the two."
-    )
-
-
-def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
-    """Device bytes on each rank of the requests' texts and of what is learned from them, with so
-    many matches of each text."""
-    import torch
-
-    from vllm_graft.spec_decode.trees.ngram_state import NgramState
-
-    width = vllm_config.model_config.max_model_len
-    return NgramState.allocate(
-        ngram.min,
-        ngram.max,
-        vllm_config.scheduler_config.max_num_seqs,
-        width,
-        torch.device("meta"),
-        matches=matches,
-        reference=ngram.room(width),
-    ).num_bytes
 
 
 def _told(tree: TreeConfig, notes: list[str]) -> str:

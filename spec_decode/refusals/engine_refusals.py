@@ -24,7 +24,7 @@ def old_runner(why: str) -> Refusal:
     """Refuse Model Runner V1."""
     instead = (
         "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a "
-        "working Triton"
+        "working Triton, which on a CPU `VLLM_GRAFT_INTERPRET=1` interprets"
     )
     v1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
     return Refusal("Model Runner V1", why, instead, v1)

@@ -10,6 +10,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
 from vllm_graft.hooks.feature import Feature, if_model_has
 from vllm_graft.seams.compare import require_seams
+from vllm_graft.spec_decode.models.attention_classes import own_attention
 from vllm_graft.spec_decode.targets.base import TargetState
 from vllm_graft.spec_decode.targets.dense.dense_features import DENSE
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT
@@ -34,6 +35,11 @@ FEATURES: tuple[Feature, ...] = (
         "Nobody has tried cross attention with trees.",
         in_model=if_model_has("is_encoder_decoder", "is an encoder-decoder"),
         chain=False,
+    ),
+    Feature(
+        "attention layers of classes that no family knows",
+        "Nobody knows how they read their cache, or which rows they compute together.",
+        in_model=own_attention,
     ),
     *DENSE,
 )

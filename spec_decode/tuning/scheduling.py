@@ -17,7 +17,7 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tuning import graph_fit
-from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts
+from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -182,11 +182,13 @@ class StepWatch:
 
 
 def tree_policy(config: TreeConfig, speculative: Any) -> TreePolicy:
-    """The policy that the configuration names; `dynamic` has variants for blocks and for
-    experts."""
+    """The policy that the configuration names; `dynamic` has variants for drafts of blocks, with
+    experts, and without a model."""
     policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
     if policy is not dynamic:
         return policy
+    if not has_model(config, speculative):
+        return whole
     if is_block(config, speculative):
         return for_blocks
     return for_experts if draft_has_experts(config, speculative) else dynamic
@@ -223,7 +225,10 @@ def tune(scheduler: Scheduler) -> None:
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
     experts = step_has_experts(config, vllm_config)
-    tuner = NodeTuner(schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts)
+    rests = not has_model(config, vllm_config.speculative_config)
+    tuner = NodeTuner(
+        schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests
+    )
     tuner.seed(MEASURED.take(vllm_config) or {})
     watch = StepWatch(tuner, scheduler.requests)
     stock = scheduler.update_from_output

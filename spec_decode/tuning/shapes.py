@@ -142,7 +142,12 @@ def for_blocks(config: TreeConfig, num_nodes: int) -> TreeShape:
 
 
 def auto_schedule(
-    config: TreeConfig, num_nodes: int, max_num_seqs: int, ladder: Ladder = DENSE
+    config: TreeConfig,
+    num_nodes: int,
+    max_num_seqs: int,
+    ladder: Ladder = DENSE,
+    *,
+    rests: bool = False,
 ) -> list[tuple[int, int, int]]:
     """The table that ``shape: auto`` starts from: ``(first batch, last batch, nodes)``, widest
     trees first.
@@ -151,14 +156,17 @@ def auto_schedule(
     identifies a shape. The last range has no drafts, so that vLLM captures graphs for these, too.
     Only numbers with a batch of up to `max_num_seqs` requests exist for vLLM, so ranges shrink
     until each has one. With fewer batches than numbers, the widest trees stay, or a spread of a
-    narrow ladder, where few nodes may pay for one request, too.
+    narrow ladder, where few nodes may pay for one request, too. With `rests` no drafts stay, too,
+    if there are two batches: most texts have nothing to draft.
     """
     rungs = ladder.within(config, num_nodes)
     wanted = [(shape.num_nodes, batch) for shape, batch in reversed(rungs)]
     wanted = [*wanted, (0, max_num_seqs)]
     few = min(len(wanted), max_num_seqs)
-    if ladder.narrow:  # as far from each other as from the ends
-        wanted = [wanted[(2 * place + 1) * len(wanted) // (2 * few)] for place in range(few)]
+    if rests and 1 < few < len(wanted):
+        wanted = [*_spread(wanted[:-1], few - 1), wanted[-1]]
+    elif ladder.narrow:
+        wanted = _spread(wanted, few)
     wanted = wanted[:few]
     ranges, first = [], 1
     for left, (nodes, batch) in zip(reversed(range(len(wanted))), wanted):
@@ -166,3 +174,8 @@ def auto_schedule(
         ranges.append((first, last, nodes))
         first = last + 1
     return ranges
+
+
+def _spread(wanted: list[tuple[int, int]], few: int) -> list[tuple[int, int]]:
+    """So many of them, as far from each other as from the ends."""
+    return [wanted[(2 * place + 1) * len(wanted) // (2 * few)] for place in range(few)]

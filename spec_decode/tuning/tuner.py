@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
 from vllm_graft.spec_decode.tuning.context_cost import ContextCost
+from vllm_graft.spec_decode.tuning.rests import Phase, Rests
 from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 
@@ -20,6 +21,9 @@ PROBE = 256
 
 STEADY = 8
 """Steps in a row of one batch size before their times are recorded, where costs were measured."""
+
+UNKNOWN_RATIO = 1.1
+"""Seconds of a step with drafts over those of one without, before both were timed."""
 
 _WINDOW = 64
 """Steps over which a batch size's averages go."""
@@ -70,6 +74,7 @@ class NodeTuner:
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
         experts: whether rows of a step read experts, so that costs are corrected by a slope.
+        rests: whether drafts rest where they yield too little (see `Rests`): those without a model.
     """
 
     def __init__(
@@ -81,8 +86,10 @@ class NodeTuner:
         *,
         cuts: bool = False,
         experts: bool = False,
+        rests: bool = False,
     ) -> None:
         self._schedule = schedule
+        self._rests = Rests() if rests and 0 in schedule[1:] else None
         self._cuts = cuts
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
@@ -123,13 +130,23 @@ class NodeTuner:
         is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them."""
         size = self._size(batch)
         history = self._batches.setdefault(size, _BatchHistory())
-        allowed = self.allowed(batch)
+        allowed = self._awake(self.allowed(batch))
         if history.choice not in allowed or history.steps_left <= 0:
             captured = self._captured(history, allowed, batch)
             history.choice = self._best(size, captured, batch)
             history.steps_left = BLOCK
         history.steps_left -= 1
         return history.choice
+
+    def _awake(self, allowed: list[int]) -> list[int]:
+        """What is left of them by the phase of drafts that rest; all if they never do."""
+        drafting = [nodes for nodes in allowed if nodes]
+        if self._rests is None or not drafting:
+            return allowed
+        phase = self._rests.begin_step()
+        if phase is Phase.REST:
+            return [0]
+        return drafting if phase is Phase.DRAFT else drafting[:1]
 
     def observe(
         self,
@@ -167,6 +184,9 @@ class NodeTuner:
             )
         self._steps_without_drafts = 0 if nodes else self._steps_without_drafts + 1
         self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts, context)
+        if self._rests is not None:
+            drafted = sum(emitted) / len(emitted) if nodes and verified in (None, nodes) else 0.0
+            self._rests.observe(drafted, self._ratio(size, nodes), same=same)
         if seconds is None or seconds <= 0:
             return
         measured = self._times_alone.measured(size, nodes)
@@ -241,6 +261,11 @@ class NodeTuner:
             less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
             found[nodes] = less + self._prompt_fraction(history, nodes) * (more - less)
         return found, history.prompt_fraction * added
+
+    def _ratio(self, size: int, nodes: int) -> float:
+        """Seconds of a step of so many nodes over those of one without; a guess if unknown."""
+        seconds, _ = self._seconds(size, [0, nodes])
+        return seconds[nodes] / seconds[0] if len(seconds) == 2 else UNKNOWN_RATIO
 
     def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
         """The fraction of steps that would contain a prompt, with so many nodes: a request that

@@ -175,8 +175,8 @@ class TreeContext:
             batch,
             num_computed,
             self.rows,
-            # A FULL graph of one-token queries (vLLM's number of drafts by batch size may be 0)
-            # holds the tree kernel alone, which then has to compute requests without drafts.
+            # A FULL graph holds the tree kernel alone, unless its queries have one token, and then
+            # has to compute requests without drafts.
             plain_rows=no_drafts,
             max_rows=self.tree.width,
         )
@@ -199,6 +199,9 @@ class TreeContext:
             # A graph of mixed batches declares longer queries than its dummy requests have.
             mixed = batch.num_reqs * (batch.max_query_len or 0) > batch.num_tokens
             self.mode = VerifyMode.MIXED if mixed else VerifyMode.ALL
+            if batch.max_query_len == 1:
+                # Queries of one token have no drafts: a step without drafts is stock vLLM's.
+                self.mode = VerifyMode.NONE
         elif drafts is None or not drafts.any():
             self.mode = VerifyMode.NONE
         else:

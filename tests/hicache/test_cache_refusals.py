@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -563,21 +564,23 @@ def test_a_configuration_of_the_draft_is_judged_by_its_target() -> None:
     assert least_page_bytes(config, None) == PAGE_OF_8B
 
 
-def test_more_than_the_machine_has_is_refused(
+def test_what_leaves_vllm_no_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: 16 * GIB)
-    assert _accepted(_engine({"host_bytes": 64 * GIB}))
-    assert f"this machine (or container) has {64 * GIB} bytes" in _refusal({"host_bytes": "65GiB"})
-    assert "host_bytes is 1000000000000000000, but" in _refusal({"host_bytes": "1EB"})
-    assert "for each of 2 data-parallel engines" in _refusal(
-        {"host_bytes": "33GiB"}, data_parallel_size=2, data_parallel_size_local=2
+    assert _accepted(_engine({"host_bytes": 60 * GIB}))
+    assert _refusal({"host_bytes": "61GiB"}) == (
+        f"{FLAG}.host_bytes is 61.0GiB, but this machine (or container) has 64.0GiB of memory, of "
+        "which vLLM's own processes need 4.0GiB. The memory is taken when the engine starts: lower "
+        f"{FLAG}.host_bytes to 60GiB or less."
     )
+    assert "host_bytes is 888.2PiB, but" in _refusal({"host_bytes": "1EB"})
+    refused = _refusal({"host_bytes": "30GiB"}, data_parallel_size=2, data_parallel_size_local=2)
+    assert "for each of 2 data-parallel engines" in refused
+    assert refused.endswith("to 29GiB or less.")
     # With several ranks, or with storage, memory is shared through a file.
-    words = (
-        f"/dev/shm has {16 * GIB} bytes. The memory is taken when the engine starts: raise its size"
-    )
+    words = "/dev/shm has 16.0GiB. The memory is taken when the engine starts: raise its size"
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
     stored = _stored(path=str(tmp_path)) | {"host_bytes": "17GiB"}
     assert words in _refusal(stored)
@@ -619,6 +622,43 @@ def test_the_least_limit_of_a_group_and_those_above_counts(
     (tmp_path / "own").write_text(own.replace("job", "gone"))
     (job.parent / name).write_text(f"{5 << 20}\n")
     assert memory.machine_bytes() == 5 << 20
+
+
+def test_a_small_machine_keeps_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 10 * GIB)
+    assert _accepted(_engine({"host_bytes": 9 * GIB}))
+    assert "has 10.0GiB of memory, of which vLLM's own processes need 1.0GiB" in _refusal(
+        {"host_bytes": 9 * GIB + 1}
+    )
+    # What is advised is accepted.
+    monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 25_276_502_016)
+    advised = re.findall(r"to (\S+) or less", _refusal({"host_bytes": "23GiB"}))
+    assert advised == ["21.1GiB"]
+    assert _accepted(_engine({"host_bytes": advised[0]}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HicacheConnector", "hicacheconnector", "HiCache_Connector", "HiCache", "HCacheConnector"],
+)
+def test_a_misspelt_connector_is_told_ours(name: str) -> None:
+    config = _engine({"host_bytes": GIB}, name)
+    told = f"{name!r} is no KV connector. Did you mean 'HiCacheConnector'?"
+    with pytest.raises(ConfigError) as caught:
+        CACHE.section(None, config)
+    assert str(caught.value) == f"--kv-transfer-config.kv_connector: {told}"
+    children, connector = _multi(_child({"host_bytes": GIB}, name))
+    with pytest.raises(ConfigError, match=r"extra_config\.connectors\[0\]\.kv_connector: .*mean"):
+        CACHE.section(None, _engine(children, connector))
+
+
+def test_names_of_others_are_vllm_s_business() -> None:
+    """One is registered, another is nearer to a registered one, a third has a module of its own."""
+    for name in ("LMCacheConnectorV1", "LMCacheConnector", "ExampleConnector", "x" * 9_999):
+        assert CACHE.section(None, _engine({}, name)) is None
+    config = _engine({}, "HicacheConnector")
+    config.kv_transfer_config.kv_connector_module_path = "somebody.s"
+    assert CACHE.section(None, config) is None
 
 
 def test_the_size_of_a_file_system(tmp_path: Path) -> None:

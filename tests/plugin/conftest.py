@@ -63,7 +63,9 @@ def make_vllm_config() -> Any:
         attention_config=SimpleNamespace(backend=None, flash_attn_version=None),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(
-            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE")
+            cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
+            cudagraph_capture_sizes=None,
+            max_cudagraph_capture_size=None,
         ),
         scheduler_config=SimpleNamespace(
             **scheduler, max_num_scheduled_tokens=None, long_prefill_token_threshold=0

@@ -19,7 +19,7 @@ import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
 from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
-from vllm_graft.base.decision import decision_of, told
+from vllm_graft.base.decision import decision_of, gave_drafts, told
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
@@ -41,6 +41,7 @@ def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             "model_config.max_model_len": 8192,
             "model_config.multimodal_config": None,
             "model_config.is_mm_prefix_lm": False,
+            "model_config.verify_with_parallel_config": lambda parallel: None,
             "scheduler_config.scheduler_cls": None,
             "compilation_config.cudagraph_mm_encoder": False,
             "lora_config": None,
@@ -164,11 +165,9 @@ def test_a_block_drafter_gets_no_more_children_than_it_has_candidates(
 
 def test_vision_graphs_are_on_where_there_is_a_tower(config: Any) -> None:
     config.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
-    config.speculative_config = None
     decided = start(config)
-    assert set(decided.on) == {"vit"}
+    assert set(decided.on) == {"tree", "vit"}
     assert config.compilation_config.cudagraph_mm_encoder is True
-    assert decided.off["tree"] == own_sentences("tree", config)
 
 
 def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
@@ -181,21 +180,102 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     assert drafts(config) == 7
 
 
-@pytest.mark.parametrize("method", ["suffix", "ngram", "ngram_gpu"])
-def test_trees_whose_speed_is_unknown_are_left_to_who_names_them(config: Any, method: str) -> None:
-    """A method without trees leaves stock vLLM as well."""
-    config.speculative_config.method = method
+def test_a_method_without_trees_leaves_stock_vllm(config: Any) -> None:
+    config.speculative_config.method = "suffix"
     decided = start(config)
     assert decided.on == {}
-    says = decided.off["tree"]
-    if method == "suffix":
-        assert says.endswith("'dspark', 'eagle', 'eagle3' or 'mtp'.")
-        return
-    advice = "set speculative_config.method to 'dflash', "
-    assert says.startswith(f"speculative_config.method is '{method}': {advice}")
-    assert "'ngram'" not in says.partition("set it to")[2]
-    assert "yet how fast its trees are: ask for --additional-config.graft.tree by name" in says
+    assert decided.off["tree"].endswith("'eagle', 'eagle3', 'mtp', 'ngram' or 'ngram_gpu'.")
     assert drafts(config) == 7
+
+
+@pytest.mark.parametrize(("preset", "nodes"), [("auto", 63), ("latency", 63), ("throughput", 15)])
+def test_without_a_draft_there_are_trees_of_n_grams(config: Any, preset: str, nodes: int) -> None:
+    config.speculative_config = None
+    config.additional_config = {"graft": preset}
+    decided = start(config)
+    assert tree_of(config) == {"topk": 4, "steps": 31, "nodes": nodes, "shape": "auto"}
+    speculative = config.speculative_config
+    assert (speculative.method, speculative.num_speculative_tokens) == ("ngram_gpu", nodes)
+    assert (speculative.prompt_lookup_min, speculative.prompt_lookup_max) == (3, 16)
+    assert speculative.target_model_config is config.model_config
+    counts = [count for *_, count in speculative.num_speculative_tokens_per_batch_size]
+    assert (max(counts), min(counts)) == (nodes, 0)
+    assert decided.on["tree"].startswith(f"trees of up to {nodes} nodes of n-grams, and none")
+    assert decided.off.keys() == {"hicache", "vit", "draft"}
+    assert gave_drafts(config)
+
+
+def test_n_grams_that_the_user_configures_keep_their_depth(config: Any) -> None:
+    speculative = config.speculative_config
+    speculative.method = "ngram_gpu"
+    speculative.prompt_lookup_min, speculative.prompt_lookup_max = 5, 8
+    decided = start(config)
+    assert tree_of(config) == {"topk": 4, "steps": 7, "nodes": 28, "shape": "auto"}
+    assert (speculative.prompt_lookup_min, drafts(config)) == (5, 28)
+    assert "steps 7, shape auto, prompt_lookup_min 5, prompt_lookup_max 8" in decided.on["tree"]
+    assert not gave_drafts(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("model_config.runner_type", "pooling", "generates no text"),
+        ("model_config.is_diffusion", True, "by diffusion"),
+        ("model_config.is_encoder_decoder", True, "encoder"),
+        ("use_v2_model_runner", False, "Model Runner V1"),
+        ("parallel_config.data_parallel_size", 2, "--data-parallel-size is 2"),
+        ("scheduler_config.scheduler_cls", "mine.Own", "--scheduler-cls is 'mine.Own'"),
+        ("scheduler_config.max_num_seqs", 1, "--max-num-seqs is 1"),
+        ("model_config.max_model_len", 1 << 20, "more than a hundredth of the device's"),
+        ("watermark_config", {}, "--watermark-config is given"),
+    ],
+)
+def test_n_grams_that_are_ruled_out_leave_stock_vllm(
+    config: Any, path: str, value: Any, words: str
+) -> None:
+    config.speculative_config = None
+    change(config, {path: value})
+    off = start(config).off["tree"]
+    assert off.startswith("There is no draft model: add --speculative-config")
+    assert "Trees of n-grams, which need none, are off: " in off
+    assert words in off
+    assert config.speculative_config is None
+
+
+def test_n_grams_on_recurrent_layers_stay_off(config: Any) -> None:
+    _delta_rule(config)
+    config.speculative_config = None
+    assert "measured them on recurrent layers" in start(config).off["tree"]
+    assert config.speculative_config is None
+
+
+def test_n_grams_beside_adapters_fit_their_buffers(config: Any) -> None:
+    config.speculative_config, config.lora_config = None, SimpleNamespace()
+    change(config, {"scheduler_config.max_num_seqs": 64})
+    start(config)
+    assert tree_of(config)["nodes"] == 2048 // 64 - 1
+
+
+def test_n_grams_that_are_taken_off_leave_what_stock_vllm_derives(config: Any) -> None:
+    """VLLM plans its graphs for the rows of trees before the last refusals are known."""
+    config.speculative_config = None
+    activation.on_defaults(config)
+    compilation, scheduler = config.compilation_config, config.scheduler_config
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 64], 64
+    scheduler.max_num_scheduled_tokens = 2048
+    planned = []
+
+    def plan() -> None:
+        planned.append((config.speculative_config, compilation.cudagraph_capture_sizes))
+
+    config._set_cudagraph_sizes = plan
+    config.use_v2_model_runner = False
+    activation.on_config(config)
+    assert "Model Runner V1" in decision_of(config).off["tree"]
+    assert planned == [(None, None)]
+    assert compilation.max_cudagraph_capture_size is None
+    assert scheduler.max_num_scheduled_tokens is None
+    assert config.speculative_config is None
 
 
 def test_trees_of_a_refiner_are_left_to_who_names_them(config: Any) -> None:
@@ -210,6 +290,47 @@ def test_trees_of_a_refiner_are_left_to_who_names_them(config: Any) -> None:
     assert says.startswith("The drafter for this draft is xpress. Nobody measured yet how fast")
     assert says.endswith("ask for --additional-config.graft.tree by name.")
     assert speculative.num_speculative_tokens == 7
+
+
+def for_another(config: Any, **draft: Any) -> None:
+    """Give a draft these values, and one of another vocabulary size without any."""
+    size = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128_256}
+    config.model_config.hf_text_config = SimpleNamespace(**size)
+    own = SimpleNamespace(**{**size, **(draft or {"vocab_size": 151_936})})
+    model = config.speculative_config.draft_model_config
+    model.hf_config = model.hf_text_config = own
+
+
+@pytest.mark.parametrize(
+    "draft", [{"hidden_size": 5120}, {"eagle_aux_hidden_state_layer_ids": [99]}]
+)
+@pytest.mark.parametrize("preset", ["auto", "latency", "throughput"])
+def test_a_draft_with_which_stock_would_stop_later_stops_a_preset(
+    config: Any, preset: str, draft: dict[str, Any]
+) -> None:
+    config.additional_config = {"graft": preset}
+    for_another(config, **draft)
+    with pytest.raises(
+        ConfigError, match="model is a draft for another target:\n  The dr"
+    ) as caught:
+        start(config)
+    assert "vLLM stops at the first request, also without trees" in str(caught.value)
+    # Where trees are off for another reason, vLLM stops all the same.
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(ConfigError, match="is a draft for another target:"):
+        start(config)
+
+
+def test_a_draft_of_another_vocabulary_is_left_to_stock_with_a_warning(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for_another(config)
+    with caplog.at_level(logging.WARNING, logger="vllm.graft"):
+        says = start(config).off["tree"]
+    assert says.startswith("The draft's vocab_size is 151936, but the target's is 128256. ")
+    assert [record.getMessage() for record in caplog.records] == [says]
+    assert tree_of(config) is None
+    assert drafts(config) == 7
 
 
 def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
@@ -343,7 +464,7 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
 )
 def test_n_grams_join_drafts_that_grow_by_levels(config: Any, method: str, asked: bool) -> None:
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.presets.tree_preset import ngram_room
+    from vllm_graft.spec_decode.presets.ngram_preset import ngram_room
 
     config.speculative_config.method = method
     config.speculative_config.draft_model_config.architectures = []

@@ -47,6 +47,16 @@ def test_every_key_has_a_meaning() -> None:
     assert len({row[0] for row in rows}) > 40
 
 
+def test_every_lever_of_the_environment_is_in_a_page() -> None:
+    """Those that only our tests set are not."""
+    code = "".join(file.read_text() for part in PARTS for file in (ROOT / part).rglob("*.py"))
+    levers = {*re.findall(r"VLLM_GRAFT_[A-Z_]+", code)}
+    assert len(levers) > 3
+    pages = "".join(page.read_text() for page in PAGES)
+    unsaid = {lever for lever in levers if lever not in pages}
+    assert unsaid == {"VLLM_GRAFT_FAULTS", "VLLM_GRAFT_PREFILL_RATE"}
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 

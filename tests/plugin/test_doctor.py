@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -110,6 +110,22 @@ def test_a_check_that_cannot_run_is_a_finding() -> None:
     first, second = doctor._guarded(_paper)
     assert first.ok
     assert second == Finding("paper", False, "could not be checked: RuntimeError: boom")
+
+
+def test_the_cure_of_a_new_environment_on_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is what vLLM's import ends in where torchvision is a build for CUDA."""
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    cure = "does not exist. On a CPU, run `python -m vllm_graft.testing.environment`"
+    [finding] = doctor._guarded(fail)
+    assert cure in finding.detail
+    monkeypatch.setattr(importlib, "import_module", fail)
+    findings = {finding.check: finding for finding in doctor._versions()}
+    assert not findings["vllm"].ok
+    assert cure in findings["vllm"].detail
+    assert importlib.util.find_spec("vllm_graft.testing.environment") is not None
 
 
 @pytest.mark.parametrize("ok", [True, False])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import MagicMock
 
 import kubernetes_validate
 import pytest
@@ -80,6 +83,45 @@ def followers(sequences: list[list[int]]) -> dict[int, list[int]]:
         if after not in found.setdefault(token, []):
             found[token].append(after)
     return found
+
+
+def of_page(program: Path) -> list[str]:
+    """The arguments in the command that a program's docstring shows."""
+    shown = re.search(rf"^    python {program.name} (.*)$", program.read_text(), re.MULTILINE)
+    assert shown is not None, program
+    return shlex.split(shown[1])
+
+
+class Read(Exception):
+    """A program's arguments were read."""
+
+
+@pytest.mark.parametrize("program", sorted(EXAMPLES.glob("*.py")), ids=lambda each: each.name)
+def test_each_program_takes_the_command_of_its_page(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser: argparse.ArgumentParser) -> NoReturn:
+        original(parser)
+        raise Read
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [program.name, *of_page(program)])
+    monkeypatch.setitem(sys.modules, "vllm", MagicMock())
+    with pytest.raises(Read):
+        runpy.run_path(str(program), run_name="__main__")
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_offline_as_its_page_says() -> None:
+    """Without options, a preset decides."""
+    printed = run(EXAMPLES / "offline.py", SHIPPED / "target", SHIPPED / "eagle3")
+    told = json.loads(printed.splitlines()[-1])
+    assert [len(tokens) for tokens in told["tokens"]] == [32] * 3
+    assert told["parts"] == ["tree"]
+    assert told["tokens per step"] > 1.5
 
 
 @pytest.mark.engine

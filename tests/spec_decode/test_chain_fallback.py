@@ -11,6 +11,7 @@ from vllm_graft.base import log
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.presets.node_count import fall_back
 from vllm_graft.spec_decode.targets.recurrent import recurrent_features
+from vllm_graft.spec_decode.tree_part import drafts_stock, leave_declined
 
 
 def engine(tokens: int, section: dict[str, Any], ranges: Any = None, **model: Any) -> Any:
@@ -158,3 +159,31 @@ def test_what_the_user_gave_is_left_alone() -> None:
     config = engine(6, given, is_hybrid=True)
     fall_back(section(config), config)
     assert given == {"topk": 8}
+
+
+@pytest.mark.parametrize(("replicas", "table"), [(1, [(1, 16, 5)]), (2, None)])
+@pytest.mark.parametrize("declined", [[False, True], [False, False]])
+@pytest.mark.parametrize("preset", [True, False])
+def test_a_scheduler_learns_that_workers_have_declined_a_preset_s_trees(
+    replicas: int, table: Any, declined: list[bool], preset: bool
+) -> None:
+    """It asks for a chain, though buffers are sized for a tree. Two replicas have no table."""
+    config = engine(63, {"topk": 8, "steps": 5, "nodes": 63, "shape": "fixed"})
+    config.parallel_config = SimpleNamespace(data_parallel_size=replicas)
+    config.scheduler_config = SimpleNamespace(max_num_seqs=16)
+    if preset:
+        decided = {"preset": "auto", "on": {"tree": ""}, "off": {}}
+        config.additional_config["graft"]["decided"] = decided
+    asked: list[Any] = []
+    core = SimpleNamespace(collective_rpc=lambda ask: asked.append(ask) or declined)
+    leave_declined(core, config)
+    assert asked == [drafts_stock] * preset
+    left = preset and any(declined)
+    assert (TreeConfig.from_vllm(config) is None) is left
+    speculative = config.speculative_config
+    assert speculative.num_speculative_tokens == 63
+    assert speculative.num_speculative_tokens_per_batch_size == (table if left else None)
+    # In a process that has both, the worker was first.
+    if left:
+        leave_declined(core, config)
+        assert len(asked) == 1

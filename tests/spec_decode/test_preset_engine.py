@@ -11,6 +11,7 @@ import pytest
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pair_fixtures import TOKENS
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics import exposition
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.presets import tree_preset
@@ -121,6 +122,79 @@ def test_what_trees_refuse_is_served_by_stock_and_told_why(
     assert "rejection_sample_method is 'block'" in told["preset"]["off"]["tree"]
 
 
+COPIED = [
+    Request(text, {**GREEDY, "max_tokens": 32}) for text in ("pass\n" * 24, "import os\n" * 12)
+]
+ALSO: list[dict[str, Any]] = [
+    {"seed": 7, "temperature": 0.5},
+    {"temperature": 0, "logit_bias": {11: 3.0}},
+    {"seed": 7, "min_p": 0.05},
+]
+"""Beside drafts that a user asks for, vLLM refuses the last two."""
+
+
+def test_without_a_draft_model_auto_grows_trees_of_n_grams(pair: Pair) -> None:
+    texts = [COPIED[0].prompt, pair.prompts[3]]
+    others = [Request(text, {"max_tokens": 12, **each}) for text in texts for each in ALSO]
+    with cpu_engine(pair.target) as llm:
+        right = answer_all(llm, COPIED), answer_all(llm, others)
+    auto: dict[str, Any] = {"additional_config": {"graft": "auto"}, "async_scheduling": True}
+    with cpu_engine(pair.target, max_num_seqs=4, **auto) as llm:
+        assert differing(answer_all(llm, COPIED), right[0]) == []
+        accepted = spec_metrics(llm).accepted_tokens
+        assert differing(answer_all(llm, others), right[1]) == []
+        [told] = llm.collective_rpc("graft_info")
+        config = llm.llm_engine.vllm_config
+        assert type(model_runner(llm).speculator).__name__ == "NgramTrees"
+    assert accepted > 24
+    assert told["parts"] == ["tree"]
+    assert "nodes of n-grams, and none where they don't pay" in told["preset"]["on"]["tree"]
+    assert told["counters"]["tree"]["ngrams"]["nodes_accepted"] >= accepted
+    assert config.scheduler_config.async_scheduling
+    assert config.speculative_config.method == "ngram_gpu"
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_n_grams_that_are_taken_off_leave_stock_s_configuration(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, *, eager: bool
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from vllm_graft.spec_decode.tree_part import TreePart
+
+    # A CPU has no graphs that could be planned.
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
+
+    def configured(**options: Any) -> Any:
+        graphs: dict[str, Any] = {"cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"}
+        args = EngineArgs(
+            pair.target, max_num_seqs=8, enforce_eager=eager, compilation_config=graphs, **options
+        )
+        return args.create_engine_config()
+
+    stock = configured()
+    on = configured(additional_config={"graft": "auto"})
+    assert on.speculative_config.method == "ngram_gpu"
+    refuses = TreePart.refuses
+
+    def late(self: Any, asked: Any, vllm_config: Any) -> Any:
+        yield from refuses(self, asked, vllm_config)
+        if vllm_config.compilation_config.cudagraph_capture_sizes is not None:
+            yield "The configuration is complete."
+
+    monkeypatch.setattr(TreePart, "refuses", late)
+    found = configured(additional_config={"graft": "auto"})
+    decided = found.additional_config["graft"]["decided"]
+    assert decided["off"]["tree"] == "The configuration is complete."
+    assert found.speculative_config is None
+    sizes = [each.compilation_config.max_cudagraph_capture_size for each in (stock, found, on)]
+    assert sizes[0] == sizes[1]
+    assert (sizes[1] == sizes[2]) is eager
+    for name in ("scheduler_config", "compilation_config", "cache_config", "kernel_config"):
+        assert getattr(found, name) == getattr(stock, name), name
+
+
 def test_the_flag_is_a_text_on_the_command_line() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -129,3 +203,42 @@ def test_the_flag_is_a_text_on_the_command_line() -> None:
     for preset in ("auto", "latency", "throughput"):
         found = parser.parse_args(["--model", "x", "--additional-config.graft", preset])
         assert found.additional_config == {"graft": preset}
+
+
+def test_layers_that_nobody_knows_leave_a_preset_with_vllm_s_own_chain(
+    pair: Pair,
+    samples: list[Request],
+    expected: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The frontend turns trees on, and the worker finds out once it has loaded the model."""
+    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
+    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+
+    monkeypatch.setattr(DenseFamily, "claims", lambda self, layer: False)
+    speculative = {"method": "eagle3", "model": pair.draft, "num_speculative_tokens": 3}
+    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
+    greedy = [(one, answer) for one, answer in zip(samples, expected) if one.params == GREEDY][:3]
+    with cpu_engine(pair.target, **options) as llm:
+        found = answer_all(llm, [request for request, _ in greedy])
+        assert differing(found, [answer for _, answer in greedy]) == []
+        metrics = spec_metrics(llm)
+        [told] = llm.collective_rpc("graft_info")
+        speculator = model_runner(llm).speculator
+        assert isinstance(speculator, StockChain)
+        assert type(speculator).__mro__[2].__name__ == "EagleSpeculator"
+        core: Any = llm.llm_engine.engine_core
+        assert set(core.engine_core.scheduler.dynamic_sd_lookup[1:]) == {3}
+        del core, speculator
+    assert (told["parts"], told["preset"]["on"]) == ([], {})
+    assert "does not support layers like" in told["preset"]["off"]["tree"]
+    assert "VLLM's own EagleSpeculator drafts chains of 3 tokens instead" in caplog.text
+    # A chain of the depth that was asked for, and a head that drafts as well as ever.
+    assert metrics.draft_tokens == 3 * metrics.drafts
+    assert metrics.accepted_tokens > metrics.drafts / 2
+    # Who names trees is not served by something else.
+    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 2}}}
+    refused = pytest.raises(ConfigError, match="does not support layers like")
+    with refused, cpu_engine(pair.target, **options):
+        pass

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_graft.base import markdown
+from vllm_graft.base import text_table
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.report import Panel
 
@@ -95,7 +95,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(rows: Sequence[Row], cell: Callable[[Row], str], *, compare: bool = True) -> str:
-    """Lay out a Markdown table: a line per case, a column per arm, `cell` in each place.
+    """Lay out a table: a line per case, a column per arm, `cell` in each place.
 
     The last column is how many times as fast the best of ours is as the best of the others. An arm
     without a row for a case has a dash.
@@ -106,8 +106,10 @@ def table(rows: Sequence[Row], cell: Callable[[Row], str], *, compare: bool = Tr
         by_arm = {row.arm: row for row in found}
         shown = [cell(by_arm[arm]) if arm in by_arm else "-" for arm in arms]
         lines.append([*map(_text, case.values()), *shown, *([_ratio(found)] if compare else [])])
-    head = [*rows[0].case, *arms, *(["ours / best other"] if compare else [])] if rows else []
-    return markdown.table(head, lines)
+    if not rows:
+        return ""
+    head = [*rows[0].case, *arms, *(["ours / best other"] if compare else [])]
+    return text_table.table(head, lines)
 
 
 def panels(rows: Sequence[Row], over: str, shown: Mapping[str, str]) -> list[Panel]:
@@ -128,9 +130,9 @@ def panels(rows: Sequence[Row], over: str, shown: Mapping[str, str]) -> list[Pan
 
 
 def write_files(arguments: argparse.Namespace, rows: Sequence[Row], drawn: list[Panel]) -> None:
-    """Write the rows, and draw them, where ``--json`` and ``--plot`` say."""
-    if arguments.json:
-        report.write_json(arguments.json, [row.flat() for row in rows])
+    """Write the rows, and draw them, where ``--output`` and ``--plot`` say."""
+    if arguments.output:
+        report.write_json(arguments.output, [row.flat() for row in rows])
     if arguments.plot:
         report.plot(arguments.plot, drawn)
 

@@ -39,7 +39,7 @@ TAIL = "load, p99 of first tokens, ms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own arguments; ``--json`` and ``--plot`` are there already."""
+    """Add the benchmark's own arguments; ``--output`` and ``--plot`` are there already."""
     parser.add_argument("--model", required=True, help="checkpoint folder, or a name")
     parser.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -148,8 +148,8 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
     for part in arguments.parts:
         for size in asked[part]:
             rows += rows_of(part, size, take_turns(pipes, part, size, arguments.rounds))
-            if arguments.json:
-                report.write_json(arguments.json, [row.flat() for row in rows], quiet=True)
+            if arguments.output:
+                report.write_json(arguments.output, [row.flat() for row in rows], quiet=True)
     arm_processes.stop(pipes)
     return rows
 

@@ -139,8 +139,13 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def first_pass(self, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any) -> InputBatch:
-        return self._note(*args, dummy_run=dummy_run, **kwargs)
+    def first_pass(
+        self, input_batch: InputBatch, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any
+    ) -> InputBatch:
+        if not samples:
+            # Nothing is drafted: such a step launches nothing that one without drafts has not.
+            return input_batch
+        return self._note(input_batch, *args, dummy_run=dummy_run, **kwargs)
 
     def _note(
         self,

@@ -14,7 +14,9 @@ def sparse_in(model: Any) -> str:
     """What a model has of sparse attention, as the words after "The target"; empty for none."""
     text = model.hf_text_config
     # DeepSeek V3.2, GLM-5 and others have an indexer; DeepSeek V4 compresses keys besides.
-    has = hasattr(text, "index_topk") or getattr(text, "compress_ratios", None)
+    # MiniMax M3 picks blocks of keys: the first key is vLLM's, the second transformers'.
+    keys = ("compress_ratios", "sparse_attention_config", "index_topk_blocks")
+    has = hasattr(text, "index_topk") or any(getattr(text, key, None) for key in keys)
     return "uses sparse attention" if has else ""
 
 

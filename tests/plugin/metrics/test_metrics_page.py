@@ -13,8 +13,9 @@ import pytest
 
 from vllm_graft import cli
 from vllm_graft.base.metric import Kind, Origin
+from vllm_graft.base.text_table import Table
 from vllm_graft.graph_runners.vision.vision_metrics import METRICS as VISION
-from vllm_graft.metrics.catalogue import as_page, catalogue
+from vllm_graft.metrics.catalogue import catalogue, tables
 from vllm_graft.metrics.part_states import STATES
 from vllm_graft.parts import PARTS
 from vllm_graft.spec_decode.counts.chain_metrics import METRICS as CHAINS
@@ -26,10 +27,10 @@ EVERY = [row for rows in catalogue(PARTS).values() for row in rows]
 
 
 def test_the_page_lists_what_the_code_counts() -> None:
-    """`vllm-graft metrics` prints what stands between the marks."""
+    """`vllm-graft metrics --markdown` prints what stands between the marks."""
     _, _, rest = PAGE.partition("<!-- metrics:begin -->\n")
     listed, _, _ = rest.partition("\n<!-- metrics:end -->")
-    assert listed == as_page(catalogue(PARTS))
+    assert listed == "\n\n".join(map(Table.markdown, tables(catalogue(PARTS))))
     assert len(EVERY) > 60
 
 
@@ -39,7 +40,7 @@ def test_the_page_explains_every_state() -> None:
 
 
 def test_the_command_prints_the_page_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["metrics"]) == 0
+    assert cli.main(["metrics", "--markdown"]) == 0
     assert capsys.readouterr().out.strip() in PAGE
     assert cli.main(["metrics", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -103,9 +105,49 @@ def test_a_part_that_was_asked_for_and_is_not_on_is_an_exit_status(ask: Ask, sta
     assert told["metrics"]["vllm:graft_toy_done_total"] == 6
 
 
-def test_a_server_without_our_parts_is_told_apart(ask: Ask) -> None:
-    with pytest.raises(SystemExit, match=r"has no vllm:graft_info.*disable-log-stats"):
-        ask("vllm:num_requests_running 0.0\n")
+COUNTED = """\
+vllm:graft_info{engine="0",part="tree",state="on",detail="d",version="1"} 1
+vllm:graft_info{engine="0",part="hicache",state="on",detail="d",version="1"} 1
+vllm:graft_tree_trees_total{engine="0"} 1000
+vllm:graft_tree_trees_total{engine="1"} 500
+vllm:graft_tree_nodes_accepted_total{engine="0"} 3450
+vllm:graft_hicache_hit_tokens_host_total{engine="0"} 50
+vllm:graft_hicache_hit_tokens_storage_total{engine="0"} 11
+vllm:prompt_tokens_total{engine="0"} 90
+vllm:prompt_tokens_total{engine="1"} 10
+vllm:prompt_tokens_cached_total{engine="0"} 7
+"""
+
+
+def test_it_first_says_what_a_person_asks(ask: Ask) -> None:
+    status, printed = ask(COUNTED)
+    assert status == 0
+    assert printed.splitlines()[1:3] == [
+        "trees: 3.3 tokens per step (1,500 steps)",
+        "host cache: 61% of prompt tokens",
+    ]
+    assert "vllm:prompt_tokens" not in printed
+    told = json.loads(ask(COUNTED, "--json")[1])["answers"]
+    assert told == {"trees": 1500, "tokens_per_step": 3.3, "cached_share": 0.61}
+
+
+def test_what_was_not_counted_is_not_answered(ask: Ask) -> None:
+    lines = COUNTED.splitlines(keepends=True)
+    _, printed = ask("".join(lines[:2]))
+    assert "tokens" not in printed
+    off = lines[1].replace('"on"', '"off"')
+    _, printed = ask(off + "".join(lines[2:]))
+    assert "tokens per step" in printed
+    assert "host cache:" not in printed
+    told = ask("".join(lines[:2]) + "vllm:graft_tree_trees_total NaN\n", "--json")[1]
+    assert json.loads(told)["answers"] == {}
+
+
+def test_a_server_without_our_parts_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    with server("vllm:num_requests_running 0.0\n") as url:
+        said = refused(url)
+    assert re.search(r"has no vllm:graft_info.*disable-log-stats", said)
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
@@ -119,6 +161,7 @@ ANSWERS = {
     "number of 5000 digits": INFO + b"vllm:graft_x " + b"9" * 4200 + b"\n",
     "label without a name": INFO + b'vllm:graft_x{ ="1"} 1\n',
     "label list without an end": INFO + b"vllm:graft_x{" + b"a" * 200_000 + b"} 1\n",
+    "a long line of vLLM's": INFO + b'vllm:prompt_tokens_total{a="' + b'\\"' * 500_000 + b'"} 1\n',
     "many escaped quotes": INFO + b'vllm:graft_x{a="' + b'\\"' * 500_000 + b'"} 1\n',
     "banner of ssh": b"SSH-2.0-OpenSSH_9.6\x1b[2J\r\n",
     "short body": b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nabc",
@@ -158,11 +201,11 @@ def raw_server(pieces: tuple[bytes, ...], sent: list[int]) -> Iterator[str]:
 
 
 def refused(url: str) -> str:
-    """What the command says, in one line that a terminal does not obey, with status 1."""
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["info", "--url", url])
-    said = stopped.value.code
-    assert isinstance(said, str)
+    """What the command says, in one line that a terminal does not obey, with its own status."""
+    told = io.StringIO()
+    with redirect_stderr(told):
+        assert cli.main(["info", "--url", url]) == cli.NOT_ASKED != 1
+    said = told.getvalue().removesuffix("\n")
     assert said.isprintable()
     assert len(said) < 1000
     return said

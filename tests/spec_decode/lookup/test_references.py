@@ -332,6 +332,24 @@ def test_what_a_request_predicts_goes_no_further() -> None:
         assert asked.sampling_params is plain
 
 
+def test_misspelt_keys_of_requests_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    log.warning_once.cache_clear()
+    keys = ("graft_predicton", "Graft-Prediction", "vllm_graft_prediction", "graftprediction")
+    for reader in (made(Letters()), None, made(Letters())):
+        for key in (*keys, "their_graft", "prediction", "graft_prediction"):
+            carry(request(SamplingParams(extra_args={key: "so be it"})), reader)
+    hint = "is not read by vllm-graft. Did you mean 'graft_prediction'?"
+    assert caplog.messages == [f"vllm_xargs.{key!r} of a request {hint}" for key in keys]
+    # Neither one request nor many of them decide how much is logged.
+    for first in (0, 1000):
+        many: dict[Any, int] = {
+            f"graft_{number}{'x' * 999}": 1 for number in range(first, first + 1000)
+        }
+        carry(request(SamplingParams(extra_args={7: 1, **many})), None)
+    assert len(caplog.messages) == log.MOST
+    assert max(map(len, caplog.messages)) < 300
+
+
 def test_predictions_that_nothing_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("vllm_graft.spec_decode.lookup.predictions.warning_once", said.append)

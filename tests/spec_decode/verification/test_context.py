@@ -82,6 +82,14 @@ def test_who_computes_attention(
     assert (context.rows.prefix_lens == (0 if for_capture else -7)).all()
 
 
+def test_a_graph_without_drafts_is_the_platform_s(context: TreeContext) -> None:
+    batch: Any = SimpleNamespace(
+        num_draft_tokens_per_req=None, num_reqs=2, num_tokens=2, max_query_len=1
+    )
+    context.choose_mode(batch, for_capture=True, is_graph=True)
+    assert context.mode is VerifyMode.NONE
+
+
 @pytest.mark.parametrize("is_graph", [False, True])
 def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
     # This captured pass declares longer queries than its dummy requests have.

@@ -113,9 +113,11 @@ def test_wrong_arguments(
 def test_arguments_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(bench.load("vit"), "run", lambda arguments: seen.append(arguments) or 1)
-    assert cli.main(["bench", "vit", "model", "--rounds", "5", "--sizes", "64", "--json", "x"]) == 1
+    assert (
+        cli.main(["bench", "vit", "model", "--rounds", "5", "--sizes", "64", "--output", "x"]) == 1
+    )
     [arguments] = seen
-    assert (arguments.rounds, arguments.sizes, arguments.json) == (5, [64], "x")
+    assert (arguments.rounds, arguments.sizes, arguments.output) == (5, [64], "x")
     assert arguments.arms == ["off", "stock", "ours"]
     assert arguments.plot is None
 
@@ -124,9 +126,9 @@ def test_a_file_without_a_folder_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "gone" / "x.json")
-    assert cli.main(["bench", "vit", "model", "--json", file]) == 1
-    assert f"--json {file}: the folder does not exist" in capsys.readouterr().err
-    report.require_folder("--json", "x.json")
+    assert cli.main(["bench", "vit", "model", "--output", file]) == 1
+    assert f"--output {file}: the folder does not exist" in capsys.readouterr().err
+    report.require_folder("--output", "x.json")
 
 
 def test_an_error_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,127 @@
+"""Drafts that were made for another target, found by what both configurations say.
+
+What a configuration leaves open is never refused. VLLM itself looks at the vocabulary of
+``draft_model`` alone: other sizes end an engine in its first step, or pass and draft badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import target_of
+from vllm_graft.base.refusal import Refusals, sentences
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+
+_DRAFT = "speculative_config.model"
+_OTHER = f"set `{_DRAFT}` to a draft that was made for this target, or drop `--speculative-config`"
+
+PADDING = 256
+"""Tokens by which vocabularies may differ: heads are used with fine-tuned targets that have a few
+tokens more, and some checkpoints pad their tables."""
+
+_OF_STATES = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Methods whose drafts read states of the target."""
+
+_SIZE_OF_TARGET = ("DFlashLagunaForCausalLM",)
+"""Drafts whose classes take the target's own size of states (laguna_dflash.py)."""
+
+CRASHES = Refusals()
+"""Drafts with which stock vLLM ends in its first step as well."""
+
+
+def _models(vllm_config: Any) -> tuple[Any, Any]:
+    """The model configurations of draft and target; None for both where they are one, or one is
+    missing."""
+    draft, target = vllm_config.speculative_config.draft_model_config, target_of(vllm_config)
+    known = draft is not None and target is not None and draft is not target
+    return (draft, target) if known else (None, None)
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first positive integer of a configuration under some names; 0 if it has none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((each for each in values if type(each) is int and each > 0), 0)
+
+
+def _text(model: Any) -> Any:
+    return getattr(model, "hf_text_config", None)
+
+
+@CRASHES.row(
+    "drafts made for targets of another hidden size",
+    "The draft can't read this target's states: vLLM stops at the first request, also without "
+    "trees.",
+    _OTHER,
+)
+def _states(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    draft, target = _models(vllm_config)
+    if draft is None or vllm_config.speculative_config.method not in _OF_STATES:
+        return
+    if set(getattr(draft, "architectures", None) or ()).intersection(_SIZE_OF_TARGET):
+        return
+    # As the models' classes read it: EAGLE-3, DFlash and DSpark, then Gemma 4's assistants.
+    own = _number(draft.hf_config, "target_hidden_size", "backbone_hidden_size")
+    own, size = own or _number(_text(draft), "hidden_size"), _number(_text(target), "hidden_size")
+    if own and size and own != size:
+        yield f"The draft reads states of {own} numbers, but the target's hidden_size is {size}"
+
+
+@CRASHES.row(
+    "drafts that read layers which the target does not have",
+    "The draft gets fewer states than it reads: vLLM stops at the first request, also without "
+    "trees.",
+    _OTHER,
+)
+def _layers(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    draft, target = _models(vllm_config)
+    if draft is None or not (count := _number(_text(target), "num_hidden_layers")):
+        return
+    # Layer 0 is the embedding; the state behind the last layer has the number of layers.
+    if beyond := [layer for layer in _captured(draft.hf_config) if layer > count]:
+        yield f"The draft reads the state behind layer {beyond[0]}, but the target has {count}"
+
+
+def _captured(config: Any) -> list[int]:
+    """The layers of the target that a draft reads, as in vLLM's eagle3_utils.py; those of DFlash
+    and DSpark are counted from 0."""
+    nested = getattr(config, "dflash_config", None)
+    nested = nested if isinstance(nested, Mapping) else {}
+    for layers, first in (
+        (getattr(config, "eagle_aux_hidden_state_layer_ids", None), 0),
+        (nested.get("target_layer_ids"), 1),
+        (getattr(config, "target_layer_ids", None), 1),
+    ):
+        if isinstance(layers, (list, tuple)) and layers:
+            return [layer + first for layer in layers if type(layer) is int]
+    return []
+
+
+FIT = Refusals(CRASHES)
+"""These, and drafts that are valid for vLLM and propose tokens of another model."""
+
+
+@FIT.row(
+    "drafts made for another vocabulary",
+    "The draft's tokens mean something else to the target, so that next to none is accepted.",
+    _OTHER,
+)
+def vocabulary(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """Drafts whose vocabulary is not the target's, of which theirs may be a part (d2t)."""
+    draft, target = _models(vllm_config)
+    own, size = _number(_text(draft), "vocab_size"), _number(_text(target), "vocab_size")
+    # A DSpark draft may bring tokens of its own.
+    larger = vllm_config.speculative_config.method == "dspark" and own > size
+    if own and size and abs(own - size) > PADDING and not larger:
+        yield f"The draft's vocab_size is {own}, but the target's is {size}"
+
+
+def require_fit(vllm_config: Any) -> None:
+    """Refuse a draft with which the engine would stop in its first step, whatever we run.
+
+    Raises:
+        ConfigError: says what does not fit.
+    """
+    if found := list(sentences(CRASHES, TreeConfig(), vllm_config)):
+        raise ConfigError("\n  ".join([f"{_DRAFT} is a draft for another target:", *found]))

@@ -1,0 +1,97 @@
+"""An engine that drafts n-grams alone: texts that repeat themselves, and texts that never do."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from tests.support.worlds.tuner_world import COUNTS, MAX_REQS, ROWS, TARGET_MS, between
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.tuning.shapes import auto_schedule
+from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
+
+DEPTH, NODES, MAX_ROWS = 31, 63, 512
+COMMON_MS, DRAFT_MS = 0.8, 0.04
+"""The head, the sampler and the host; and finding matches."""
+
+
+def schedule(max_num_seqs: int = MAX_REQS) -> list[int]:
+    config = TreeConfig(topk=4, steps=DEPTH, shape="auto")
+    table = [0] * (max_num_seqs + 1)
+    for first, last, nodes in auto_schedule(config, NODES, max_num_seqs, rests=True):
+        table[first : last + 1] = [nodes] * (last - first + 1)
+    return table
+
+
+NUMBERS = sorted(set(schedule()))
+
+
+def graph_ms(batch: int, nodes: int) -> float:
+    rows = min(count for count in COUNTS if count >= batch) * (nodes + 1)
+    return between(ROWS, TARGET_MS, rows) + (DRAFT_MS if nodes else 0.0)
+
+
+def make(*, rests: bool = True, seeded: bool = True) -> NodeTuner:
+    levels = {nodes: min(DEPTH, nodes) for nodes in NUMBERS if nodes}
+    tuner = NodeTuner(schedule(), MAX_ROWS, COUNTS, levels, rests=rests)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128)
+    costs = {
+        nodes: {size: graph_ms(size, nodes) / 1e3 for size in sizes if fits(size, nodes, MAX_ROWS)}
+        for nodes in NUMBERS
+    }
+    tuner.seed(costs if seeded else {})
+    return tuner
+
+
+@dataclass
+class Step:
+    nodes: int
+    ms: float
+    tokens: int
+
+
+class Engine:
+    """A closed loop in which the scheduler chooses one step ahead of what is verified."""
+
+    def __init__(self, tuner: NodeTuner, batch: int, seed: int) -> None:
+        self.tuner, self.batch, self.rng = tuner, batch, random.Random(seed)
+        self.chosen, self.previous = deque([0]), -1
+
+    def serve(self, chance: float, steps: int, *, others: bool = False) -> list[Step]:
+        """Steps of texts whose next token is the one of a match with this chance; of `others` than
+        in the steps before."""
+        return [self._step(chance, same=not (others and not step)) for step in range(steps)]
+
+    def _step(self, chance: float, *, same: bool) -> Step:
+        nodes, drafting = self.chosen.popleft(), self.tuner.begin_step(self.batch)
+        self.chosen.append(drafting)
+        emitted = [self._emitted(chance, nodes) for _ in range(self.batch)]
+        ms = COMMON_MS + graph_ms(self.batch, nodes) * self.rng.uniform(0.98, 1.04)
+        alike = nodes == self.previous == drafting
+        seconds = ms / 1e3 if alike else None
+        self.tuner.observe(nodes, emitted, seconds, batch=self.batch, same=same)
+        self.previous = nodes
+        return Step(nodes, ms, sum(emitted))
+
+    def _emitted(self, chance: float, nodes: int) -> int:
+        count = 1
+        while count <= min(nodes, DEPTH) and self.rng.random() < chance:
+            count += 1
+        return count
+
+
+def rate(steps: list[Step]) -> float:
+    """Tokens per millisecond."""
+    return sum(step.tokens for step in steps) / sum(step.ms for step in steps)
+
+
+def fixed_rate(batch: int, nodes: int, chance: float = 0.0) -> float:
+    """The expected rate of one number of nodes for all steps."""
+    length = sum(chance**level for level in range(min(nodes, DEPTH) + 1))
+    return batch * length / (COMMON_MS + 1.01 * graph_ms(batch, nodes))
+
+
+def best_rate(batch: int, chance: float) -> float:
+    fitting = [nodes for nodes in NUMBERS if fits(batch, nodes, MAX_ROWS)]
+    return max(fixed_rate(batch, nodes, chance) for nodes in fitting)

@@ -153,7 +153,6 @@ def _describe(seam: Seam, symbol: Any) -> str:
 
 @functools.cache
 def _source(symbol: Any) -> str:
-    """A symbol's text; each engine of a process asks for the same ones."""
     return inspect.getsource(symbol)
 
 

@@ -41,7 +41,7 @@ def test_tokens_are_those_of_the_target_alone(
 ) -> None:
     options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 512}
     with pair.engine(nodes=nodes, topk=topk, steps=steps, **options) as llm:
-        assert not differing(answer_all(llm, samples[:4]), expected[:4])
+        assert not differing(answer_all(llm, samples[:2]), expected[:2])
         assert spec_metrics(llm).acceptance_length > 1.5
 
 

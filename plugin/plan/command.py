@@ -7,13 +7,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-HELP = """usage: vllm-graft plan MODEL [--json] [flags of vllm serve]
+from vllm_graft.base.errors import GraftError
+from vllm_graft.plan.gpu import OPTION, Gpu, pretend
 
-Say what `vllm serve` would run with these flags on this machine: which parts are on and why not,
-what drafts, the memory by part, and the command. Configuration files are read, and no weights.
+HELP = f"""usage: vllm-graft plan MODEL [--json] [{OPTION} CAPABILITY:MEMORY] [flags of vllm serve]
+
+Say what `vllm serve` would run with these flags: which parts are on and why not, what drafts, the
+memory by part, and the command. Configuration files are read, and neither weights nor a GPU.
 Without a part of ours among the flags, `--additional-config.graft auto` is planned.
 
   --json                print JSON
+  {OPTION} 9.0:80GiB       plan for an NVIDIA GPU of this compute capability and memory, instead of
+                        this machine's device
 
 Exit status: 0 if parts of ours run, 1 if the server would not start, 2 if vLLM doesn't know a flag,
 3 if it would start and nothing of ours would run."""
@@ -32,17 +37,41 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    # vLLM is imported from here on, when the environment is set.
+    try:
+        gpu, rest = _gpu_of([each for each in arguments if each != "--json"])
+        if gpu is not None:
+            pretend(gpu)
+    except GraftError as error:
+        sys.exit(str(error))
+    return _planned(rest, gpu, as_json="--json" in arguments)
+
+
+def _gpu_of(arguments: list[str]) -> tuple[Gpu | None, list[str]]:
+    """Take our option out of the flags of vLLM."""
+    for place, each in enumerate(arguments):
+        name, given, value = each.partition("=")
+        if name == OPTION:
+            taken = 1 if given else 2
+            text = value if given else "".join(arguments[place + 1 : place + 2])
+            return Gpu.parse(text), arguments[:place] + arguments[place + taken :]
+    return None, arguments
+
+
+def _planned(arguments: list[str], gpu: Gpu | None, *, as_json: bool) -> int:
+    # vLLM is imported from here on, when the environment and the platform are set.
     from vllm.platforms import current_platform
 
+    from vllm_graft.plan.inspecting import inspecting
     from vllm_graft.plan.plan_report import as_dict, render
     from vllm_graft.plan.planning import make_plan
     from vllm_graft.plan.request import Request
 
     if current_platform.is_unspecified():
-        sys.exit("vLLM finds no device on this machine: plan on the machine that will serve.")
-    flags = [each for each in arguments if each != "--json"]
-    device = f"this machine ({current_platform.device_type})"
-    plan = make_plan(Request.parse(flags), device)
-    print(json.dumps(as_dict(plan)) if "--json" in arguments else render(plan))
+        sys.exit(
+            f"vLLM finds no device on this machine: say what to plan for, as {OPTION} 9.0:80GiB."
+        )
+    device = str(gpu) if gpu is not None else f"this machine ({current_platform.device_type})"
+    with inspecting(apart=gpu is not None):
+        plan = make_plan(Request.parse(arguments), device)
+    print(json.dumps(as_dict(plan)) if as_json else render(plan))
     return plan.verdict.value

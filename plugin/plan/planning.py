@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 from vllm_graft.activation import asked_for, require_registered
 from vllm_graft.base.decision import Decision, decision_of
@@ -73,14 +72,6 @@ class Plan:
 
 def make_plan(request: Request, device: str) -> Plan:
     """Plan what a server with these flags would run."""
-    from vllm.model_executor.models import registry
-
-    # vLLM inspects each class of a model in a child process of its own, which takes many seconds.
-    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
-        return _make_plan(request, device)
-
-
-def _make_plan(request: Request, device: str) -> Plan:
     try:
         vllm_config = request.create()
         require_registered()

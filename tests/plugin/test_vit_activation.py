@@ -296,21 +296,3 @@ def test_a_drafts_configuration_is_judged_by_its_target(vllm: Stack, config: Any
 def test_wrong_keys(key: str, value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GraftConfig.parse({"vit": {key: value}})
-
-
-@pytest.mark.parametrize(
-    ("name", "speaks", "words"),
-    [
-        ("Unknown", False, "Unknown does not speak vLLM's encoder protocol, and no entry"),
-        ("Unknown", True, ""),
-        ("Adapted", False, ""),
-    ],
-)
-def test_a_model_without_an_adapter_is_foreseen(
-    vllm: Stack, config: Any, fake_module: Any, name: str, speaks: bool, words: str
-) -> None:
-    registry = SimpleNamespace(_run_in_subprocess=lambda look: (name, speaks))
-    fake_module("vllm.model_executor.models", registry=registry)
-    said = " ".join(VISION.foresees(VitConfig(), config))
-    assert words in said
-    assert bool(said) == bool(words)

@@ -1,4 +1,4 @@
-"""The flags of `plan` and the command that it prints."""
+"""The flags of `plan` and the command that it prints; the GPU that it is told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.cli import main
+from vllm_graft.plan.gpu import Gpu, pretend
 from vllm_graft.plan.memory import Memory
 from vllm_graft.plan.plan_report import render
 from vllm_graft.plan.planning import PartPlan, Plan, Verdict
@@ -56,6 +58,25 @@ def test_a_flag_that_vllm_does_not_know(model: str, capsys: pytest.CaptureFixtur
         Request.parse([model, "--no-such-flag"])
     assert ended.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_a_gpu_is_read() -> None:
+    assert Gpu.parse("9.0:80GiB") == Gpu((9, 0), 80 << 30)
+    assert str(Gpu.parse("8.6:24GiB")) == "a GPU of compute capability 8.6 with 24 GiB"
+
+
+@pytest.mark.parametrize("text", ["", "H100", "9:80GiB", "9.0:", "9.0:many", "9.0:0"])
+def test_another_text_is_no_gpu(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu 9\.0:80GiB"):
+        Gpu.parse(text)
+
+
+def test_a_process_has_one_platform() -> None:
+    import vllm.platforms
+
+    assert vllm.platforms.current_platform.device_type
+    with pytest.raises(ConfigError, match="comes too late"):
+        pretend(Gpu.parse("9.0:80GiB"))
 
 
 def test_the_report_says_why_a_server_would_not_start() -> None:

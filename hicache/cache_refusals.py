@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from pydantic import ByteSize
+
 from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Find, Found, Refusals
@@ -178,15 +180,17 @@ def _too_small(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
 )
 @_of_each
 def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
+    from vllm.platforms import current_platform
+
     parallel, key = vllm_config.parallel_config, flag("host_bytes")
-    if not _is_here(parallel):
+    if not _is_here(parallel) or getattr(current_platform, "is_planned", False):
         return
     engines, wanted = parallel.data_parallel_size_local, int(config.host_bytes)
     each = f" for each of {engines} data-parallel engines" if engines > 1 else ""
     if wanted * engines > (machine := machine_bytes()):
         yield Found(
-            f"{key} is {wanted}{each}, but this machine (or container) has {machine} bytes of "
-            "memory",
+            f"{key} is {_size(wanted)}{each}, but this machine (or container) has "
+            f"{_size(machine)} of memory",
             f"lower {key}",
         )
         return
@@ -194,9 +198,13 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     shared = filesystem_bytes(SHM) if shares else None
     if shared is not None and wanted * engines > shared:
         yield Found(
-            f"{key} is {wanted}{each}, but {SHM} has {shared} bytes",
+            f"{key} is {_size(wanted)}{each}, but {SHM} has {_size(shared)}",
             f"raise its size (docker --shm-size), or lower {key}",
         )
+
+
+def _size(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable(separator=" ")
 
 
 def _is_here(parallel: Any) -> bool:

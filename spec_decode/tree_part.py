@@ -47,9 +47,10 @@ from vllm_graft.spec_decode.models.chosen import HOOK, chosen, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.spec_decode.presets.chain_fallback import fall_back
+from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import count_nodes, fill_in_depth
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
-from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
@@ -59,6 +60,9 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ENGINE = "vllm.v1.engine.core"
 _STRUCTURED_OUTPUT = "vllm.v1.structured_output"
+
+_NODES = 31
+"""What a draft model is told to be asked for where there is none."""
 
 
 class TreePart:
@@ -121,7 +125,7 @@ class TreePart:
     def refuses(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
         """What rules trees out."""
         if vllm_config.speculative_config is None:
-            yield NO_DRAFT
+            yield no_draft(vllm_config, tokens=_NODES)
         else:
             yield from sentences(refusals(), asked, vllm_config)
 

@@ -8,25 +8,27 @@ import sys
 from collections.abc import Sequence
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.plan.gpu import OPTION, Gpu, pretend
+from vllm_graft.plan.gpu import NAMED, OPTION, Gpu, pretend
 
-HELP = f"""usage: vllm-graft plan MODEL [--json] [{OPTION} CAPABILITY:MEMORY] [flags of vllm serve]
+HELP = f"""usage: vllm-graft plan MODEL [--json] [{OPTION} GPU] [flags of vllm serve]
 
 Say what `vllm serve` would run with these flags: which parts are on and why not, what drafts, the
 memory by part, and the command. Configuration files are read, and neither weights nor a GPU.
 Without a part of ours among the flags, `--additional-config.graft auto` is planned.
 
   --json                print JSON
-  {OPTION} 9.0:80GiB       plan for an NVIDIA GPU of this compute capability and memory, instead of
-                        this machine's device
+  {OPTION} H100            plan for this GPU instead of this machine's device: a name, or compute
+                        capability and memory, as 9.0:80GiB. Known names:
+                        {", ".join(NAMED)}
 
 Exit status: 0 if parts of ours run, 1 if the server would not start, 2 if vLLM doesn't know a flag,
 3 if it would start and nothing of ours would run."""
 
 _QUIET = {
     # vLLM's log would stand between the lines of the plan.
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TRANSFORMERS_VERBOSITY": "error",
 }
 
 
@@ -39,11 +41,18 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     try:
         gpu, rest = _gpu_of([each for each in arguments if each != "--json"])
+        model = next((each for each in rest if not each.startswith("-")), "the model")
+        print(
+            f"Reading the configuration of {model} for {gpu or 'this machine'}, with vLLM, whose "
+            "import takes some time.",
+            file=sys.stderr,
+            flush=True,
+        )
         if gpu is not None:
             pretend(gpu)
     except GraftError as error:
         sys.exit(str(error))
-    return _planned(rest, gpu, as_json="--json" in arguments)
+    return _planned(rest, gpu, model, as_json="--json" in arguments)
 
 
 def _gpu_of(arguments: list[str]) -> tuple[Gpu | None, list[str]]:
@@ -57,13 +66,13 @@ def _gpu_of(arguments: list[str]) -> tuple[Gpu | None, list[str]]:
     return None, arguments
 
 
-def _planned(arguments: list[str], gpu: Gpu | None, *, as_json: bool) -> int:
+def _planned(arguments: list[str], gpu: Gpu | None, model: str, *, as_json: bool) -> int:
     # vLLM is imported from here on, when the environment and the platform are set.
     from vllm.platforms import current_platform
 
     from vllm_graft.plan.inspecting import inspecting
     from vllm_graft.plan.plan_report import as_dict, render
-    from vllm_graft.plan.planning import make_plan
+    from vllm_graft.plan.planning import make_plan, refused
     from vllm_graft.plan.request import Request
 
     if current_platform.is_unspecified():
@@ -71,7 +80,10 @@ def _planned(arguments: list[str], gpu: Gpu | None, *, as_json: bool) -> int:
             f"vLLM finds no device on this machine: say what to plan for, as {OPTION} 9.0:80GiB."
         )
     device = str(gpu) if gpu is not None else f"this machine ({current_platform.device_type})"
-    with inspecting(apart=gpu is not None):
-        plan = make_plan(Request.parse(arguments), device)
+    with inspecting():
+        try:
+            plan = make_plan(Request.parse(arguments), device)
+        except Exception as error:  # vLLM's parser asks the Hub for some models.
+            plan = refused(error, device, model)
     print(json.dumps(as_dict(plan)) if as_json else render(plan))
     return plan.verdict.value

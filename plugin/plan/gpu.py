@@ -7,10 +7,11 @@ import re
 import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -18,6 +19,24 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import shown
 
 OPTION = "--gpu"
+NAMED = {
+    "T4": "7.5:14GiB",
+    "A10": "8.6:22GiB",
+    "A100-40GB": "8.0:39GiB",
+    "A100": "8.0:79GiB",
+    "RTX3090": "8.6:23GiB",
+    "RTX4090": "8.9:23GiB",
+    "L4": "8.9:22GiB",
+    "L40S": "8.9:44GiB",
+    "H20": "9.0:95GiB",
+    "H100": "9.0:79GiB",
+    "H200": "9.0:139GiB",
+    "RTX5090": "12.0:31GiB",
+    "B200": "10.0:178GiB",
+    "B300": "10.3:267GiB",
+}
+"""Capability and memory by name. The memory is what the driver reports of it, in whole GiB."""
+
 _FORM = re.compile(r"(\d{1,2})\.(\d):(.+)")
 _EXTENSIONS = (
     "_C_stable_libtorch",
@@ -26,6 +45,9 @@ _EXTENSIONS = (
     "vllm_flash_attn._vllm_fa3_C",
 )
 """Compiled modules that vLLM looks for on a GPU. A build for CPUs has none of them."""
+
+_COMPILED = ("_C", "_moe_C", "_vllm_fa")
+"""How the names of their operators' namespaces begin."""
 
 _QUESTIONS = ("supported", "supports")
 """What is in the names of functions that ask a compiled module what a GPU can do."""
@@ -45,20 +67,20 @@ class Gpu:
 
     @classmethod
     def parse(cls, text: str) -> Gpu:
-        """Read ``9.0:80GiB``.
+        """Read ``H100`` or ``9.0:80GiB``.
 
         Raises:
             ConfigError: if the text has another form.
         """
-        found = _FORM.fullmatch(text)
+        found = _FORM.fullmatch(NAMED.get(text.upper(), text))
         try:
             size = int(TypeAdapter(ByteSize).validate_python(found[3] if found else ""))
         except ValidationError:
             size = 0
         if found is None or size < 1:
             raise ConfigError(
-                f"{OPTION}: {shown(text)} is no GPU: give its compute capability and memory, as in "
-                f"{OPTION} 9.0:80GiB (an H100)."
+                f"{OPTION}: {shown(text)} is no GPU that is known here ({', '.join(NAMED)}): give "
+                f"its compute capability and memory, as in {OPTION} 9.0:80GiB."
             )
         return cls((int(found[1]), int(found[2])), size)
 
@@ -87,6 +109,7 @@ def pretend(gpu: Gpu) -> None:
     # vLLM looks for a driver, which is missing here, and would choose Model Runner V1.
     vllm.config.vllm.HAS_TRITON = True
     _answer_for_extensions()
+    _stand_in_for_kernels()
 
 
 def _platform(gpu: Gpu) -> Any:
@@ -96,6 +119,9 @@ def _platform(gpu: Gpu) -> Any:
 
     class PlannedGpu(vllm.platforms.cuda.CudaPlatformBase):
         """Answers what vLLM asks while it builds a configuration."""
+
+        is_planned = True
+        """Engines run on another machine than this one, whose memory says nothing about theirs."""
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
@@ -150,3 +176,33 @@ def _answer_for_extensions() -> None:
     for name, function in [*vars(operations).items()]:
         if name.startswith("cutlass") and any(each in name for each in _QUESTIONS):
             setattr(operations, name, functools.wraps(function)(lambda *_: True))
+
+
+def _stand_in_for_kernels() -> None:
+    """Let the modules of models be imported, and models be built, where nothing can run.
+
+    They take operators and streams by name, and decorate kernels, but call none of them.
+    """
+    import torch
+    from vllm.triton_utils import triton
+
+    if torch.cuda.is_available():
+        return
+    namespace = torch._ops._OpNamespace
+    original = namespace.__getattr__
+
+    def operator(self: Any, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            if not self.name.startswith(_COMPILED) or name.startswith("__"):
+                raise
+            return MagicMock()
+
+    namespace.__getattr__ = operator
+    for name in ("Stream", "Event", "current_stream", "current_device", "_lazy_init"):
+        setattr(torch.cuda, name, MagicMock(return_value=0))
+    if not hasattr(triton, "backends"):
+        triton.Config = MagicMock()  # vLLM's stand-in for Triton gives a function.
+    if find_spec("cuda") is None:
+        sys.modules["cuda"] = MagicMock()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
-from vllm_graft.base.refusal import sentences
+from vllm_graft.base.refusal import facts, sentences
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import (
     drafter_of,
@@ -23,12 +23,13 @@ from vllm_graft.spec_decode.models.chosen import (
 )
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
 from vllm_graft.spec_decode.models.experts import step_has_experts
+from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.ngram_room import ngram_room
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
-from vllm_graft.spec_decode.refusals.draft_refusals import other_method
+from vllm_graft.spec_decode.refusals.draft_refusals import either, other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
-from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
 from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
@@ -84,11 +85,11 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     """The tree of a preset, or why there is none."""
     speculative = vllm_config.speculative_config
     if speculative is None:
-        return NO_DRAFT
+        return no_draft(vllm_config)
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
     if unknown := other_method(speculative, measured_methods()):
-        why = f"{unknown.text}: {unknown.instead}."
+        why = f"{unknown.text}, and a preset has trees for {either(measured_methods())}."
         return why + (_UNMEASURED if speculative.method in methods() else "")
     drafter = drafter_of(TreeConfig(), speculative)
     if drafter is not None and drafter.unmeasured:
@@ -107,7 +108,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return fitted
     if room is not None and (why := _slower_or_unmeasured(vllm_config, room)):
         return why
-    if late := " ".join(sentences(LATE, fitted.section, vllm_config)):
+    if late := facts(sentences(LATE, fitted.section, vllm_config)):
         return late
     return fitted
 
@@ -125,7 +126,7 @@ def _slower_or_unmeasured(vllm_config: Any, room: StateRoom) -> str:
     if heads := head_problems(vllm_config):
         return (
             f"{_STATES} faster than chains with the draft's output head in FP8 alone: {by_name} "
-            f"{' '.join(heads)}"
+            f"{facts(heads)}"
         )
     return "" if room.fits else f"{room.says} Or {by_name}"
 
@@ -145,10 +146,16 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     narrow = level_problems(TreeConfig(topk=wanted), vllm_config)
     topk = min(wanted, rows)
     if topk < 2:
-        return " ".join(narrow)
+        return facts(narrow)
     nodes = min(size.nodes, num_candidates(topk, depth))
-    if getattr(vllm_config, "lora_config", None) is not None:
-        nodes = max(1, min(nodes, rows - 1))
+    if getattr(vllm_config, "lora_config", None) is not None and nodes > rows - 1:
+        nodes = max(1, rows - 1)
+        notes = [
+            *notes,
+            f"With --enable-lora a step has {rows} rows for each request, of which a tree's root "
+            f"takes one (--max-num-batched-tokens {scheduler.max_num_batched_tokens} for "
+            f"--max-num-seqs {scheduler.max_num_seqs}).",
+        ]
     threshold = scheduler.long_prefill_token_threshold
     if size.shape == "fixed" and 0 < threshold <= nodes:
         # A fixed tree of more rows is refused; one of a root alone would be no tree.
@@ -188,4 +195,4 @@ def _told(tree: TreeConfig, notes: list[str]) -> str:
         values += f", hot_tokens {tree.hot_tokens}"
     if tree.ngram is not None:
         values += ", ngram true"
-    return f"{values}. The preset wants more, but: {' '.join(notes)}" if notes else values
+    return f"{values}. The preset wants more, but: {facts(notes)}" if notes else values

@@ -21,11 +21,6 @@ from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
 from vllm_graft.spec_decode.targets.families import family_refusals, served_features
 from vllm_graft.spec_decode.targets.features import FEATURES
 
-NO_DRAFT = (
-    "There is no draft model: add --speculative-config "
-    '\'{"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 31}\'.'
-)
-
 
 def _instead(feature: Feature) -> str:
     """What to do about a feature that no family serves."""

@@ -121,11 +121,14 @@ def test_a_tree_is_on_and_its_values_are_filled_in(config: Any) -> None:
 
 
 def test_what_is_off_says_its_own_refusal(config: Any) -> None:
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=True)
     before = copy.deepcopy(config)
     off = start(config).off
-    assert off.keys() == {"hicache", "vit", "draft"}
-    assert off["vit"] == own_sentences("vit", before) != ""
-    assert off["draft"] == own_sentences("draft", before) != ""
+    # The model has a tower, and no draft model.
+    assert off.keys() == {"hicache", "vit"}
+    assert off["vit"] == "--language-model-only is given. There is no encoder to capture."
+    # Who asked by name is told what to do, too.
+    assert "drop --language-model-only" in own_sentences("vit", before)
     assert "add --kv-transfer-config" in off["hicache"]
     assert '"host_bytes"' in off["hicache"]
 
@@ -136,7 +139,7 @@ def test_each_decision_is_one_line(config: Any, caplog: pytest.LogCaptureFixture
         start(config)
     said = [record.getMessage() for record in caplog.records]
     lines = [line for line in said if "--additional-config.graft auto: " in line]
-    assert len(lines) == len(decided.on) + len(decided.off) == 4
+    assert len(lines) == len(decided.on) + len(decided.off) == 2
     for part, says in decided.on.items():
         assert sum(f"{part} on: {says}" in line for line in lines) == 1
     for part, reason in decided.off.items():
@@ -182,7 +185,7 @@ def test_vision_graphs_are_on_where_there_is_a_tower(config: Any) -> None:
     decided = start(config)
     assert set(decided.on) == {"vit"}
     assert config.compilation_config.cudagraph_mm_encoder is True
-    assert decided.off["tree"] == own_sentences("tree", config)
+    assert decided.off["tree"].startswith("There is no draft model: add --speculative-config ")
 
 
 def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
@@ -190,7 +193,7 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     decided = start(config)
     assert set(decided.on) == {"draft"}
     assert (
-        "'draft_model': set speculative_config.method to 'dflash', 'dspark', 'eagle'"
+        "'draft_model', and a preset has trees for 'dflash', 'dspark', 'eagle'"
         in decided.off["tree"]
     )
     assert (
@@ -213,11 +216,8 @@ def test_trees_whose_speed_is_unknown_are_left_to_who_names_them(config: Any, me
     decided = start(config)
     assert decided.on == {}
     says = decided.off["tree"]
-    beginning = (
-        f"speculative_config.method is '{method}': set speculative_config.method to 'dflash', "
-    )
+    beginning = f"speculative_config.method is '{method}', and a preset has trees for 'dflash', "
     assert says.startswith(beginning)
-    assert "'ngram'" not in says.partition("set it to")[2]
     assert (
         "measured yet how fast its trees are: ask for --additional-config.graft.tree by name"
         in says
@@ -279,7 +279,7 @@ def test_a_shallow_tree_has_the_nodes_that_it_holds(config: Any) -> None:
 
 def test_with_lora_a_tree_has_the_rows_that_fit(config: Any) -> None:
     config.lora_config = object()
-    assert "tree" in start(config).on
+    assert "With --enable-lora a step has 8 rows for each request" in start(config).on["tree"]
     assert tree_of(config)["nodes"] == 7
 
 

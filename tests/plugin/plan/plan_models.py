@@ -102,7 +102,7 @@ def main() -> None:
 
         install.install()
     found = {}
-    with inspecting(apart=platform == "gpu"):
+    with inspecting():
         for name, config in MODELS.items():
             for case, (graft, drafts) in cases(platform).items():
                 if case == "vision" and "vision_config" not in config:

@@ -37,7 +37,7 @@ def plan_of(folder: Path, name: str, graft: Any) -> Plan:
     found = plan_models.flags(folder, name, graft, drafts=True)
     for option in SAME:
         found += [f"--{option.replace('_', '-')}", str(default_options()[option])]
-    with inspecting(apart=False):
+    with inspecting():
         return make_plan(Request.parse([*found, "--enforce-eager"]), "test")
 
 
@@ -137,7 +137,7 @@ def test_the_scratch_of_a_draft_with_latents_is_as_planned(tmp_path: Path) -> No
     found = [target, "--speculative-config", json.dumps(speculative)]
     found += ["--additional-config", json.dumps(graft), "--attention-backend", "CPU_MLA"]
     found += ["--max-num-seqs", "8", "--dtype", "float32", "--max-model-len", "256"]
-    with inspecting(apart=False):
+    with inspecting():
         plan = make_plan(Request.parse([*found, "--enforce-eager"]), "test")
     assert states(plan)["tree"] == "on"
     planned = {row.what: row.num_bytes for row in plan.memory}
@@ -153,7 +153,7 @@ def test_an_assistant_that_reads_the_target_s_cache_keeps_nothing(tmp_path: Path
     graft = {"graft": {"tree": {"topk": 3, "steps": 4}}}
     found = [str(target), "--speculative-config", json.dumps(speculative), "--enforce-eager"]
     found += ["--additional-config", json.dumps(graft), "--skip-tokenizer-init"]
-    with inspecting(apart=False):
+    with inspecting():
         plan = make_plan(Request.parse([*found, "--max-model-len", "256"]), "test")
     assert states(plan)["tree"] == "on"
     planned = {row.what: row.num_bytes for row in plan.memory}

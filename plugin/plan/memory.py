@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from vllm_graft.spec_decode.presets.ngram_room import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
+_PLANNING = "kv_cache_planning"
 ROOM, GRAPHS = "room for K/V", "CUDA graphs"
 
 
@@ -340,15 +343,18 @@ def _room(
 
 def _tokens(left: int, specs: dict[str, Any], vllm_config: Any) -> tuple[int, int | None]:
     """Bytes of one request's K/V, and the tokens for which some bytes have room, as vLLM counts."""
-    from vllm.v1.core import kv_cache_utils as utils
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
-    cache = vllm_config.cache_config
+    cache, much = vllm_config.cache_config, 1 << 50
     # The engine's core resolves it, by backends; blocks take as much in any.
     cache.kv_cache_layout = cache.kv_cache_layout or "LBHNC"
+    # From 0.33 on, it has a module of its own.
+    found = find_spec(f"vllm.v1.core.{_PLANNING}") is not None
+    planning = importlib.import_module(f"vllm.v1.core.{_PLANNING if found else 'kv_cache_utils'}")
     try:
-        groups = utils.get_kv_cache_groups(vllm_config, dict(specs))
-        needed = int(utils._max_memory_usage_bytes_from_groups(vllm_config, groups))
-        made = utils.get_kv_cache_config_from_groups(vllm_config, groups, left)
-        return needed, utils.get_kv_cache_capacity(vllm_config, made)[0]
+        groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+        made = planning.get_kv_cache_config_from_groups(vllm_config, groups, much)
+        tokens, requests = get_kv_cache_capacity(vllm_config, made)
     except Exception:  # Layers that vLLM puts into no groups here, or none at all.
         return 0, None
+    return int(much / requests), int(tokens * left / much)

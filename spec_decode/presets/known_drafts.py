@@ -81,7 +81,7 @@ def no_draft(vllm_config: Any, tokens: int = HEAD_DEPTH) -> str:
 def _public_head(model: Any) -> tuple[str, str] | None:
     text = getattr(model, "hf_text_config", None)
     sizes = [getattr(text, each, 0) for each in ("hidden_size", "num_hidden_layers", "vocab_size")]
-    keys = ((each, *sizes) for each in model.architectures)
+    keys = ((each, *sizes) for each in getattr(model, "architectures", ()))
     return next((HEADS[key] for key in keys if key in HEADS), None)
 
 

@@ -117,7 +117,11 @@ def test_n_grams_are_no_model(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "needs"), [("r1-too-large", "each GPU needs 168.2 GiB (157.5 GiB for weights"), ("qwen3-long", "for K/V of one")]
+    ("name", "needs"),
+    [
+        ("r1-too-large", "each GPU needs 168.2 GiB (157.5 GiB for weights"),
+        ("qwen3-long", "for K/V of one"),
+    ],
 )
 def test_what_does_not_fit_is_refused(
     found: dict[str, list[dict[str, Any]]], name: str, needs: str

@@ -21,24 +21,21 @@ class Built(NamedTuple):
     """What one rank holds of a model.
 
     Attributes:
-        weights: bytes by the parameter's name.
-        shapes: shapes by the parameter's name.
+        weights: shape and bytes by the parameter's name.
         specs: vLLM's K/V specs by the layer's name.
     """
 
-    weights: dict[str, int]
-    shapes: dict[str, tuple[int, ...]]
+    weights: dict[str, tuple[tuple[int, ...], int]]
     specs: dict[str, Any]
 
     def num_bytes(self, target: Built | None = None) -> int:
         """Bytes of the weights, without what a draft shares with its target."""
-        heads = (
-            {shape for name, shape in target.shapes.items() if _is_shared(name)} if target else ()
-        )
+        there = target.weights if target is not None else {}
+        heads = {shape for name, (shape, _) in there.items() if _is_shared(name)}
         return sum(
             size
-            for name, size in self.weights.items()
-            if not (_is_shared(name) and self.shapes[name] in heads)
+            for name, (shape, size) in self.weights.items()
+            if not (_is_shared(name) and shape in heads)
         )
 
 
@@ -58,7 +55,7 @@ def build(model: Any, vllm_config: Any) -> Built:
         Exception: whatever vLLM's classes raise where this process can't build them.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.model_executor.layers import rotary_embedding, sparse_attn_indexer
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
@@ -69,6 +66,8 @@ def build(model: Any, vllm_config: Any) -> Built:
     whole.compilation_config.static_forward_context = layers
     with (
         _ranks(whole.parallel_config),
+        # An engine of this process must find none that is on meta.
+        mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True),
         # The library comes with vLLM for GPUs, and may not be here.
         mock.patch.object(sparse_attn_indexer, "has_deep_gemm", return_value=True),
         set_default_torch_dtype(model.dtype),
@@ -83,11 +82,10 @@ def build(model: Any, vllm_config: Any) -> Built:
             name: layer.get_kv_cache_spec(whole)
             for name, layer in layers.items()
             if isinstance(layer, AttentionLayerBase)
+            and getattr(layer, "kv_sharing_target_layer_name", None) is None
         }
-    held = [*made.named_parameters()]
     return Built(
-        {name: each.numel() * int(each.element_size()) for name, each in held},
-        {name: tuple(each.shape) for name, each in held},
+        {name: (tuple(each.shape), each.nbytes) for name, each in made.named_parameters()},
         {name: spec for name, spec in specs.items() if spec is not None},
     )
 

@@ -41,13 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
     try:
         gpu, rest = _gpu_of([each for each in arguments if each != "--json"])
-        model = next((each for each in rest if not each.startswith("-")), "the model")
-        print(
-            f"Reading the configuration of {model} for {gpu or 'this machine'}, with vLLM, whose "
-            "import takes some time.",
-            file=sys.stderr,
-            flush=True,
-        )
+        model = rest[0] if rest and not rest[0].startswith("-") else "the model"
+        what = f"Reading the configuration of {model} for {gpu or 'this machine'}, with vLLM,"
+        print(f"{what} whose import takes some time.", file=sys.stderr, flush=True)
         if gpu is not None:
             pretend(gpu)
     except GraftError as error:

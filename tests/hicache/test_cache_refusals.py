@@ -592,15 +592,13 @@ def test_more_than_the_machine_has_is_refused(
     monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: 16 * GIB)
     assert _accepted(_engine({"host_bytes": 64 * GIB}))
-    assert f"this machine (or container) has {64 * GIB} bytes" in _refusal({"host_bytes": "65GiB"})
-    assert "host_bytes is 1000000000000000000, but" in _refusal({"host_bytes": "1EB"})
+    assert "this machine (or container) has 64.0 GiB of memory" in _refusal({"host_bytes": "65GiB"})
+    assert "host_bytes is 888.2 PiB, but" in _refusal({"host_bytes": "1EB"})
     assert "for each of 2 data-parallel engines" in _refusal(
         {"host_bytes": "33GiB"}, data_parallel_size=2, data_parallel_size_local=2
     )
     # With several ranks, or with storage, memory is shared through a file.
-    words = (
-        f"/dev/shm has {16 * GIB} bytes. The memory is taken when the engine starts: raise its size"
-    )
+    words = "/dev/shm has 16.0 GiB. The memory is taken when the engine starts: raise its size"
     assert words in _refusal({"host_bytes": "17GiB"}, world_size=2)
     stored = _stored(backend="segments", path=str(tmp_path)) | {"host_bytes": "17GiB"}
     assert words in _refusal(stored)

@@ -17,7 +17,7 @@ from typing import Any
 MODELS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("strangers.json").read_text()
 )
-LLAMA, TP8 = "Llama-3.1-8B-Instruct", ["--tensor-parallel-size", "8"]
+LLAMA = "Llama-3.1-8B-Instruct"
 HOST = [
     "--kv-transfer-config",
     '{"kv_connector": "HiCacheConnector", "kv_role": "kv_both", '
@@ -34,15 +34,13 @@ def drafting(method: str, tokens: int, **more: Any) -> list[str]:
 EAGLE = drafting("eagle3", 7, model="EAGLE3-LLaMA3.1-Instruct-8B")
 CASES = {
     "llama": [LLAMA],
-    "llama-eagle3": [LLAMA, *EAGLE],
     "llama-eagle3-host": [LLAMA, *EAGLE, *HOST],
     "llama-lora": [LLAMA, *EAGLE, "--enable-lora"],
     "qwen3-ngram": ["Qwen3-32B", *drafting("ngram", 5, prompt_lookup_max=4)],
     "qwen3-long": ["Qwen3-32B", "--gpu-memory-utilization", "0.8"],
-    "r1-too-large": ["DeepSeek-R1", "--tensor-parallel-size", "4"],
+    "qwen3-large": ["Qwen3-32B", "--gpu-memory-utilization", "0.5"],
     "qwen3.5": ["Qwen3.5-9B"],
-    "glm": ["GLM-4.6-FP8", *TP8],
-    "glm-mtp": ["GLM-4.6-FP8", *TP8, *drafting("mtp", 3)],
+    "glm": ["GLM-4.6-FP8", "--tensor-parallel-size", "8"],
     "gemma-3": ["gemma-3-27b-it"],
     "gemma-4": ["gemma-4-31B-it"],
     "gpt-oss": ["gpt-oss-20b"],

@@ -108,7 +108,7 @@ def _on_meta() -> Any:
 
     whole = (torch.int32, torch.int64)
 
-    class OnMeta(TorchFunctionMode):  # type: ignore[misc]
+    class OnMeta(TorchFunctionMode):
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

@@ -17,6 +17,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import FLAG, KEY, with_section
 from vllm_graft.base.part import Offer, Part
+from vllm_graft.base.refusal import facts
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
@@ -52,7 +53,7 @@ def decide(named: Container[str], vllm_config: Any) -> None:
     decided = Decision(
         preset=preset,
         on={name: offer.says for name, offer in on.items()},
-        off={name: offer for name, offer in offers.items() if isinstance(offer, str)},
+        off={name: offer for name, offer in offers.items() if isinstance(offer, str) and offer},
     )
     sections = {name: offer.section.model_dump(exclude_unset=True) for name, offer in on.items()}
     _write(vllm_config, decided, sections)
@@ -106,8 +107,8 @@ def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
 
 
 def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:
-    """The part's own sentences; empty if it can run."""
-    return " ".join(part.refuses(section, vllm_config))
+    """The part's own sentences, as facts; empty if it can run."""
+    return facts(part.refuses(section, vllm_config))
 
 
 def _write(vllm_config: Any, decided: Decision, sections: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ class ChainPart:
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         speculative = vllm_config.speculative_config
-        if speculative is None:
-            return NO_DRAFT
+        if speculative is None or speculative.method != "draft_model":
+            return ""
         says = f"graphs of a draft model's chain of {speculative.num_speculative_tokens}"
         return Offer(DraftConfig(), says, ("core", "tree", NAME))
 

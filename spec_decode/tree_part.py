@@ -45,6 +45,7 @@ from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.models.chosen import HOOK, chosen, has_model, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
+from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import (
     count_nodes,
     fall_back,
@@ -52,7 +53,7 @@ from vllm_graft.spec_decode.presets.node_count import (
     leave_to_stock,
 )
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
-from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
@@ -63,6 +64,9 @@ _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _ENGINE = "vllm.v1.engine.core"
 _STRUCTURED_OUTPUT = "vllm.v1.structured_output"
 _REQUESTS = "vllm.v1.engine.input_processor"
+
+_NODES = 31
+"""What a draft model is told to be asked for where there is none."""
 
 
 class TreePart:
@@ -122,7 +126,7 @@ class TreePart:
 
     def refuses(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
         if vllm_config.speculative_config is None:
-            yield NO_DRAFT
+            yield no_draft(vllm_config, tokens=_NODES)
         else:
             yield from sentences(refusals(), asked, vllm_config)
 

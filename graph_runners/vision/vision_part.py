@@ -16,7 +16,7 @@ from vllm_graft.base import info
 from vllm_graft.base.decision import Preset, decline_or_raise
 from vllm_graft.base.errors import ConfigError, GraftError, HookError, NotActiveError
 from vllm_graft.base.log import info_once
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
@@ -56,6 +56,9 @@ class VisionPart:
         return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
+        model = target_of(vllm_config)
+        if model is not None and model.multimodal_config is None:
+            return ""
         says = f"vision graphs in {VitConfig().memory} MiB of the device's memory"
         return Offer(VitConfig(), says, ("core", NAME))
 

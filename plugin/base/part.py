@@ -71,8 +71,9 @@ class Part(Protocol):
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """What the part would run for a preset, or a sentence that says why it can't.
 
-        It is called before vLLM plans its CUDA graphs. :meth:`refuses` is asked about the offer
-        later.
+        The sentence is empty where the part has nothing to do with the model or its draft.
+        It is called before vLLM plans its CUDA graphs. What :meth:`refuses` says of the offer need
+        not be looked at here.
         """
 
     def fill_in(self, asked: Any, vllm_config: Any) -> None:

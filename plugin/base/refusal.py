@@ -24,6 +24,19 @@ class Found:
     instead: str = ""
 
 
+class Sentence(str):
+    """A sentence with what to do; ``fact`` is without, for those who did not ask for the part."""
+
+    __slots__ = ("fact",)
+
+    fact: str
+
+    def __new__(cls, text: str, fact: str) -> Sentence:
+        made = super().__new__(cls, text)
+        made.fact = fact
+        return made
+
+
 Find = Callable[[Any, Any], Iterable[Found | str]]
 """Looks for a thing with a part's section and vLLM's configuration. Text alone is a `Found`."""
 
@@ -46,12 +59,13 @@ class Refusal:
     def told(self) -> dict[str, str]:
         return {"what": self.what, "why": self.why, "instead": self.instead}
 
-    def sentences(self, asked: Any, vllm_config: Any) -> Iterator[str]:
+    def sentences(self, asked: Any, vllm_config: Any) -> Iterator[Sentence]:
         """Say of each thing found what it is, why it is refused, and what to do."""
         why = _plain(self.why).removesuffix(".")
         for each in self.find(asked, vllm_config):
             found = Found(each) if isinstance(each, str) else each
-            yield f"{found.text}. {why}: {found.instead or _plain(self.instead)}."
+            fact = f"{found.text}. {why}"
+            yield Sentence(f"{fact}: {found.instead or _plain(self.instead)}.", f"{fact}.")
 
 
 class Refusals(list[Refusal]):
@@ -89,6 +103,11 @@ def setting(path: str, fine: Callable[[Any], Any] = operator.not_, says: str = "
             yield says or f"{known} is {given if value is True else shown(value)}"
 
     return find
+
+
+def facts(said: Iterable[str]) -> str:
+    """What some sentences say without their advice, which is about flags that nobody gave."""
+    return " ".join(getattr(each, "fact", each) for each in said)
 
 
 def sentences(refusals: Iterable[Refusal], asked: Any, vllm_config: Any) -> Iterator[str]:

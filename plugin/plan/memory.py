@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import functools
+import copy
+import importlib
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import ByteSize
+
+from vllm_graft.base.values import reason_of
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
-from vllm_graft.plan.layer_counts import LayerCounts
-from vllm_graft.plan.weight_bytes import weight_bytes
+from vllm_graft.plan.building import Built, build
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
@@ -21,6 +27,8 @@ from vllm_graft.spec_decode.presets.ngram_preset import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
+_PLANNING = "kv_cache_planning"
+ROOM, GRAPHS = "room for K/V", "CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -40,17 +48,40 @@ class Memory:
     says: str
 
 
-def memory_of(vllm_config: Any) -> list[Memory]:
-    """Memory by part, of a configuration that vLLM has completed."""
-    rows = [*_model_rows("the target", vllm_config.model_config, vllm_config)]
-    if (draft := _draft_of(vllm_config)) is not None:
-        rows += _model_rows("the draft", draft, vllm_config)
-    rows += [*_tree_rows(vllm_config), *_vision_rows(vllm_config), _graphs(vllm_config)]
+def human(num_bytes: int) -> str:
+    """Bytes in a unit that a person reads."""
+    return ByteSize(num_bytes).human_readable(separator=" ")
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" + ("s" if count > 1 else "")
+
+
+def memory_of(vllm_config: Any) -> tuple[list[Memory], str]:
+    """Memory by part, of a configuration that vLLM has completed.
+
+    Returns:
+        The rows, and why one request does not fit into the device; empty if it does, or if that
+        can't be told.
+    """
+    planned: Any = copy.copy(vllm_config)
+    for name in ("cache_config", "compilation_config"):
+        # Building a model writes into these.
+        setattr(planned, name, copy.copy(getattr(planned, name)))
+    target, rows = _model_rows("the target", planned.model_config, planned, None)
+    specs = dict(target.specs) if target is not None else None
+    if (draft := _draft_of(planned)) is not None:
+        built, more = _model_rows("the draft", draft, planned, target)
+        rows += more
+        specs = {**specs, **built.specs} if specs is not None and built is not None else None
+    mambas = [each for each in (target.specs if target else {}).values() if _is_state(each)]
+    rows += [*_tree_rows(planned, mambas), *_vision_rows(planned), _graphs(planned)]
     rows += [
         Memory("host pool", int(cache.host_bytes), HOST, "host_bytes, for all ranks together")
-        for _, cache in parse_connectors(vllm_config)
+        for _, cache in parse_connectors(planned)
     ]
-    return rows + ([room] if (room := _room(rows, vllm_config)) else [])
+    room, lacks = _room(rows, specs, planned)
+    return rows + room, lacks
 
 
 def _draft_of(vllm_config: Any) -> Any:
@@ -59,95 +90,80 @@ def _draft_of(vllm_config: Any) -> Any:
     tree = TreeConfig.from_vllm(vllm_config)
     if speculative is None or (tree is not None and not has_model(tree, speculative)):
         return None
-    return speculative.draft_model_config
+    draft = speculative.draft_model_config
+    # Methods without a model have the target's here.
+    return None if draft is speculative.target_model_config else draft
 
 
-def _model_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
-    found, says = weight_bytes(model)
-    parallel = vllm_config.parallel_config
-    if found is not None:
-        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        found, says = found // ranks, says + (f", over {ranks} ranks" if ranks > 1 else "")
-    yield Memory(f"weights of {who}", found, RANK, says)
+def _model_rows(
+    who: str, model: Any, vllm_config: Any, target: Built | None
+) -> tuple[Built | None, list[Memory]]:
+    """A model as vLLM builds it, and its rows; ``target`` is that of a draft."""
+    try:
+        built = build(model, vllm_config)
+    except Exception as error:  # Classes that this process can't import, files that aren't here.
+        why = f"vLLM's class can't be built here: {reason_of(error)}"
+        return None, [
+            Memory(f"weights of {who}", *_file_bytes(model, vllm_config.parallel_config)),
+            Memory(f"K/V of {who}", None, TOKEN, why),
+        ]
+    alone = target is None or vllm_config.speculative_config.method == "draft_model"
+    says = "as vLLM builds it" + ("" if alone else ", without what it shares with the target")
+    rows = [Memory(f"weights of {who}", built.num_bytes(None if alone else target), RANK, says)]
     if not is_assistant(model):
-        yield from _cache_rows(who, model, vllm_config)
+        rows += _cache_rows(who, built.specs.values(), vllm_config)
+    return built, rows
 
 
-def _cache_rows(who: str, model: Any, vllm_config: Any) -> Iterator[Memory]:
+def _file_bytes(model: Any, parallel: Any) -> tuple[int | None, str, str]:
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    folder = Path(str(model.model))
+    # Mistral's format has a copy of the same weights beside.
+    shards = [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]
+    if not shards:
+        return None, RANK, "neither its class nor its files can tell"
+    held = sum(file.stat().st_size for file in shards)
+    return held // ranks, RANK, f"from the size of its files, over {ranks} ranks"
+
+
+def _is_state(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
+
+
+def _cache_rows(who: str, specs: Iterable[Any], vllm_config: Any) -> Iterator[Memory]:
     """K/V of each token, and the state of each request."""
-    parallel = vllm_config.parallel_config
-    try:
-        layers, recurrent = LayerCounts.of(model, parallel)
-        each = _layer_bytes(model, vllm_config)
-    except Exception as error:  # Of some hybrids the configuration doesn't say it.
-        yield Memory(f"K/V of {who}", None, TOKEN, f"vLLM can't tell: {error}")
-        return
-    layers -= min(layers, getattr(model.hf_text_config, "num_kv_shared_layers", None) or 0)
-    windowed, window = _windowed(model, layers)
-    if full := layers - windowed:
-        yield Memory(f"K/V of {who}", full * each, TOKEN, f"{full} layers of {each} bytes")
-    if windowed:
-        says = f"{windowed} layers of {each} bytes, for the last {window} tokens"
-        yield Memory(f"K/V of {who} in windows", windowed * each, TOKEN, says)
-    if model.is_hybrid or model.is_attention_free:
-        yield _state(who, model, recurrent, vllm_config)
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    states: Counter[tuple[int, int]] = Counter()
+    windows: dict[int | None, Counter[int]] = {}
+    for spec in specs:
+        if _is_state(spec):
+            each = sum(math.prod(a) * b.itemsize for a, b in zip(spec.shapes, spec.dtypes))
+            states[each, 1 + spec.num_speculative_blocks] += 1
+        elif isinstance(spec, CrossAttentionSpec):
+            what, held = f"K/V of {who} for its encoder", spec.max_memory_usage_bytes(vllm_config)
+            yield Memory(what, held, REQUEST, "one layer")
+        else:
+            window = getattr(spec, "sliding_window", None)
+            window = window or getattr(spec, "attention_chunk_size", None)
+            each = spec.page_size_bytes // spec.block_size
+            windows.setdefault(window, Counter())[each] += 1
+    for window, layers in sorted(windows.items(), key=lambda item: item[0] or 0):
+        held = sum(each * count for each, count in layers.items())
+        says = " and ".join(f"{_layers(count)} of {human(each)}" for each, count in layers.items())
+        what = f"K/V of {who}" + (" in windows" if window else "")
+        yield Memory(
+            what, held, TOKEN, says + (f", for the last {window} tokens" if window else "")
+        )
+    for (each, rows), count in states.items():
+        says = f"{_layers(count)} of {human(each)}"
+        says += f", {rows} states: one per verified row" if rows > 1 else ""
+        yield Memory(f"recurrent state of {who}", rows * count * each, REQUEST, says)
 
 
-def _layer_bytes(model: Any, vllm_config: Any) -> int:
-    """Bytes of one layer's K/V of one token, on one rank."""
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    dtype = kv_cache_dtype_str_to_dtype(str(vllm_config.cache_config.cache_dtype), model)
-    heads = 1 if model.use_mla else 2 * model.get_num_kv_heads(vllm_config.parallel_config)
-    return int(heads * model.get_head_size() * dtype.itemsize)
-
-
-def _windowed(model: Any, layers: int) -> tuple[int, int | None]:
-    """How many layers keep a window only, and its tokens."""
-    text = model.hf_text_config
-    window = getattr(text, "sliding_window", None)
-    if not window or model.disable_sliding_window:
-        return 0, None
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        return layers, window
-    return sum("sliding" in kind for kind in kinds[:layers]), window
-
-
-def _state(who: str, model: Any, layers: int, vllm_config: Any) -> Memory:
-    """Recurrent states of one request: one, or one for each row that drafts are verified in."""
-    from vllm.model_executor.models import registry
-
-    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
-
-    what = f"recurrent state of {who}"
-    try:
-        # The class is asked where it can be imported, as vLLM itself inspects it.
-        each = registry._run_in_subprocess(functools.partial(_state_bytes, model, vllm_config))
-    except Exception as error:
-        return Memory(what, None, REQUEST, f"vLLM can't tell: {error}")
-    says = f"{layers} layers of {each} bytes"
-    if drafts:
-        says += f", {1 + drafts} states: one per verified row"
-    return Memory(what, (1 + drafts) * layers * each, REQUEST, says)
-
-
-def _state_bytes(model: Any, vllm_config: Any) -> int:
-    """Bytes of one layer's state."""
-    made = _class_of(model)
-    shapes = made.get_mamba_state_shape_from_config(vllm_config)
-    dtypes = made.get_mamba_state_dtype_from_config(vllm_config)
-    return sum(math.prod(shape) * int(dtype.itemsize) for shape, dtype in zip(shapes, dtypes))
-
-
-def _class_of(model: Any) -> Any:
-    """The class of a model, which can't be imported on every machine."""
-    from vllm.model_executor.models import ModelRegistry
-
-    return ModelRegistry.resolve_model_cls(model.architectures, model)[0]
-
-
-def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
+def _tree_rows(vllm_config: Any, states: list[Any]) -> Iterator[Memory]:
     """What a tree keeps beside vLLM's cache: made as the worker makes it, on no device."""
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     if tree is None or speculative is None:
@@ -176,7 +192,7 @@ def _tree_rows(vllm_config: Any) -> Iterator[Memory]:
         held = sum(each.nbytes for each in (made.acc, made.peak, made.total))
         yield Memory("workspace of tree attention", held, RANK, "partial results, about")
         if tree.recurrent_form != "states" and can_keep_inputs(vllm_config.model_config):
-            yield _kept_inputs(requests * (nodes + 1), vllm_config)
+            yield _kept_inputs(requests * (nodes + 1), states, vllm_config)
     if in_block:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
@@ -221,30 +237,19 @@ def _window_tables(window: int, draft: Any, vllm_config: Any) -> Memory:
     layers = draft.get_total_num_hidden_layers()
     # A request's row of the table, and its number of keys.
     held = layers * vllm_config.scheduler_config.max_num_seqs * (width + 1) * 4
-    says = f"{layers} layers, {width} blocks; K/V of the draft is kept of all tokens as ever"
+    says = f"{_layers(layers)}, {width} blocks; K/V of the draft is kept of all tokens as ever"
     return Memory("tables of the draft's window", held, RANK, says)
 
 
-def _kept_inputs(rows: int, vllm_config: Any) -> Memory:
+def _kept_inputs(rows: int, states: list[Any], vllm_config: Any) -> Memory:
     """What recurrent layers keep of the rows of trees, in place of states."""
-    from vllm.model_executor.models import registry
-
-    model, what = vllm_config.model_config, "inputs of tree rows"
-    rows = min(rows, vllm_config.scheduler_config.max_num_batched_tokens)
-    try:
-        each = registry._run_in_subprocess(functools.partial(_kept_bytes, rows, model, vllm_config))
-        layers = LayerCounts.of(model, vllm_config.parallel_config).recurrent
-    except Exception as error:
-        return Memory(what, None, RANK, f"vLLM can't tell: {error}")
-    return Memory(what, layers * each, RANK, f"{layers} layers, {rows} rows")
-
-
-def _kept_bytes(rows: int, model: Any, vllm_config: Any) -> int:
-    """Bytes of one layer's inputs."""
     from vllm_graft.spec_decode.targets.recurrent.state_room import kept_bytes
 
-    window, state = _class_of(model).get_mamba_state_shape_from_config(vllm_config)
-    return kept_bytes(rows, model, window, state)
+    model = vllm_config.model_config
+    rows = min(rows, vllm_config.scheduler_config.max_num_batched_tokens)
+    held = sum(kept_bytes(rows, model, *spec.shapes) for spec in states)
+    says = f"{_layers(len(states))}, {rows} rows" if states else "the target can't be built here"
+    return Memory("inputs of tree rows", held if states else None, RANK, says)
 
 
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
@@ -301,22 +306,55 @@ def _graphs(vllm_config: Any) -> Memory:
     sizes = compilation.cudagraph_capture_sizes or []
     mode = getattr(compilation.cudagraph_mode, "name", "NONE")
     if mode == "NONE" or not sizes:
-        return Memory("CUDA graphs", 0, RANK, "none are captured")
+        return Memory(GRAPHS, 0, RANK, "none are captured")
     says = f"{mode}, {len(sizes)} sizes up to {max(sizes)} rows; known when they are captured"
-    return Memory("CUDA graphs", None, RANK, says)
+    return Memory(GRAPHS, None, RANK, says)
 
 
-def _room(rows: list[Memory], vllm_config: Any) -> Memory | None:
-    """What is left of a GPU for K/V; None where that can't be told."""
+def _room(
+    rows: list[Memory], specs: dict[str, Any] | None, vllm_config: Any
+) -> tuple[list[Memory], str]:
+    """What is left of a GPU for K/V, and why that is too little; both only where it can be told."""
     from vllm.platforms import current_platform
 
-    known = [row.num_bytes for row in rows if row.per == RANK and row.what != "CUDA graphs"]
-    if not current_platform.is_cuda() or None in known:
-        return None
+    known = [row.num_bytes for row in rows if row.per == RANK and row.what != GRAPHS]
+    offload = vllm_config.offload_config
+    on_host = offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size
+    if not current_platform.is_cuda() or None in known or on_host:
+        return [], ""
+    taken, device = sum(filter(None, known)), current_platform.get_device_total_memory()
     share = vllm_config.cache_config.gpu_memory_utilization
-    left = int(current_platform.get_device_total_memory() * share) - sum(filter(None, known))
+    left = int(device * share) - taken
+    needed, tokens = _tokens(max(left, 0), specs, vllm_config) if specs else (0, None)
+    if left < needed or left <= 0:
+        longest = vllm_config.model_config.max_model_len
+        kv = f", and {human(needed)} for K/V of one request of {longest} tokens" if needed else ""
+        needs = f"{human(taken + needed)} ({human(taken)} for weights and their like{kv})"
+        return [], (
+            f"It does not fit: each GPU needs {needs}, and has {human(int(device * share))} "
+            f"(--gpu-memory-utilization {share:g} of {human(device)}). Use more GPUs "
+            "(--tensor-parallel-size), larger ones, or a quantized model"
+            + (", or lower --max-model-len." if needed and left > 0 else ".")
+        )
     says = f"left of {share:g} of the device, before activations and CUDA graphs"
-    token = sum(row.num_bytes or 0 for row in rows if row.per == TOKEN)
-    if left > 0 and token:
-        says += f"; about {left // token} tokens"
-    return Memory("room for K/V", left, RANK, says)
+    says += f"; {tokens} tokens" if tokens else ""
+    return [Memory(ROOM, left, RANK, says)], ""
+
+
+def _tokens(left: int, specs: dict[str, Any], vllm_config: Any) -> tuple[int, int | None]:
+    """Bytes of one request's K/V, and the tokens for which some bytes have room, as vLLM counts."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
+    cache, much = vllm_config.cache_config, 1 << 50
+    # The engine's core resolves it, by backends; blocks take as much in any.
+    cache.kv_cache_layout = cache.kv_cache_layout or "LBHNC"
+    # From 0.33 on, it has a module of its own.
+    found = find_spec(f"vllm.v1.core.{_PLANNING}") is not None
+    planning = importlib.import_module(f"vllm.v1.core.{_PLANNING if found else 'kv_cache_utils'}")
+    try:
+        groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
+        made = planning.get_kv_cache_config_from_groups(vllm_config, groups, much)
+        tokens, requests = get_kv_cache_capacity(vllm_config, made)
+    except Exception:  # Layers that vLLM puts into no groups here, or none at all.
+        return 0, None
+    return int(much / requests), int(tokens * left / much)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_graft.base.text_table import table
-from vllm_graft.plan.memory import HOST, Memory
+from vllm_graft.plan.memory import HOST, Memory, human
 from vllm_graft.plan.planning import Plan
 
 _HEADS = {"parts": ("part", "state", "why"), "memory": ("memory", "size", "where it is from")}
@@ -32,14 +32,12 @@ def render(plan: Plan) -> str:
         lines += ["refused: the server would not start.", plan.refused]
     else:
         lines += ["serve it with:", f"  {plan.command}"]
+    if plan.better:
+        lines += [f"or, for {plan.better[0]}:", f"  {plan.better[1]}"]
     return "\n".join(lines)
 
 
 def _size(row: Memory) -> str:
     if row.num_bytes is None:
         return "unknown"
-    per = "" if row.per == HOST else f" per {row.per}"
-    for unit, size in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if row.num_bytes >= 1 << size:
-            return f"{row.num_bytes / (1 << size):.1f} {unit}{per}"
-    return f"{row.num_bytes} bytes{per}"
+    return human(row.num_bytes) + ("" if row.per == HOST else f" per {row.per}")

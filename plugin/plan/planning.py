@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 from vllm_graft.activation import asked_for, require_registered
 from vllm_graft.base.decision import Decision, decision_of
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Part
+from vllm_graft.base.refusal import facts
 from vllm_graft.hooks import entries, manager
 from vllm_graft.hooks.feature import Feature
 from vllm_graft.parts import PARTS
 from vllm_graft.plan.memory import Memory, memory_of
 from vllm_graft.plan.request import Request
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.presets.known_drafts import mtp_config
 from vllm_graft.spec_decode.targets.families import FEATURES, HOOK
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
+from vllm_graft.spec_decode.targets.recurrent.state_room import state_room
+
+SEQUENCES = "--max-num-seqs"
+
+_ABSENT = ("LocalEntryNotFoundError", "RepositoryNotFoundError", "OfflineModeIsEnabled")
+_NOT_THERE = re.compile("Invalid repository ID or local directory specified: '(.+?)'")
+"""How the Hub's client and vLLM say that a model is not there."""
 
 
 class Verdict(enum.Enum):
@@ -58,6 +69,7 @@ class Plan:
         drafts: what drafts, in a sentence.
         parts: our parts; empty where the server does not start.
         memory: memory by part.
+        better: what would draft instead, and the command for it; empty where nothing would.
     """
 
     verdict: Verdict
@@ -68,40 +80,69 @@ class Plan:
     drafts: str = ""
     parts: list[PartPlan] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
+    better: tuple[str, str] | tuple[()] = ()
 
 
 def make_plan(request: Request, device: str) -> Plan:
     """Plan what a server with these flags would run."""
-    from vllm.model_executor.models import registry
+    plan, vllm_config = _plan_of(request, device)
+    tried, found = request, plan
+    # A draft may need more flags in turn.
+    for _ in range(2):
+        more = _more_flags(tried, found, vllm_config)
+        if not more:
+            break
+        tried = tried.adding(*more)
+        found, vllm_config = _plan_of(tried, device)
+        if found.verdict is not Verdict.REFUSED and found.drafts != plan.drafts:
+            plan = replace(plan, better=(found.drafts, found.command))
+    return plan
 
-    # vLLM inspects each class of a model in a child process of its own, which takes many seconds.
-    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
-        return _make_plan(request, device)
+
+def refused(error: Exception, device: str, model: str) -> Plan:
+    """The plan of flags that vLLM or a part of ours refuses before there is a configuration."""
+    says = str(error) if isinstance(error, GraftError) else _text(error, model)
+    return Plan(Verdict.REFUSED, device, refused=says)
 
 
-def _make_plan(request: Request, device: str) -> Plan:
+def _plan_of(request: Request, device: str) -> tuple[Plan, Any]:
     try:
         vllm_config = request.create()
         require_registered()
-    except GraftError as error:
-        return Plan(Verdict.REFUSED, device, refused=str(error))
-    except Exception as error:  # Whatever vLLM's own checks raise.
-        return Plan(Verdict.REFUSED, device, refused=f"vLLM refuses it: {_text(error)}")
+    except Exception as error:  # Whatever vLLM's own checks raise, or ours.
+        return refused(error, device, str(request.engine.model)), None
     parts = list(_parts(vllm_config))
-    refused = [part.reason for part in parts if part.state == "refused"]
-    refused += _no_hidden_states(vllm_config)
+    reasons = [part.reason for part in parts if part.state == "refused"]
+    reasons += _no_hidden_states(vllm_config)
+    memory, lacks = memory_of(vllm_config)
+    reasons += [lacks] if lacks else []
     verdict = Verdict.ON if any(part.state == "on" for part in parts) else Verdict.OFF
-    verdict = Verdict.REFUSED if refused else verdict
-    return Plan(
+    verdict = Verdict.REFUSED if reasons else verdict
+    plan = Plan(
         verdict,
         device,
         command=request.command if verdict is not Verdict.REFUSED else "",
-        refused=" ".join(refused),
+        refused=" ".join(reasons),
         target=_target(vllm_config),
         drafts=_drafts(vllm_config, {part.name for part in parts if part.state == "on"}),
         parts=parts,
-        memory=memory_of(vllm_config),
+        memory=memory,
     )
+    return plan, vllm_config
+
+
+def _more_flags(request: Request, plan: Plan, vllm_config: Any) -> tuple[str, ...]:
+    """Flags with which a checkpoint's own module drafts, or trees have room that lack it."""
+    if vllm_config is None or any((part.name, part.state) == ("tree", "on") for part in plan.parts):
+        return ()
+    model = vllm_config.model_config
+    if vllm_config.speculative_config is None:
+        found = mtp_config(model)
+        return ("--speculative-config", json.dumps(found)) if found is not None else ()
+    if decision_of(vllm_config) is None or not has_delta_rule(model) or request.has(SEQUENCES):
+        return ()
+    room = state_room(vllm_config)
+    return () if room.fits or not room.requests else (SEQUENCES, str(room.requests))
 
 
 _READERS = {"eagle3": "an EAGLE-3", "dflash": "a DFlash", "dspark": "a DSpark"}
@@ -137,12 +178,18 @@ def _supports_eagle3(model: Any) -> bool:
     return bool(supports_eagle3(made))
 
 
-def _text(error: Exception) -> str:
+def _text(error: Exception, model: str) -> str:
     """The message of an error; of pydantic's, the messages of vLLM's validators alone."""
     details: Any = getattr(error, "errors", None)
+    text = str(error) or type(error).__name__
     if callable(details):
-        return " ".join(str(each["msg"]) for each in details())
-    return str(error) or type(error).__name__
+        text = " ".join(str(each["msg"]).removeprefix("Value error, ") for each in details())
+    if (named := _NOT_THERE.match(text)) or type(error).__name__ in _ABSENT:
+        return (
+            f"{named[1] if named else model} is not there: it is no folder of this machine with a "
+            "configuration, and the Hub has no such model, or can't be asked from here."
+        )
+    return f"vLLM refuses it: {text}"
 
 
 def _parts(vllm_config: Any) -> Iterator[PartPlan]:
@@ -152,16 +199,20 @@ def _parts(vllm_config: Any) -> Iterator[PartPlan]:
         if part.name in sections:
             yield _of_asked(part, sections[part.name], decided, vllm_config)
         else:
-            off = decided.off if decided is not None else {}
-            why = off.get(part.name, f"It was not asked for ({part.flag}).")
-            yield PartPlan(part.name, "off", why)
+            # A preset leaves out what has nothing to do with the model.
+            why = f"It was not asked for ({part.flag})."
+            if decided is None or (why := decided.off.get(part.name, "")):
+                yield PartPlan(part.name, "off", why)
 
 
 def _of_asked(part: Part, section: Any, decided: Decision | None, vllm_config: Any) -> PartPlan:
     by_preset = decided is not None and part.name in decided.on
-    if foreseen := " ".join(part.foresees(section, vllm_config)):
+    foreseen = list(part.foresees(section, vllm_config))
+    if foreseen and by_preset:
         # A worker leaves off what a preset turned on, and stops for what was asked for by name.
-        return PartPlan(part.name, "off" if by_preset else "refused", foreseen)
+        return PartPlan(part.name, "off", facts(foreseen))
+    if foreseen:
+        return PartPlan(part.name, "refused", " ".join(foreseen))
     if decided is not None and by_preset:
         return PartPlan(part.name, "on", decided.on[part.name])
     return PartPlan(part.name, "on", part.describe(section, vllm_config))

@@ -51,6 +51,14 @@ class Request:
         """The command that serves it, for a shell."""
         return shlex.join(["vllm", "serve", *self.arguments])
 
+    def has(self, flag: str) -> bool:
+        """Whether a flag was given."""
+        return any(each.replace("_", "-").partition("=")[0] == flag for each in self.arguments)
+
+    def adding(self, *flags: str) -> Request:
+        """The same with more flags."""
+        return Request.parse([*self.arguments, *flags])
+
     def create(self) -> Any:
         """Build vLLM's whole configuration, as the server's frontend does, from files alone.
 
@@ -76,12 +84,12 @@ def _parsed(arguments: Sequence[str]) -> Any:
 
 
 def _added(engine: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Flags that ask for the preset; none where a part of ours is asked for already."""
-    from vllm_graft.hicache.config.cache_config import extra_configs
+    """Flags that ask for the preset; none where `graft` is asked for already.
 
+    The host cache is asked for elsewhere, and says nothing about the other parts.
+    """
     additional = engine.additional_config
-    is_ours = isinstance(additional, Mapping) and KEY in additional
-    if is_ours or extra_configs(engine.kv_transfer_config):
+    if isinstance(additional, Mapping) and KEY in additional:
         return ()
     # vLLM puts dotted flags together and lets them win over a flag with the whole mapping.
     dotted = any(each.replace("_", "-").startswith(f"{_OPTION}.") for each in arguments)

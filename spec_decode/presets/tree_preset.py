@@ -15,7 +15,7 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
-from vllm_graft.base.refusal import sentences
+from vllm_graft.base.refusal import facts, sentences
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import (
@@ -27,12 +27,13 @@ from vllm_graft.spec_decode.models.chosen import (
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
 from vllm_graft.spec_decode.models.experts import step_has_experts
 from vllm_graft.spec_decode.presets import ngram_preset
+from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
-from vllm_graft.spec_decode.refusals.draft_refusals import other_method
+from vllm_graft.spec_decode.refusals.draft_refusals import either, other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
 from vllm_graft.spec_decode.refusals.fit_refusals import require_fit, vocabulary
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
-from vllm_graft.spec_decode.refusals.tree_refusals import NO_DRAFT, refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
 from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
@@ -97,7 +98,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     if speculative.num_speculative_tokens_per_batch_size is not None:
         return _OWN_TABLE
     if unknown := other_method(speculative, methods(measured=True)):
-        why = f"{unknown.text}: {unknown.instead}."
+        why = f"{unknown.text}, and a preset has trees for {either(methods(measured=True))}."
         return why + (_UNMEASURED if speculative.method in methods() else "")
     drafter = drafter_of(TreeConfig(), speculative)
     if drafter is not None and drafter.unmeasured:
@@ -121,7 +122,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
         return fitted
     if room is not None and (why := _slower_or_unmeasured(vllm_config, room)):
         return why
-    if late := " ".join(sentences(LATE, fitted.section, vllm_config)):
+    if late := facts(sentences(LATE, fitted.section, vllm_config)):
         return late
     return fitted
 
@@ -132,11 +133,12 @@ def _without_draft(preset: Preset, vllm_config: Any) -> Offer | str:
     drafts = given.speculative_config = ngram_preset.speculative_config(vllm_config)
     found = drafts if isinstance(drafts, str) else offer(preset, given)
     if isinstance(found, Offer):
-        refused = " ".join(sentences(refusals(), found.section, given))
+        refused = facts(sentences(refusals(), found.section, given))
         found = refused or replace(found, speculative=drafts)
+    hint = no_draft(vllm_config)
     if isinstance(found, str):
-        return f"{NO_DRAFT} Trees of n-grams, which need none, are off: {found}"
-    return found
+        return f"{hint} Trees of n-grams, which need none, are off: {found}"
+    return replace(found, says=f"{found.says}. {hint}")
 
 
 def _slower_or_unmeasured(vllm_config: Any, room: StateRoom) -> str:
@@ -152,7 +154,7 @@ def _slower_or_unmeasured(vllm_config: Any, room: StateRoom) -> str:
     if heads := head_problems(vllm_config):
         return (
             f"{_STATES} faster than chains with the draft's output head in FP8 alone: {by_name} "
-            f"{' '.join(heads)}"
+            f"{facts(heads)}"
         )
     return "" if room.fits else f"{room.says} Or {by_name}"
 
@@ -172,10 +174,16 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     narrow = level_problems(TreeConfig(topk=wanted), vllm_config)
     topk = min(wanted, rows)
     if topk < 2:
-        return " ".join(narrow)
+        return facts(narrow)
     nodes = min(size.nodes, num_candidates(topk, depth))
-    if getattr(vllm_config, "lora_config", None) is not None:
-        nodes = max(1, min(nodes, rows - 1))
+    if getattr(vllm_config, "lora_config", None) is not None and nodes > rows - 1:
+        nodes = max(1, rows - 1)
+        notes = [
+            *notes,
+            f"With --enable-lora a step has {rows} rows for each request, of which a tree's root "
+            f"takes one (--max-num-batched-tokens {scheduler.max_num_batched_tokens} for "
+            f"--max-num-seqs {scheduler.max_num_seqs}).",
+        ]
     threshold = scheduler.long_prefill_token_threshold
     if size.shape == "fixed" and 0 < threshold <= nodes:
         # A fixed tree of more rows is refused; one of a root alone would be no tree.
@@ -215,4 +223,4 @@ def _told(tree: TreeConfig, notes: list[str]) -> str:
         values += f", hot_tokens {tree.hot_tokens}"
     if tree.ngram is not None:
         values += ", ngram true"
-    return f"{values}. The preset wants more, but: {' '.join(notes)}" if notes else values
+    return f"{values}. The preset wants more, but: {facts(notes)}" if notes else values

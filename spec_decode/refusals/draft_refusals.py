@@ -50,8 +50,13 @@ def other_method(speculative: Any, known: Sequence[str]) -> Found | None:
     """The method of vLLM's speculative config, if it is none of some."""
     if speculative.method in known:
         return None
-    allowed = " or ".join(", ".join(map(repr, known)).rsplit(", ", 1))
-    return Found(f"{_METHOD} is {speculative.method!r}", f"set {_METHOD} to {allowed}")
+    return Found(f"{_METHOD} is {speculative.method!r}", f"set {_METHOD} to {either(known)}")
+
+
+def either(names: Sequence[str]) -> str:
+    """Quoted names, the last after "or"."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @DRAFTS.row(

@@ -16,11 +16,6 @@ from vllm_graft.spec_decode.refusals.fit_refusals import FIT
 from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
 from vllm_graft.spec_decode.targets.families import FEATURES, family_refusals, served_features
 
-NO_DRAFT = (
-    "There is no draft model: add --speculative-config "
-    '\'{"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 31}\'.'
-)
-
 
 def _instead(feature: Feature) -> str:
     remedy = "serve another target"

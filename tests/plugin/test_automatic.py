@@ -21,6 +21,7 @@ from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
 from vllm_graft.base.decision import decision_of, gave_drafts, told
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.refusal import facts
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
 
@@ -88,7 +89,7 @@ def own_sentences(name: str, config: Any) -> str:
     part = next(part for part in PARTS if part.name == name)
     named = copy.copy(config)
     named.additional_config = {"graft": {name: {}}}
-    return " ".join(part.refuses(part.section(GraftConfig.from_vllm(named), named), named))
+    return facts(part.refuses(part.section(GraftConfig.from_vllm(named), named), named))
 
 
 def test_a_tree_is_on_and_its_values_are_filled_in(config: Any) -> None:
@@ -108,11 +109,13 @@ def test_a_tree_is_on_and_its_values_are_filled_in(config: Any) -> None:
 
 
 def test_what_is_off_says_its_own_refusal(config: Any) -> None:
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=True)
     before = copy.deepcopy(config)
     off = start(config).off
-    assert off.keys() == {"hicache", "vit", "draft"}
-    assert off["vit"] == own_sentences("vit", before) != ""
-    assert off["draft"] == own_sentences("draft", before) != ""
+    # The model has a tower, and no draft model.
+    assert off.keys() == {"hicache", "vit"}
+    assert off["vit"] == own_sentences("vit", before)
+    assert off["vit"] == "--language-model-only is given. There is no encoder to capture."
     assert "add --kv-transfer-config" in off["hicache"]
     assert '"host_bytes"' in off["hicache"]
 
@@ -123,7 +126,7 @@ def test_each_decision_is_one_line(config: Any, caplog: pytest.LogCaptureFixture
         start(config)
     said = [record.getMessage() for record in caplog.records]
     lines = [line for line in said if "--additional-config.graft auto: " in line]
-    assert len(lines) == len(decided.on) + len(decided.off) == 4
+    assert len(lines) == len(decided.on) + len(decided.off) == 2
     for part, says in decided.on.items():
         assert sum(f"{part} on: {says}" in line for line in lines) == 1
     for part, reason in decided.off.items():
@@ -175,7 +178,7 @@ def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
     decided = start(config)
     assert set(decided.on) == {"draft"}
     off = decided.off["tree"]
-    assert "'draft_model': set speculative_config.method to 'dflash', 'dspark', 'eagle'" in off
+    assert "'draft_model', and a preset has trees for 'dflash', 'dspark', 'eagle'" in off
     assert "measured yet how fast its trees are: ask for --additional-config.graft.tree" in off
     assert drafts(config) == 7
 
@@ -358,7 +361,8 @@ DEPTH = "speculative_config.num_speculative_tokens"
     [
         ("auto", ROWS, 1024, {"topk": 4}, "but: A level of the draft has 2048 rows"),
         ("auto", DEPTH, 1, {"nodes": 8}, ""),
-        ("auto", "lora_config", object(), {"nodes": 7}, ""),
+        ("auto", "lora_config", object(), {"nodes": 7},
+         "With --enable-lora a step has 8 rows for each request"),
         ("latency", LONG, 32, {"shape": "fixed", "nodes": 31},
          "but: --long-prefill-token-threshold is 32."),
         ("latency", LONG, 64, {"nodes": 63}, None),
@@ -478,7 +482,7 @@ def test_some_recurrent_targets_get_no_tree_unasked(config: Any, kind: str) -> N
     config.model_config.hf_text_config.model_type = kind
     decided = start(config)
     assert "graft.tree.recurrent is not given" in decided.off["tree"]
-    assert "graft.tree.recurrent to true" in decided.off["tree"]
+    assert "set" not in decided.off["tree"].split()
 
 
 def _delta_rule(config: Any, method: str = "mtp") -> None:
@@ -632,7 +636,7 @@ LATE: list[tuple[Any, Changes, str]] = [
      "for a model whose images are read in both directions. "),
     (platform("xpu"), {}, "on the platform xpu. The tree kernels"),
     (platform(), {BACKEND: SimpleNamespace(name="FLASHINFER")},
-     ": drop speculative_config.attention_backend, or"),
+     "speculative_config.attention_backend is FLASHINFER, "),
     (platform("cpu"), FP8, "--kv-cache-dtype is fp8 on a CPU. "),
     (platform("cpu"), {f"{TEXT}.attn_logit_softcapping": 50.0},
      "The target caps its attention logits at 50.0. "),

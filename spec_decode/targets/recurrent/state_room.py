@@ -16,11 +16,19 @@ same requests need the rest."""
 
 
 class StateRoom(NamedTuple):
-    """The most nodes of a preset's tree, why so many or none, and whether they have room."""
+    """The room that a device has for recurrent states.
+
+    Attributes:
+        nodes: most nodes of a preset's tree.
+        says: why it has so many, or why there is no room.
+        fits: whether states of so many nodes have room.
+        requests: the most requests for whose states there is room.
+    """
 
     nodes: int
     says: str
     fits: bool = True
+    requests: int = 0
 
 
 def node_bytes(nodes: int, vllm_config: Any) -> int:
@@ -73,7 +81,8 @@ def state_room(vllm_config: Any) -> StateRoom:
     if not (crowded := too_much(MOST)):
         return StateRoom(MOST, why)
     if none := too_much(FEW):
-        return StateRoom(FEW, none, fits=False)
+        most = memory // SHARE // ((1 + FEW) * each)
+        return StateRoom(FEW, none, fits=False, requests=most)
     return StateRoom(FEW, crowded)
 
 

@@ -1,7 +1,7 @@
 """What `plan` says of the models of `models.json`, beside what vLLM's frontend decides of them.
 
 Run as a program, because a process keeps the platform that vLLM has chosen in it:
-``python -P plan_models.py FOLDER CASE...`` prints a line of JSON.
+``python -P plan_models.py cpu|gpu FOLDER`` prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
+GPU = "9.0:80GiB"
 PRESET = "auto"
 NAMED = {"tree": {"nodes": 7, "topk": 4, "fallback": "refuse"}}
 CHAIN = {"tree": {"nodes": 7, "topk": 4, "fallback": "chain"}}
+VISION = {"vit": {"memory": 64}}
 
 
 def write_models(folder: Path) -> None:
@@ -34,32 +36,34 @@ def speculative(folder: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": draft, "num_speculative_tokens": 4}
 
 
-def flags(folder: Path, name: str, graft: Any) -> list[str]:
+def flags(folder: Path, name: str, graft: Any, *, drafts: bool) -> list[str]:
     """Return what follows `vllm serve`."""
     found = [str(folder / name), "--skip-tokenizer-init"]
-    found += ["--speculative-config", json.dumps(speculative(folder))]
+    if drafts:
+        found += ["--speculative-config", json.dumps(speculative(folder))]
     return [*found, "--additional-config", json.dumps({"graft": graft})]
 
 
-def planned(folder: Path, name: str, graft: Any) -> dict[str, Any]:
+def planned(folder: Path, name: str, graft: Any, *, drafts: bool) -> dict[str, Any]:
     from vllm_graft.plan.plan_report import as_dict
     from vllm_graft.plan.planning import make_plan
     from vllm_graft.plan.request import Request
 
-    plan = as_dict(make_plan(Request.parse(flags(folder, name, graft)), "test"))
+    plan = as_dict(make_plan(Request.parse(flags(folder, name, graft, drafts=drafts)), "test"))
     return json.loads(json.dumps(plan))  # type: ignore[no-any-return]
 
 
-def decided(folder: Path, name: str, graft: Any) -> dict[str, Any]:
+def decided(folder: Path, name: str, graft: Any, *, drafts: bool) -> dict[str, Any]:
     """Return what the frontend decides, built without any code of `plan`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
+    options: dict[str, Any] = {"speculative_config": speculative(folder)} if drafts else {}
     arguments = EngineArgs(
         model=str(folder / name),
         skip_tokenizer_init=True,
         additional_config={"graft": graft},
-        speculative_config=speculative(folder),
+        **options,
     )
     try:
         config = arguments.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -76,27 +80,36 @@ def decided(folder: Path, name: str, graft: Any) -> dict[str, Any]:
     }
 
 
-CASES = {"preset": PRESET, "tree": NAMED, "chain": CHAIN}
-"""What is asked for, by name."""
+def cases(platform: str) -> dict[str, tuple[Any, bool]]:
+    """Return what is asked for, and whether there is a draft, by name."""
+    if platform == "gpu":
+        return {"preset": (PRESET, True), "vision": (VISION, False)}
+    return {"preset": (PRESET, True), "tree": (NAMED, True), "chain": (CHAIN, True)}
 
 
 def main() -> None:
     # Little of what is imported becomes garbage, and looking for it is a sixth of the time.
     gc.set_threshold(100_000, 50, 50)
-    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    platform, folder = sys.argv[1], Path(sys.argv[2])
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
-    from vllm_graft.testing.interpreter import install
+    from vllm_graft.plan.gpu import Gpu, pretend
+    from vllm_graft.plan.inspecting import inspecting
 
-    install.install()
-    from vllm.model_executor.models import registry
+    if platform == "gpu":
+        pretend(Gpu.parse(GPU))
+    else:
+        from vllm_graft.testing.interpreter import install
 
-    # A child process for each class takes many seconds.
-    registry._run_in_subprocess = lambda function: function()
+        install.install()
     found = {}
-    for name in MODELS:
-        for case in cases:
-            one = (folder, name, CASES[case])
-            found[f"{name} {case}"] = planned(*one), decided(*one)
+    with inspecting():
+        for name, config in MODELS.items():
+            for case, (graft, drafts) in cases(platform).items():
+                if case == "vision" and "vision_config" not in config:
+                    continue
+                one = (folder, name, graft)
+                both = planned(*one, drafts=drafts), decided(*one, drafts=drafts)
+                found[f"{name} {case}"] = both
     print(json.dumps(found))
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.plugin.plan import plan_models
 from tests.support.models.latent_models import RANK, ROPE, write_target
 from tests.support.models.window_models import write_gemma4, write_gemma4_assistant
+from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.planning import Plan, make_plan
 from vllm_graft.plan.request import Request
 from vllm_graft.testing import cpu_engine, greedy
@@ -33,10 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(folder: Path, name: str, graft: Any) -> Plan:
-    found = plan_models.flags(folder, name, graft)
+    found = plan_models.flags(folder, name, graft, drafts=True)
     for option in SAME:
         found += [f"--{option.replace('_', '-')}", str(default_options()[option])]
-    return make_plan(Request.parse([*found, "--enforce-eager"]), "test")
+    with inspecting():
+        return make_plan(Request.parse([*found, "--enforce-eager"]), "test")
 
 
 def engine(folder: Path, name: str, graft: Any) -> Any:
@@ -135,7 +137,8 @@ def test_the_scratch_of_a_draft_with_latents_is_as_planned(tmp_path: Path) -> No
     found = [target, "--speculative-config", json.dumps(speculative)]
     found += ["--additional-config", json.dumps(graft), "--attention-backend", "CPU_MLA"]
     found += ["--max-num-seqs", "8", "--dtype", "float32", "--max-model-len", "256"]
-    plan = make_plan(Request.parse([*found, "--enforce-eager"]), "test")
+    with inspecting():
+        plan = make_plan(Request.parse([*found, "--enforce-eager"]), "test")
     assert states(plan)["tree"] == "on"
     planned = {row.what: row.num_bytes for row in plan.memory}
     options: dict[str, Any] = {"speculative_config": speculative, "additional_config": graft}
@@ -150,7 +153,8 @@ def test_an_assistant_that_reads_the_target_s_cache_keeps_nothing(tmp_path: Path
     graft = {"graft": {"tree": {"topk": 3, "steps": 4}}}
     found = [str(target), "--speculative-config", json.dumps(speculative), "--enforce-eager"]
     found += ["--additional-config", json.dumps(graft), "--skip-tokenizer-init"]
-    plan = make_plan(Request.parse([*found, "--max-model-len", "256"]), "test")
+    with inspecting():
+        plan = make_plan(Request.parse([*found, "--max-model-len", "256"]), "test")
     assert states(plan)["tree"] == "on"
     planned = {row.what: row.num_bytes for row in plan.memory}
     assert planned["scratch of the tree's K/V"] == 0

@@ -1,0 +1,82 @@
+"""What `plan` says of models that people serve, and of the commands that it prints for them.
+
+Run as a program, as `plan_models`: ``python -P stranger_models.py FOLDER`` prints a line of JSON:
+the plan of each case, and those of its commands, given to `plan` again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("strangers.json").read_text()
+)
+LLAMA = "Llama-3.1-8B-Instruct"
+HOST = [
+    "--kv-transfer-config",
+    '{"kv_connector": "HiCacheConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"host_bytes": "64TiB"}}',
+]
+"""More than the machine that plans has."""
+
+
+def drafting(method: str, tokens: int, **more: Any) -> list[str]:
+    found = {"method": method, "num_speculative_tokens": tokens, **more}
+    return ["--speculative-config", json.dumps(found)]
+
+
+EAGLE = drafting("eagle3", 7, model="EAGLE3-LLaMA3.1-Instruct-8B")
+CASES = {
+    "llama": [LLAMA],
+    "llama-eagle3-host": [LLAMA, *EAGLE, *HOST],
+    "llama-lora": [LLAMA, *EAGLE, "--enable-lora"],
+    "qwen3-ngram": ["Qwen3-32B", *drafting("ngram", 5, prompt_lookup_max=4)],
+    "qwen3-long": ["Qwen3-32B", "--gpu-memory-utilization", "0.8"],
+    "qwen3-large": ["Qwen3-32B", "--gpu-memory-utilization", "0.5"],
+    "qwen3.5": ["Qwen3.5-9B"],
+    "glm": ["GLM-4.6-FP8", "--tensor-parallel-size", "8"],
+    "gemma-3": ["gemma-3-27b-it"],
+    "gemma-4": ["gemma-4-31B-it"],
+    "gpt-oss": ["gpt-oss-20b"],
+}
+
+
+def write_models(folder: Path) -> None:
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def planned(arguments: list[str]) -> dict[str, Any]:
+    from vllm_graft.plan.plan_report import as_dict
+    from vllm_graft.plan.planning import make_plan
+    from vllm_graft.plan.request import Request
+
+    return as_dict(make_plan(Request.parse(arguments), "test"))
+
+
+def main() -> None:
+    gc.set_threshold(100_000, 50, 50)
+    os.chdir(sys.argv[1])
+    os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
+    from vllm_graft.plan.gpu import Gpu, pretend
+    from vllm_graft.plan.inspecting import inspecting
+
+    pretend(Gpu.parse("H100"))
+    found: dict[str, list[Any]] = {}
+    with inspecting():
+        for name, arguments in CASES.items():
+            plan = planned([*arguments, "--skip-tokenizer-init"])
+            commands = filter(None, (plan["command"], *plan["better"][1:]))
+            found[name] = [plan, *(planned(shlex.split(each)[2:]) for each in commands)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -54,6 +54,7 @@ def build(model: Any, vllm_config: Any) -> Built:
     Raises:
         Exception: whatever vLLM's classes raise where this process can't build them.
     """
+    import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding, sparse_attn_indexer
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -66,6 +67,8 @@ def build(model: Any, vllm_config: Any) -> Built:
     whole.compilation_config.static_forward_context = layers
     with (
         _ranks(whole.parallel_config),
+        # Nothing runs, and to prepare it takes most of the time.
+        mock.patch.object(torch, "compile", lambda made=None, **_: made or (lambda each: each)),
         # An engine of this process must find none that is on meta.
         mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True),
         # The library comes with vLLM for GPUs, and may not be here.
@@ -154,13 +157,10 @@ def _group(size: int) -> Any:
         rank=0,
         rank_in_group=0,
         local_rank=0,
-        first_rank=0,
-        last_rank=size - 1,
         is_first_rank=True,
         is_last_rank=size == 1,
         ranks=list(range(size)),
         device_group=group,
         cpu_group=group,
         device_communicator=None,
-        unique_name="planned:0",
     )

@@ -27,7 +27,6 @@ from vllm_graft.spec_decode.presets.ngram_preset import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
-_PLANNING = "kv_cache_planning"
 ROOM, GRAPHS = "room for K/V", "CUDA graphs"
 
 
@@ -120,9 +119,8 @@ def _file_bytes(model: Any, parallel: Any) -> tuple[int | None, str, str]:
     folder = Path(str(model.model))
     # Mistral's format has a copy of the same weights beside.
     shards = [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]
-    if not shards:
+    if not (held := sum(file.stat().st_size for file in shards)):
         return None, RANK, "neither its class nor its files can tell"
-    held = sum(file.stat().st_size for file in shards)
     return held // ranks, RANK, f"from the size of its files, over {ranks} ranks"
 
 
@@ -349,8 +347,10 @@ def _tokens(left: int, specs: dict[str, Any], vllm_config: Any) -> tuple[int, in
     # The engine's core resolves it, by backends; blocks take as much in any.
     cache.kv_cache_layout = cache.kv_cache_layout or "LBHNC"
     # From 0.33 on, it has a module of its own.
-    found = find_spec(f"vllm.v1.core.{_PLANNING}") is not None
-    planning = importlib.import_module(f"vllm.v1.core.{_PLANNING if found else 'kv_cache_utils'}")
+    name = "vllm.v1.core.kv_cache_planning"
+    planning = importlib.import_module(
+        name if find_spec(name) else get_kv_cache_capacity.__module__
+    )
     try:
         groups = planning.get_kv_cache_groups(vllm_config, dict(specs))
         made = planning.get_kv_cache_config_from_groups(vllm_config, groups, much)

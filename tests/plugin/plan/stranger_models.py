@@ -75,7 +75,8 @@ def main() -> None:
             plan = planned([*arguments, "--skip-tokenizer-init"])
             commands = filter(None, (plan["command"], *plan["better"][1:]))
             found[name] = [plan, *(planned(shlex.split(each)[2:]) for each in commands)]
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # To tidy up takes a quarter of the time.
 
 
 if __name__ == "__main__":

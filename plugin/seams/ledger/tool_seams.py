@@ -36,6 +36,7 @@ PLAN = (
         ("v1.core.kv_cache_planning.get_kv_cache_config_from_groups", "call", {"0.33": "vllm_config, kv_cache_groups, available_memory"}, "likewise"),
         ("v1.core.kv_cache_utils.get_kv_cache_capacity", "call", "vllm_config, kv_cache_config", "likewise"),
         ("v1.kv_cache_interface.CrossAttentionSpec", "name", "present", "K/V of a text's encoder"),
+        ("utils.torch_utils.set_default_torch_dtype", "call", "dtype", "a model is built in its own dtype"),
     ),
 )
 

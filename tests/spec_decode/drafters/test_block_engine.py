@@ -90,7 +90,7 @@ def test_trees_are_those_of_a_reference(
         assert type(model_runner(llm).speculator).__name__ == drafter
         metrics = spec_metrics(llm)
         [info] = llm.collective_rpc("graft_info")
-        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)[0]}
     assert metrics.accepted_per_position[0] > metrics.accepted_per_position[1] > 0
     counters = info["counters"]["tree"]
     assert set(counters["draft_launches"]) == {"uncaptured"}
@@ -147,7 +147,7 @@ def test_larger_batches_run_shorter_blocks(
             assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
         # Answers and trees say nothing of it: the number of rows does.
         assert seen.rows[2] == rows[1]
-        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)[0]}
     [few, many] = info["counters"]["tree"]["blocks"]
     assert (few["nodes"], few["topk"], few["positions"], few["batches"]) == (3, 3, 3, [2, 8])
     assert (many["nodes"], many["topk"], many["positions"], many["batches"]) == (12, 4, 6, [1, 1])

@@ -206,7 +206,7 @@ def test_a_chain_is_the_best_match(
         monkeypatch.setattr(type(speculator), "propose", watched)
         assert not differing(answer_all(llm, greedy), right[0])
         assert spec_metrics(llm).acceptance_length > 1.3
-        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)[0]}
         (info,) = llm.collective_rpc("graft_info")
     assert planned["texts of the requests"] == info["counters"]["tree"]["ngrams"]["bytes"]
     assert "weights of the draft" not in planned

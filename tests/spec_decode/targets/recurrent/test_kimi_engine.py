@@ -113,7 +113,7 @@ def test_trees_answer_as_the_target_alone(
     with cpu_engine(target, **trees(form=form)) as llm:
         assert answers(llm) == alone
         check_layers(llm)
-        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)[0]}
         held = model_runner(llm).speculator.context.kept_bytes
         assert bool(held) is (form == "inputs")
         assert planned.get("inputs of tree rows", 0) == held

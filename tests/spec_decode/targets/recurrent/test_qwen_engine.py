@@ -115,7 +115,7 @@ def test_texts_and_images(tmp_path: Path) -> None:
         assert runner.speculator.context.counters.mixed_launches
         assert spec_metrics(llm).acceptance_length > 1.5
         config = llm.llm_engine.vllm_config
-        planned = {row.what: row.num_bytes for row in memory_of(config)}
+        planned = {row.what: row.num_bytes for row in memory_of(config)[0]}
         assert planned["recurrent state of the target"] == 8 * node_bytes(7, config)
         # Negative control: positions of accepted nodes matter.
         with rows_at_their_slots():

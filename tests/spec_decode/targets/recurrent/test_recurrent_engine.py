@@ -135,7 +135,7 @@ def test_trees_answer_as_the_target_alone(
         assert counters.mixed_launches
         assert counters.cut_steps
         assert counters.tree_launches
-        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)[0]}
         assert planned.get("inputs of tree rows", 0) == runner.speculator.context.kept_bytes
     assert metrics.accepted_tokens > metrics.drafts
     assert bool(launches["tree_chunk"]) is (form == "inputs")
@@ -287,7 +287,7 @@ def test_mamba_2_answers_as_the_target_alone(
         layers = runner.vllm_config.compilation_config.static_forward_context.values()
         scans = [getattr(layer, "conv_ssm_forward", None) for layer in layers]
         assert sum(isinstance(scan, TreeSelectiveState) for scan in scans) == 2
-        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)}
+        planned = {row.what: row.num_bytes for row in memory_of(llm.llm_engine.vllm_config)[0]}
         assert planned["inputs of tree rows"] == runner.speculator.context.kept_bytes > 0
         assert runner.speculator.context.counters.mixed_launches
     assert metrics.accepted_tokens > metrics.drafts

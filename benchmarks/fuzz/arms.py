@@ -100,7 +100,7 @@ def on_gpu() -> bool:
     """Return whether the servers run on a GPU, where vLLM has no adapters in float32."""
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())
 
 
 def settings() -> tuple[list[str], dict[str, str]]:

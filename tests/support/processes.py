@@ -15,7 +15,8 @@ def finished(*command: object, status: int = 0, timeout: float = 300, **options:
         words, capture_output=True, text=True, timeout=timeout, check=False, **options
     )
     assert done.returncode == status, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    text: str = done.stdout
+    return text
 
 
 def pip_install(target: Path, *sources: Path) -> Path:

@@ -51,7 +51,7 @@ class FakeBackend(GraphBackend):
     reads_device = True
     pools_static = False
     reserved_static = 0
-    overhead = 0  # type: ignore[assignment]
+    overhead = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -77,7 +77,7 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     assert told["preset"]["name"] == "auto"
     assert "topk 8, steps 5" in told["preset"]["on"]["tree"]
     assert "hot_tokens 1000, ngram true" in told["preset"]["on"]["tree"]
-    assert told["preset"]["off"].keys() == {"hicache", "vit", "draft"}
+    assert told["preset"]["off"].keys() == {"hicache"}
     assert told["counters"]["tree"]["nodes_verified"] > 0
     hot = told["counters"]["tree"]["hot_tokens"]
     assert 0 < exposition.total(page, "vllm:graft_tree_hot_steps_total") == hot["steps"]

@@ -183,7 +183,7 @@ def test_the_host_cache_s_keys_stop_the_frontend(answers: dict[str, Any]) -> Non
     assert answers["backend"].startswith(f"EntryError: {flag}.storage.backend: no graft_storage_")
     child = f"{flag}.connectors[1].kv_connector_extra_config"
     for name, found in (
-        ("exabyte", f"{flag}.host_bytes is 1000000000000000000"),
+        ("exabyte", f"{flag}.host_bytes is 888.2 PiB"),
         ("child", f"{child}.host_bytes is 1"),
     ):
         assert answers[name].startswith("ConfigError: ")

@@ -68,7 +68,7 @@ def test_drafts(method: str, name: str, counted: bool, expected: bool) -> None:
         ("mtp", False, dynamic),
         ("eagle3", True, dynamic),
         ("dspark", True, for_blocks),
-        ("ngram", True, dynamic),
+        ("ngram", True, whole),
     ],
 )
 def test_workers_and_scheduler_take_the_same_policy(

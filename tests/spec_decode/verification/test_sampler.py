@@ -73,6 +73,7 @@ def make(
         extra_nodes=None,
         extra_counts=None,
         teaches=None,
+        coupled=True,
         by_temperature=np.zeros(num_reqs, dtype=bool),
         tree=tree,
         path=torch.full((num_reqs, NODES + 1), -7, dtype=torch.int32, device=DEVICE),

@@ -88,9 +88,9 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     [why] = [
         one.labels["detail"]
         for one in exposition.samples(page, "vllm:graft_info")
-        if one.labels["part"] == "vit"
+        if one.labels["part"] == "hicache"
     ]
-    assert why == told["preset"]["off"]["vit"]
+    assert why == told["preset"]["off"]["hicache"]
     # More nodes than a chain of that depth has, and paths deeper than it from n-grams alone.
     assert metrics.draft_tokens > depth * metrics.drafts
     assert metrics.accepted_tokens > metrics.drafts

@@ -18,9 +18,11 @@ a tree is as deep as the longest chain that copies pay for."""
 
 _NODES: dict[str, int] = {"auto": 63, "latency": 63, "throughput": 15}
 
-NGRAM_SHARE = 100
-"""The copies of the texts may take one part in so many of a device's memory. K/V of the same tokens
-take a thousand times as much, but vLLM keeps those of fewer tokens than requests may have."""
+NGRAM_SHARE, ALONE_SHARE = 0.01, 0.02
+"""Most of a device's memory that copies of the texts may take, beside a draft and alone, where vLLM
+has a copy of its own. K/V of the same tokens take a thousand times as much, but vLLM keeps those of
+fewer tokens than requests may have. Alone it is enough for vLLM's 1,024 requests of 131,072 tokens
+on 80 GiB."""
 
 
 def speculative_config(vllm_config: Any) -> Any | str:
@@ -61,7 +63,7 @@ def fitted(preset: Preset, vllm_config: Any) -> Offer | str:
             f"--max-num-seqs is {requests}, and a table of drafts by batch size with no drafts in "
             "it, for texts that don't repeat, needs 2."
         )
-    if why := _no_room(text_bytes_alone(vllm_config), vllm_config):
+    if why := _no_room(text_bytes_alone(vllm_config), ALONE_SHARE, vllm_config):
         return why
     depth = speculative.num_speculative_tokens
     nodes = min(_NODES[preset], MATCHES * depth)
@@ -82,20 +84,20 @@ def ngram_room(vllm_config: Any) -> NgramConfig | str:
     if not grows_by_levels(TreeConfig(), vllm_config.speculative_config):
         return ""
     ngram = NgramConfig()
-    return _no_room(text_bytes(ngram, vllm_config), vllm_config) or ngram
+    return _no_room(text_bytes(ngram, vllm_config), NGRAM_SHARE, vllm_config) or ngram
 
 
-def _no_room(taken: int, vllm_config: Any) -> str:
+def _no_room(taken: int, share: float, vllm_config: Any) -> str:
     """Why copies of the texts of so many bytes have no room; empty if they have."""
     from vllm.platforms import current_platform
 
     memory = current_platform.get_device_total_memory()
-    if taken * NGRAM_SHARE <= memory:
+    if taken <= share * memory:
         return ""
     return (
         f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
         f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
-        f"{vllm_config.model_config.max_model_len}, more than a hundredth of the device's "
+        f"{vllm_config.model_config.max_model_len}, more than {share:.0%} of the device's "
         f"{memory / 1e9:.0f} GB: lower one of the two."
     )
 

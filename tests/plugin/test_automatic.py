@@ -229,7 +229,7 @@ def test_n_grams_that_the_user_configures_keep_their_depth(config: Any) -> None:
         ("parallel_config.data_parallel_size", 2, "--data-parallel-size is 2"),
         ("scheduler_config.scheduler_cls", "mine.Own", "--scheduler-cls is 'mine.Own'"),
         ("scheduler_config.max_num_seqs", 1, "--max-num-seqs is 1"),
-        ("model_config.max_model_len", 1 << 20, "more than a hundredth of the device's"),
+        ("model_config.max_model_len", 1 << 20, "more than 2% of the device's"),
         ("watermark_config", {}, "--watermark-config is given"),
     ],
 )
@@ -250,6 +250,14 @@ def test_n_grams_on_recurrent_layers_stay_off(config: Any) -> None:
     config.speculative_config = None
     assert "measured them on recurrent layers" in start(config).off["tree"]
     assert config.speculative_config is None
+
+
+def test_n_grams_alone_fit_a_server_with_default_flags(config: Any) -> None:
+    config.speculative_config = None
+    changes = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
+    change(config, {f"scheduler_config.{name}": value for name, value in changes.items()})
+    change(config, {"model_config.max_model_len": 131_072})
+    assert "tree" in start(config).on
 
 
 def test_n_grams_beside_adapters_fit_their_buffers(config: Any) -> None:

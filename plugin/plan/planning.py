@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_graft.activation import asked_for, require_registered
-from vllm_graft.base.decision import Decision, decision_of
+from vllm_graft.base.decision import Decision, decision_of, gave_drafts
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Part
@@ -133,12 +133,14 @@ def _plan_of(request: Request, device: str) -> tuple[Plan, Any]:
 
 def _more_flags(request: Request, plan: Plan, vllm_config: Any) -> tuple[str, ...]:
     """Flags with which a checkpoint's own module drafts, or trees have room that lack it."""
-    if vllm_config is None or any((part.name, part.state) == ("tree", "on") for part in plan.parts):
+    if vllm_config is None:
         return ()
     model = vllm_config.model_config
-    if vllm_config.speculative_config is None:
+    if vllm_config.speculative_config is None or gave_drafts(vllm_config):
         found = mtp_config(model)
         return ("--speculative-config", json.dumps(found)) if found is not None else ()
+    if any((part.name, part.state) == ("tree", "on") for part in plan.parts):
+        return ()
     if decision_of(vllm_config) is None or not has_delta_rule(model) or request.has(SEQUENCES):
         return ()
     room = state_room(vllm_config)

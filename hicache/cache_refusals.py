@@ -11,12 +11,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import ByteSize
-
 from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Find, Found, Refusals
-from vllm_graft.base.values import reason_of
+from vllm_graft.base.values import human, reason_of
 from vllm_graft.hicache.config.cache_config import (
     HiCacheConfig,
     extra_configs,
@@ -181,15 +179,15 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
         return
     engines, wanted = parallel.data_parallel_size_local, config.host_bytes
     each = f" for each of {engines} data-parallel engines" if engines > 1 else ""
-    head = f"{key} is {_size(wanted)}{each}, but"
+    head = f"{key} is {human(wanted)}{each}, but"
     machine = machine_bytes()
     needed = _needed_bytes(machine, processes=1 + engines * parallel.world_size)
     if wanted * engines > machine - needed:
         # Rounded down, so that the advice is not refused.
         tenths = 10 * (machine - needed) // engines >> 30
         yield Found(
-            f"{head} this machine (or container) has {_size(machine)} of "
-            f"memory, of which vLLM's own processes need {_size(needed)}",
+            f"{head} this machine (or container) has {human(machine)} of "
+            f"memory, of which vLLM's own processes need {human(needed)}",
             f"lower {key} to {tenths / 10:g}GiB or less",
         )
         return
@@ -197,13 +195,9 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     shared = filesystem_bytes(SHM) if shares else None
     if shared is not None and wanted * engines > shared:
         yield Found(
-            f"{head} {SHM} has {_size(shared)}",
+            f"{head} {SHM} has {human(shared)}",
             f"raise its size (docker --shm-size), or lower {key}",
         )
-
-
-def _size(num_bytes: int) -> str:
-    return ByteSize(num_bytes).human_readable(separator=" ")
 
 
 PROCESS_BYTES = 2 << 30

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from pydantic import ByteSize
+
 from vllm_graft.base.errors import ConfigError
 
 _SHOWN = 120
@@ -28,6 +30,11 @@ def several(problems: Iterable[str]) -> str:
 def below(path: str, *keys: object) -> str:
     """The full flag of what stands below a flag: ``below("--x", "a", 0) == "--x.a[0]"``."""
     return path + "".join(map(_step, keys))
+
+
+def human(num_bytes: int) -> str:
+    """Bytes in a unit that a person reads."""
+    return ByteSize(num_bytes).human_readable(separator=" ")
 
 
 def shown(value: object) -> str:

@@ -13,9 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import ByteSize
-
-from vllm_graft.base.values import reason_of
+from vllm_graft.base.values import human, reason_of
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.building import Built, build
@@ -45,11 +43,6 @@ class Memory:
     num_bytes: int | None
     per: str
     says: str
-
-
-def human(num_bytes: int) -> str:
-    """Bytes in a unit that a person reads."""
-    return ByteSize(num_bytes).human_readable(separator=" ")
 
 
 def _layers(count: int) -> str:

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_graft.base.text_table import table
-from vllm_graft.plan.memory import HOST, Memory, human
+from vllm_graft.base.values import human
+from vllm_graft.plan.memory import HOST, Memory
 from vllm_graft.plan.planning import Plan
 
 _HEADS = {"parts": ("part", "state", "why"), "memory": ("memory", "size", "where it is from")}

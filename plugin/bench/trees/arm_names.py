@@ -19,6 +19,10 @@ NAMES = (
     "block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, tree:N@RANGES or auto:N; +fp8 or +pdl "
     "behind a name, +ngram, +fp8head, +whole, +states, +hotN or +windowW behind tree:N or auto:N"
 )
+_WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
+    "none": {},
+    "graft": {"additional_config": {"graft": "auto"}},
+}
 _CHAINS: dict[str, dict[str, Any]] = {
     "chain": {},
     "sampled": {"draft_sample_method": "probabilistic"},
@@ -96,10 +100,8 @@ def read_arm(
     if PDL in suffixes:
         inductor = {"triton.enable_pdl": True}
         options["compilation_config"] = {"inductor_compile_config": inductor}
-    if base == "none" and not suffixes - {PDL} and not keys:
-        return Arm(name, options)
-    if base == "graft" and not suffixes - {PDL} and not keys:
-        return Arm(name, {**options, "additional_config": {"graft": "auto"}})
+    if base in _WITHOUT_DRAFT and not suffixes - {PDL} and not keys:
+        return Arm(name, options | _WITHOUT_DRAFT[base])
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in _CHAINS
     known = (several and not keys) or kind in ("tree", "auto")

@@ -72,7 +72,7 @@ def as_dict(offered: Manager, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def page(offered: Manager, parts: Sequence[Part]) -> Iterator[Table]:
-    """All tables, and below them what each part can't be combined with."""
+    """Yield all tables, and below them what each part can't be combined with."""
     yield from tables(offered)
     for part in parts:
         name = f"`{part.flag.removeprefix('--').removeprefix('additional-config.')}`"

@@ -165,7 +165,7 @@ def _parameters(function: Any) -> str:
 
 
 def _written_parameters(path: str) -> str:
-    """Those of a function in the file of ``vllm.<module>``, which is not imported."""
+    """Read a function's parameters in the file of ``vllm.<module>``, which is not imported."""
     module, _, name = path.rpartition(".")
     file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
     for node in ast.parse(file.with_suffix(".py").read_text()).body:

@@ -382,7 +382,7 @@ DEPTH = "speculative_config.num_speculative_tokens"
 def test_a_tree_is_made_to_fit(
     config: Any, preset: str, path: str, value: Any, tree: dict[str, Any], words: str | None
 ) -> None:
-    """Without `words` it is as large as without the limit."""
+    """A tree without `words` is as large as without the limit."""
     change(config, {"additional_config": {"graft": preset}, path: value})
     told = start(config).on["tree"]
     assert tree.items() <= tree_of(config).items()

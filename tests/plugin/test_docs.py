@@ -48,7 +48,7 @@ def test_every_key_has_a_meaning() -> None:
 
 
 def test_every_lever_of_the_environment_is_in_a_page() -> None:
-    """Those that only our tests set are not."""
+    """Levers that only our tests set are in none."""
     code = "".join(file.read_text() for part in PARTS for file in (ROOT / part).rglob("*.py"))
     levers = {*re.findall(r"VLLM_GRAFT_[A-Z_]+", code)}
     assert len(levers) > 3

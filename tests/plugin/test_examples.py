@@ -116,7 +116,7 @@ def test_each_program_takes_the_command_of_its_page(
 @pytest.mark.nightly
 @pytest.mark.engine
 def test_offline_as_its_page_says() -> None:
-    """Without options, a preset decides."""
+    """A preset decides where no options are given."""
     printed = run(EXAMPLES / "offline.py", SHIPPED / "target", SHIPPED / "eagle3")
     told = json.loads(printed.splitlines()[-1])
     assert [len(tokens) for tokens in told["tokens"]] == [32] * 3

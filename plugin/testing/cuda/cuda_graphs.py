@@ -240,7 +240,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested containers."""
+    """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -65,7 +65,7 @@ class File:
         self.loose = [write for write in self.loose if write in self.lost]
 
     def states(self) -> Iterator[bytes]:
-        """All contents that a crash may leave: any of the loose writes, each whole or half."""
+        """Yield what a crash may leave: any of the loose writes, each whole or half."""
         ways = [[(), (write,), *halves(write)] for write in self.loose]
         for chosen in itertools.product(*ways):
             content = bytearray(self.durable)

@@ -1,4 +1,4 @@
-"""All that may grow while an engine serves, each with the reason why no request makes it large."""
+"""Tables that may grow in a serving engine, each with why no request makes it large."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_k_v_is_counted_by_layer(
 
 
 def test_windows_hold_their_window_only(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Of a long text, layers with a window keep no more than the window."""
+    """Layers with a window keep no more of a long text than the window."""
     room = memory(found["gemma-3"][0])["room for K/V"]
     tokens = int(room["says"].rpartition("; ")[2].split()[0])
     assert tokens > 3 * room["num_bytes"] // (62 * 8 * KIB)

@@ -47,7 +47,7 @@ def check(tree: TreeState, drafts: torch.Tensor, nodes: int) -> None:
 
 
 def forms(deltas: Sequence[float], others: Sequence[float]) -> Iterator[tuple[Any, Any]]:
-    """All tables of three children of the root and two candidates anywhere: parents, and scores."""
+    """Yield parents and scores of tables: three children of the root, two candidates anywhere."""
     places = [range(-1, TOPK + place) for place in range(OTHERS)]
     for parents in itertools.product(*places):
         whole = [*[-1] * TOPK, *parents]
@@ -112,7 +112,7 @@ def matched(
 @LENGTHS
 @pytest.mark.parametrize("rate", [1.0, pytest.param(0.5, marks=pytest.mark.nightly)])
 def test_n_grams_beside_drafts_of_all_small_texts(rate: float, length: int) -> None:
-    """With a rate of 1 all of a path has the score of its first token."""
+    """A path has the score of its first token all along if the rate is 1."""
     state, total, slots, texts = matched(1, length)
     state.rates.fill_(rate)
     count, topk, depth = len(texts), 2, 4

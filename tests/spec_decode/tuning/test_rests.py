@@ -67,7 +67,7 @@ def test_without_rests_hopeful_estimates_draft_on() -> None:
 
 
 def test_drafts_rest_before_any_cost_is_known() -> None:
-    """Without CUDA graphs nothing is measured at the start."""
+    """Nothing is measured at the start where there are no CUDA graphs."""
     engine = Engine(make(seeded=False), 4, seed=0)
     engine.serve(0.0, 60)
     assert rate(engine.serve(0.0, 600)) > 0.98 * fixed_rate(4, 0)

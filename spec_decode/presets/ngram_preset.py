@@ -16,6 +16,10 @@ DEPTH, MATCHES = 31, 4
 """Tokens that are copied from a match at most, and matches of a text. Levels take no pass, so that
 a tree is as deep as the longest chain that copies pay for."""
 
+ALONE_MIN = 2
+"""Tokens of a match at least. Raised, fewer steps have drafts; how often a match of each length
+goes on as it did before is learned, so that short ones do no harm."""
+
 _NODES: dict[str, int] = {"auto": 63, "latency": 63, "throughput": 15}
 
 NGRAM_SHARE, ALONE_SHARE = 0.01, 0.02
@@ -36,7 +40,7 @@ def speculative_config(vllm_config: Any) -> Any | str:
         return "The model generates its text by diffusion."
     if has_delta_rule(model):
         return "Nobody measured them on recurrent layers, of which each node costs a state."
-    lengths = NgramConfig()
+    lengths = NgramConfig(min=ALONE_MIN)
     try:
         return SpeculativeConfig(
             method="ngram_gpu",

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 # At import: looking for garbage in what is imported and collected is a quarter of their time, and
 # little is found. Engines collect theirs when they end.
 gc.set_threshold(100_000, 50, 50)
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Before torch looks for devices: several processes share the cards.
+    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if cards:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker.removeprefix("gw")) % cards))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -16,7 +16,7 @@ DEPTH, MATCHES = 31, 4
 """Tokens that are copied from a match at most, and matches of a text. Levels take no pass, so that
 a tree is as deep as the longest chain that copies pay for."""
 
-ALONE_MIN = 2
+ALONE_MIN = 1
 """Tokens of a match at least. Raised, fewer steps have drafts; how often a match of each length
 goes on as it did before is learned, so that short ones do no harm."""
 

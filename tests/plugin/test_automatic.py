@@ -199,7 +199,7 @@ def test_without_a_draft_there_are_trees_of_n_grams(config: Any, preset: str, no
     assert tree_of(config) == {"topk": 4, "steps": 31, "nodes": nodes, "shape": "auto"}
     speculative = config.speculative_config
     assert (speculative.method, speculative.num_speculative_tokens) == ("ngram_gpu", nodes)
-    assert (speculative.prompt_lookup_min, speculative.prompt_lookup_max) == (2, 16)
+    assert (speculative.prompt_lookup_min, speculative.prompt_lookup_max) == (1, 16)
     assert speculative.target_model_config is config.model_config
     counts = [count for *_, count in speculative.num_speculative_tokens_per_batch_size]
     assert (max(counts), min(counts)) == (nodes, 0)

@@ -35,8 +35,9 @@ _CHAINS: dict[str, dict[str, Any]] = {
 }
 """Chains of stock vLLM, and the keys that they add to the speculative configuration."""
 
-_NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously."""
+_NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 8}
+"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously. Matches of
+one token on give it the most tokens per step on prose."""
 
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""

@@ -154,20 +154,21 @@ def running(model: str | os.PathLike[str], **llm_options: Any) -> Iterator[LLM]:
         torch.cuda.empty_cache()
 
 
-_frozen = False
+_collected = False
 
 
 def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
     """Collect an engine's garbage once, at its end, and not a dozen times as vLLM would."""
-    global _frozen
-    if not _frozen:
+    global _collected
+    if not _collected:
         from vllm import LLM  # noqa: F401
 
-        _frozen = True
+        _collected = True
         gc.collect()
-        gc.freeze()
         # Else extension modules would take what is frozen for leaks, and say so.
         atexit.register(gc.unfreeze)
+    # What is there before an engine is no garbage of it: its end does not look through it again.
+    gc.freeze()
     # vLLM freezes the engine's objects while it serves, and at its end unfreezes everything.
     patches.enter_context(mock.patch.object(gc, "freeze"))
     patches.enter_context(mock.patch.object(gc, "unfreeze"))

@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Processes that run tests, each of which takes 3 GB.
+WORKERS ?= 2
 # Which vLLM is installed, and the torch that it is built for: make clean venv VLLM=0.33 TORCH=2.14.0
 VLLM ?= 0.32
 TORCH ?= 2.13.0
@@ -14,6 +16,8 @@ SHELL := bash
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
+# pip compiles 23,000 files of Python one after another.
+INSTALL := $(PIP) install --no-compile --progress-bar off
 # pip's own lines are many and its bars unreadable in a log: keep the large files and the end.
 BRIEF := { grep --line-buffered -E '[0-9.]+ [MG]B\)|^Installing|^Successfully' || true; } | cut -c 1-100
 
@@ -40,11 +44,11 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 # more, which should not compile our sources anew, even where Python is told to write no bytecode.
 test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
 	@echo "== test: under 30 minutes on 2 cores =="
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 quick: venv ## run the pure tests: no engine, no GPU, nothing that takes long (under 2 minutes)
 	@echo "== quick: under 2 minutes on 2 cores =="
-	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist loadfile --quick $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(WORKERS) --dist loadfile --quick $(PYTEST_ARGS)
 
 lint: venv ## check style and format (seconds)
 	@echo "== lint: seconds =="
@@ -81,14 +85,15 @@ $(VENV)/.made: FORCE
 $(VENV)/.torch: $(VENV)/.made
 ifeq ($(ENGINE),cpu)
 	@echo "== venv: torch $(TORCH) for CPUs (200 MB, up to 1 minute) =="
-	@$(PIP) install --progress-bar off 'torch==$(TORCH)+cpu' 2>/dev/null | $(BRIEF) \
-		|| $(PIP) install --progress-bar off --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' | $(BRIEF)
+	@$(INSTALL) 'torch==$(TORCH)+cpu' 2>/dev/null | $(BRIEF) \
+		|| $(INSTALL) --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)+cpu' | $(BRIEF)
 endif
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "== venv: vllm-graft[$(ENGINE),dev,docs] (1 to 4 minutes the first time, else seconds) =="
-	@$(PIP) install --progress-bar off -e '.[$(ENGINE),dev,docs]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
+	@$(INSTALL) -e '.[$(ENGINE),dev,docs]' '$(PACKAGE)==$(VLLM).*' | $(BRIEF)
+	@$(RUN) -m compileall -q -j 0 $(VENV)/lib/python3*/site-packages >/dev/null || true
 ifeq ($(ENGINE),cpu)
 	@$(RUN) -m vllm_graft.testing.environment
 endif

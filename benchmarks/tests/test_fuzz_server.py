@@ -23,6 +23,8 @@ from benchmarks.fuzz.requests import CHAT, COMPLETIONS, FuzzRequest, World, gene
 from benchmarks.fuzz.rules import STOCK_CHAIN
 from benchmarks.fuzz.targets import TARGETS
 
+pytestmark = pytest.mark.slow
+
 # Stands in for `vllm`: each answer is a function of the request, in the form of a completion or a
 # chat, in one piece or streamed. `--wrong N` answers N's request with another token; `--refuse N`
 # with an error. `--keep`, `--chatty`, `--threads` and `--slow` let it grow, or take long, with each

@@ -8,14 +8,16 @@ import sys
 from itertools import repeat
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.real_pair.descent import Run, descend
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 
 STEPS = 5
 

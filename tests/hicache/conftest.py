@@ -1,7 +1,5 @@
 """Tiny models of each kind of KV cache, and one engine for many assertions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

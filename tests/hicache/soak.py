@@ -7,8 +7,6 @@ The tests run the same with small counts. Exit status 1 if a token was wrong, a 
 engine died by itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

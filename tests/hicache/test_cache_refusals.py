@@ -1,7 +1,5 @@
 """Refusals of the host cache before a model loads: the flag is named, and no file is left."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """The connector in real engines gives the same tokens as the same engines without it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

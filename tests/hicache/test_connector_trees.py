@@ -1,7 +1,5 @@
 """Trees of drafts with the host KV cache: K/V that trees wrote is loaded, and tokens are right."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

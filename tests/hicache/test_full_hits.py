@@ -6,8 +6,6 @@ graph did not wait for the load it would read what was in the blocks before, whi
 here with a constant before every load, and loads are delayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines beside and after one another: nobody reads another's K/V."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

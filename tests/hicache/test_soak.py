@@ -3,8 +3,6 @@
 ``GRAFT_SOAK_FAULTS`` and ``GRAFT_SOAK_KILLS`` raise the counts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SOAK = Path(__file__).with_name("soak.py")
-FAULTS = int(os.environ.get("GRAFT_SOAK_FAULTS", "100"))
+FAULTS = int(os.environ.get("GRAFT_SOAK_FAULTS", "60"))
 KILLS = int(os.environ.get("GRAFT_SOAK_KILLS", "1"))
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + FAULTS + 60 * KILLS)]

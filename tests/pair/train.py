@@ -14,8 +14,6 @@ target, and its loss runs through several passes that consume the head's own out
 ("training-time test"), as it does when it drafts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

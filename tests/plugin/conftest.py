@@ -1,7 +1,5 @@
 """Fakes and a way to run a snippet beside vLLM in a fresh process."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

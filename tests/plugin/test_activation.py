@@ -1,7 +1,5 @@
 """Our classes run, or the engine says why not; vLLM's modules are fakes here."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

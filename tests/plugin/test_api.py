@@ -1,7 +1,5 @@
 """The one module that third parties import from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

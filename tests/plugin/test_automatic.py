@@ -1,7 +1,5 @@
 """``graft: auto``: what is decided for which configuration; vLLM's platform is a fake here."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib.metadata

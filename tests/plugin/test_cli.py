@@ -1,7 +1,5 @@
 """The program `vllm-graft`: its help, its lists, and a reader that leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

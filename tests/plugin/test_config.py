@@ -1,7 +1,5 @@
 """The configuration: parsing, refusals, and their words."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

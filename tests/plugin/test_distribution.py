@@ -1,7 +1,5 @@
 """What would be uploaded to a package index, and a session of somebody who installs it."""
 
-from __future__ import annotations
-
 import email
 import json
 import os

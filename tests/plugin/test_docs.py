@@ -1,7 +1,5 @@
 """The pages of `docs` say what is there."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands, keys and files of the documentation are ones that exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

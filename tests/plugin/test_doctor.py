@@ -1,7 +1,5 @@
 """The report of ``vllm-graft doctor`` and the commands, with every check faked or broken."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

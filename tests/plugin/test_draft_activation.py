@@ -1,7 +1,5 @@
 """Graphs of a draft model run or are refused; vLLM's modules are fakes here."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

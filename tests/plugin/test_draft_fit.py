@@ -1,7 +1,5 @@
 """Drafts that were made for another target are refused; `test_automatic` has the presets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

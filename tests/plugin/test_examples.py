@@ -1,7 +1,5 @@
 """The examples of `docs/examples` run, and their files are what their readers want."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

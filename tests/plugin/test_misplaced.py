@@ -1,7 +1,5 @@
 """Keys that were meant for us and stand elsewhere: some are refused, some may be another's."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """``graft.tree.nodes``: the user's number is a depth, and vLLM's the number of nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The content of the distribution, and the modules that importing it loads."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """The site of the documentation: it is built strictly, and is what the code prints."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator

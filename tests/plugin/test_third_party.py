@@ -1,7 +1,5 @@
 """Third-party distributions, really installed with pip, beside a broken one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

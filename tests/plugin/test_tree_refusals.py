@@ -1,7 +1,5 @@
 """Each combination that a tree cannot serve is refused, with advice on what to change."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

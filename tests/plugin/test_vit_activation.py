@@ -1,7 +1,5 @@
 """Vision graphs run, or the engine says why not; vLLM's modules are fakes here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The worker extension, the counters it reports, and the ModelState composer."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Callable, Iterator

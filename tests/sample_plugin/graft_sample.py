@@ -1,7 +1,5 @@
 """The whole of a third party's plugin: one hook, one class, one health check."""
 
-from __future__ import annotations
-
 from vllm_graft.api import Health, entries, hookimpl
 
 

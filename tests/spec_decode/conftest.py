@@ -1,7 +1,5 @@
 """Fixtures of all tests of trees and draft chains."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What becomes of a tree for a target on which no tree can be verified."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

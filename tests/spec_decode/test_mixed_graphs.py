@@ -1,7 +1,5 @@
 """Prompts beside trees as one graph: tokens are the target's, whatever the batch is made of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Real engines whose trees hold n-grams of the requests' own texts."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

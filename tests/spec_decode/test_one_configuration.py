@@ -1,7 +1,5 @@
 """Tests of recurrent targets on a device compile one configuration of each autotuned kernel."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One flag on a real engine: what ``graft: auto`` decides is what runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks on a CPU draft the same trees, and answer as one rank does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

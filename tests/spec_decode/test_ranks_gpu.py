@@ -1,7 +1,5 @@
 """Ranks on two GPUs: tensor-parallel ones draft the same trees, data-parallel ones never wait."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One new file with one entry adds a drafter or a target family that serves exact answers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

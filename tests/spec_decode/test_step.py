@@ -1,7 +1,5 @@
 """The plain form of a tree step over toy models: its tokens are the target's own draws."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 No engine runs here: its outputs are made up, and vLLM's own code puts them together.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

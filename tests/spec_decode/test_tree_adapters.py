@@ -1,7 +1,5 @@
 """LoRA adapters on the target: rows of trees have the adapter of their request."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

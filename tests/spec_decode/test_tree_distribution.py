@@ -1,7 +1,5 @@
 """Tokens without seeds are drawn from the target's distribution: chi-square tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

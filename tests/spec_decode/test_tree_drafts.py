@@ -1,7 +1,5 @@
 """EAGLE-1 heads, hot-token lists, a tree's gain over a chain, and compiled drafts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

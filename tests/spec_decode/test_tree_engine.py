@@ -1,7 +1,5 @@
 """Real engines: trees and chains change how fast tokens come, never which; limits, sleep mode."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

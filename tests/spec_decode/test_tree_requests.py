@@ -1,7 +1,5 @@
 """Every kind of request, through an engine without drafts and through one with a tree."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

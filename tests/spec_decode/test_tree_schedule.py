@@ -1,7 +1,5 @@
 """vLLM's own number of drafts by batch size, with trees: any first nodes are the best tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trees on a device: after sleep, with LoRA adapters, grammars, and chunked prompts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

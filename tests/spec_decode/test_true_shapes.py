@@ -1,7 +1,5 @@
 """The targets of `test_true_shapes_gpu.py` at small sizes, and what else that test relies on."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from pathlib import Path

@@ -4,8 +4,6 @@ Trees in FULL graphs answer as the target alone, but for near ties, and wait now
 where the target alone does not. The mixtures of experts need vLLM's MoE kernels.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

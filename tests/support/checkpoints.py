@@ -1,7 +1,5 @@
 """Small checkpoints on disk, and other weights in their place."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

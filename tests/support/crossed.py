@@ -1,7 +1,5 @@
 """Combinations of parameters, most of which only a nightly run tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds what may grow while an engine serves: caches of functions, and tables of objects."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ lowest floor first, and every circle. Imports within functions and for type chec
 of a part: the lowest floor at the bottom, without arrows that follow from others.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Stand-ins for vLLM's platform, which asks NVML."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

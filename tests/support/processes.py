@@ -1,7 +1,5 @@
 """Commands that run to their end, and installs without a network."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refusals of a configuration, part by part, as the front door makes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.activation import refuse

@@ -4,8 +4,6 @@
 allows: each room may have as many lines as it has now, and up to nine more.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

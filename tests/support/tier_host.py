@@ -1,7 +1,5 @@
 """A primary tier's memory, and our tier for vLLM's own connector below it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

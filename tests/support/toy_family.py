@@ -4,8 +4,6 @@ It brings what a family may bring: a layer, a kernel, a refusal and a row of the
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

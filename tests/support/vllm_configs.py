@@ -1,7 +1,5 @@
 """Stand-ins for vLLM's configurations, with the fields that the inputs of K/V are read from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

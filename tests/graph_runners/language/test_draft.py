@@ -1,7 +1,5 @@
 """Graphs of the draft's levels: the sizes that are captured, and the one that serves a batch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Graphs of mixed batches: the ones that are planned, and the batches that they serve."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

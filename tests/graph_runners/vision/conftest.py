@@ -1,7 +1,5 @@
 """The state of one rank, and tiny towers of vLLM's models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recorded graphs of a tower whose parts vLLM compiles (``compile_mm_encoder``)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace

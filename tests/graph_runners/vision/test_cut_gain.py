@@ -1,7 +1,5 @@
 """Batches larger than any graph: how they are cut, and when that pays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real engines with tiny models generate the same text with and without vision graphs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cost of captures while an engine serves, and the work of a captured region."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The pure functions that choose the replays of a batch, and the buckets."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ The fake back end runs the captured Python again on the captured tensors, so sta
 tensors, aliased outputs and wrong padding show. GRAFT_VIT_BATCHES sets the number of batches.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any
@@ -18,7 +16,7 @@ from vllm_graft.graph_runners.vision import replay_plan as plan
 from vllm_graft.graph_runners.vision.graphs.embedding_check import relative_error
 from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower
 
-BATCHES = int(os.environ.get("GRAFT_VIT_BATCHES", "120"))
+BATCHES = int(os.environ.get("GRAFT_VIT_BATCHES", "60"))
 GRIDS = [(1, 8, 8), (1, 4, 16), (1, 16, 4), (1, 4, 12), (1, 6, 8), (1, 2, 2), (1, 10, 14)]
 VIDEOS = [(2, 4, 8), (9, 4, 4), (3, 6, 6), (80, 2, 2), (200, 2, 2)]
 OPTIONS = {"max_patches": 1024, "buckets": [64, 128, 256, 512, 1024], "capture_share": 1}

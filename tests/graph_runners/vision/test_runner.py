@@ -1,7 +1,5 @@
 """The runner's lifecycle, what it declines, and its budget, with the fake back end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The extra configuration: refusals, and the nonce that tells two engines' regions apart."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

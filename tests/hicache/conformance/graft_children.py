@@ -3,8 +3,6 @@
 These tests run in the process of vLLM's own tests, with their schedulers and mock connector.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import graft_stand_ins

@@ -3,8 +3,6 @@
 This file is copied beside them; see ``test_conformance.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -4,8 +4,6 @@ The files come from vLLM's source distribution, with pip; none of them is in thi
 are kept in the user's cache folder. The suites below have the replacements in them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

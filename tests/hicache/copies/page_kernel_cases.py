@@ -1,7 +1,5 @@
 """Cases of the page kernel, which test_fp8_copy.py compiles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The order of copies, on streams that run their work late."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

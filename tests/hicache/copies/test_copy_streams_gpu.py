@@ -1,7 +1,5 @@
 """Copies on real streams: bytes arrive, in both directions or through buffers, and never late."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

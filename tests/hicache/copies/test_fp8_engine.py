@@ -1,7 +1,5 @@
 """An engine whose host copies are fp8: a hit loads the computed K/V, rounded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choice of copies that are rows at equal distances, straight or through buffers."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

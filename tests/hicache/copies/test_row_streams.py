@@ -1,7 +1,5 @@
 """2D copies on streams that run late, by a stand-in for libcuda that moves bytes."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -9,8 +9,6 @@ status is 1 if a process did not find the others' pages, did not come up, or lef
 another engine has started.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

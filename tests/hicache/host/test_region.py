@@ -1,7 +1,5 @@
 """The file in ``/dev/shm``: one process makes it, its engine's processes map it, and it goes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -1,7 +1,5 @@
 """Slots, reference counts, jobs and eviction: nothing leaks, and the least worth leaves first."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import pairwise

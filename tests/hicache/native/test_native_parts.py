@@ -1,7 +1,5 @@
 """Our store as a plug-in of vLLM's own connector, whose chunks belong to what an engine runs."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Orders to an engine core that may replace weights are told to whoever keeps its pages."""
 
-from __future__ import annotations
-
 import gc
 from types import ModuleType, SimpleNamespace
 from typing import Any

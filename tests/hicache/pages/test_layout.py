@@ -1,7 +1,5 @@
 """Where pages lie on the device, and which of them a prefix needs."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any change that gives a page another meaning gives it another namespace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Other weights at the same path have another fingerprint, which a restart keeps."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

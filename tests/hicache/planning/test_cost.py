@@ -1,7 +1,5 @@
 """The cost model chooses the fastest way, and learns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the scheduler's side does when weights change, and how long it takes for long prompts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

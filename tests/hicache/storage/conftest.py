@@ -1,7 +1,5 @@
 """Storage on a disk that tests need not wait for."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

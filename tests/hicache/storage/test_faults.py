@@ -1,7 +1,5 @@
 """Injected faults: they happen as configured, and none of them makes a store lie."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

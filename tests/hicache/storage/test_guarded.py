@@ -1,7 +1,5 @@
 """A third party's store that raises or answers nonsense while the engine runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Our stores against the contract, against a dict, and promises that only they make."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Files that were changed behind a store's back: it serves the written pages, or nothing."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

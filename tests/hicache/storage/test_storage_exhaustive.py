@@ -4,8 +4,6 @@ The store's own code runs. After a crash, any of the writes that were not synced
 or half, or missing, in any combination; so may names that were not synced.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

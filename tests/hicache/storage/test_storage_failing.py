@@ -1,7 +1,5 @@
 """A medium that refuses: full, read-only, broken. The store declines, counts, and goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

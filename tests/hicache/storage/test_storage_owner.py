@@ -1,7 +1,5 @@
 """A directory that others can write to: the store opens its own files, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

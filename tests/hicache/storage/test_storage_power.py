@@ -1,7 +1,5 @@
 """A power failure, which keeps or loses bytes that were not synced, and kill -9 in mid-write."""
 
-from __future__ import annotations
-
 import os
 import random
 import runpy

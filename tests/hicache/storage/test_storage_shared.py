@@ -1,7 +1,5 @@
 """``max_bytes`` bounds a directory: all namespaces in it, and all processes that write to it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """Tables that may grow in a serving engine, each with why no request makes it large."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables of the commands: plain in a pipe, drawn by rich in a terminal."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

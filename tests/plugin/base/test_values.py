@@ -1,7 +1,5 @@
 """Values that a configuration may hold, and how messages show keys and values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

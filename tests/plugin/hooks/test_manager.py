@@ -1,7 +1,5 @@
 """Entries and the plugin manager, with third parties that exist only here."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """A load for a server, what its client counts, and where the server's counters say otherwise."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

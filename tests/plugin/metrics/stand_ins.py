@@ -1,7 +1,5 @@
 """Stand-ins for what vLLM hands from worker to engine core to frontend."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The frontend's series: what a message adds to them, and what is left for vLLM's loggers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The dashboard and the alert rules: what they read exists, and their form is right."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Increments of numbers that count since the start."""
 
-from __future__ import annotations
-
 import random
 
 from tests.plugin.metrics.stand_ins import ROWS

@@ -1,7 +1,5 @@
 """Metrics of trees on a device, where graphs are replayed and steps overlap with the next."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The list of metrics: the page is the code's, names follow vLLM's, and every row is counted."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The state of each part, from a configuration and what the workers say."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The relay in the engine core: what it sends, when, and that nothing is lost or sent twice."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``vllm-graft info``: a server's page is read as Prometheus' own parser reads it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

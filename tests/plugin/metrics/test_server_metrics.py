@@ -1,7 +1,5 @@
 """``vllm serve`` on a CPU: its counters equal what a client counts, with one and two API servers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """Hooks in stand-ins of vLLM's engine core and loggers: inert unless asked for, never harmful."""
 
-from __future__ import annotations
-
 import queue
 import sys
 from types import ModuleType, SimpleNamespace

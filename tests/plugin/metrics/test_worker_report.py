@@ -1,7 +1,5 @@
 """The worker's report: on which results it goes, how often, and what it costs in between."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Run as a program, because a process keeps the platform that vLLM has chosen in i
 ``python -P plan_models.py cpu|gpu FOLDER`` prints a line of JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

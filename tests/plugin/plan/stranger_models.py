@@ -4,8 +4,6 @@ Run as a program, as `plan_models`: ``python -P stranger_models.py FOLDER`` prin
 the plan of each case, and those of its commands, given to `plan` again.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

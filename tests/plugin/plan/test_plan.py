@@ -1,7 +1,5 @@
 """`vllm-graft plan` against vLLM's frontend, for models of the families that are served most."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`plan` against real engines on the CPU: which parts run, and what memory they take."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

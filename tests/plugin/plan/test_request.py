@@ -1,7 +1,5 @@
 """The flags of `plan` and the command that it prints; the GPU that it is told."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

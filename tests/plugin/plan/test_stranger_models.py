@@ -1,7 +1,5 @@
 """What a stranger reads: answers that are true, and commands that keep their promise."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

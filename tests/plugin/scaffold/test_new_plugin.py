@@ -1,7 +1,5 @@
 """`vllm-graft new-plugin` writes distributions whose tests pass, and that are found."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Classes that build what a part has chosen in their place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.seams.wrap import build_instead

@@ -1,7 +1,5 @@
 """What a part allocates beside a model comes back from sleep mode."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ All of it happens in two fresh processes: vLLM's modules, once imported, would d
 tests of this process whether Triton is interpreted.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The seams ledger against a fake vLLM; the real one is in test_real_vllm.py."""
 
-from __future__ import annotations
-
 import ast
 import datetime
 import importlib.util

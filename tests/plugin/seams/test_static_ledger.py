@@ -1,7 +1,5 @@
 """The ledger's check from source files alone: the installed vLLM, and one with a moved symbol."""
 
-from __future__ import annotations
-
 import importlib.util
 import zipfile
 from collections.abc import Callable

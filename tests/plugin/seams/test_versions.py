@@ -1,7 +1,5 @@
 """The choice of the engine module for a version of vLLM."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_graft.base.errors import SeamError

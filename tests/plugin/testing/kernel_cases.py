@@ -1,7 +1,5 @@
 """Two kernels for the compile-only check; both run in the interpreter."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Requests of all lengths in chunks, with few blocks and a step scheduled ahead, on an engine."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts are computed in chunks where a step fits a CUDA graph by that, and only there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What vLLM's statistics of a step tell of trees, and the line of the log."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

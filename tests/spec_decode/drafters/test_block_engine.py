@@ -1,7 +1,5 @@
 """Real engines whose draft predicts a whole block of positions in one pass."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Engines on a device whose draft predicts a block of positions, in vLLM's own FULL graphs."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

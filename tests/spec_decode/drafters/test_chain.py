@@ -1,7 +1,5 @@
 """The captured loop of a draft model: its static inputs, and refusals when it starts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

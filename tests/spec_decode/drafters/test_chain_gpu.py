@@ -1,7 +1,5 @@
 """Drafts of other kinds on a device."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Draft models, and assistants of Gemma 4, on real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,8 +232,10 @@ def test_a_chain_drafts_what_stock_vllm_drafts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy drafts of stock's chain are the best path of ours, token by token."""
-    params = SamplingParams(temperature=0.0, max_tokens=GEMMA4_TOKENS, ignore_eos=True)
-    prompts = [{"prompt_token_ids": each} for each in PROMPTS]
+    tokens = 8
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    # The interpreted back end takes seconds for the longest, which the tests below send.
+    prompts = [{"prompt_token_ids": each} for each in PROMPTS[:2]]
 
     def served(tree: dict[str, Any] | None) -> list[list[list[int]]]:
         with engine(folder, STEPS, tree, attention="triton") as llm, proposed(llm) as found:
@@ -244,7 +244,7 @@ def test_a_chain_drafts_what_stock_vllm_drafts(
         return found
 
     stock, chain = served(None), {"topk": 1, "steps": STEPS}
-    assert len(stock) > GEMMA4_TOKENS / 2
+    assert len(stock) > tokens / 2
     assert served(chain) == stock
     # Control: levels at positions of their own, as drafts with K/V have them.
     monkeypatch.setattr(Gemma4Trees, "advance_draft_positions", True)

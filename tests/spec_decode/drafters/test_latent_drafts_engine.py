@@ -1,7 +1,5 @@
 """Real engines whose drafts have MLA: modules and EAGLE heads of DeepSeek's kind."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ These backends compute in 16 bits, so answers may part where two tokens are abou
 and nowhere else; drafts may differ from those of stock vLLM's chain there as well.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The draft's levels with a small stand-in draft, compared with EAGLE-2 written out."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Real engines whose target's own MTP module drafts trees."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

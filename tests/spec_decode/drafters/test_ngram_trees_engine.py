@@ -1,7 +1,5 @@
 """Real engines that draft trees of n-grams alone (``method: ngram``)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

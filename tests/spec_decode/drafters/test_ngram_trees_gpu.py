@@ -1,7 +1,5 @@
 """Trees of n-grams alone on a device: the kernels in a CUDA graph, and an engine in FULL graphs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

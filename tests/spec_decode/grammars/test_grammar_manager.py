@@ -1,7 +1,5 @@
 """Grammars of structured outputs follow the paths of trees; drafts are packed for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace

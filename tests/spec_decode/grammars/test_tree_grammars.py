@@ -1,7 +1,5 @@
 """Structured output in real engines: full trees, and the tokens of the target alone."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An output head in FP8, alone and as a draft's head."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A draft whose layers and output head are in FP8, on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

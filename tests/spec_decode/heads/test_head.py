@@ -1,7 +1,5 @@
 """The head of a draft: its kinds, combined states, and drawn tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

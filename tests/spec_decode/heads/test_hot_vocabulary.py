@@ -1,7 +1,5 @@
 """Hot tokens: the learned vocabulary, its rows, and their gains."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

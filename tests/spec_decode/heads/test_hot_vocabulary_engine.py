@@ -1,7 +1,5 @@
 """Real engines whose drafts come from a vocabulary that is learned while they serve."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

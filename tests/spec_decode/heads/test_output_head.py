@@ -1,7 +1,5 @@
 """Output heads that are kept beside the draft, and weights that are loaded again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

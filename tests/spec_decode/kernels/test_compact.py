@@ -1,7 +1,5 @@
 """Kernels that move the accepted path: K/V, and rows of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Candidates grow by levels and become trees."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

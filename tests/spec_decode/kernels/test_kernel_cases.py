@@ -1,7 +1,5 @@
 """Every kernel compiles for GPUs; launches as values: equal exactly where Triton compiles once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

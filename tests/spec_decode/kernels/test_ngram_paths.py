@@ -1,7 +1,5 @@
 """The kernels that make a tree of several matches, against plain references."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

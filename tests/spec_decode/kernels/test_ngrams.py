@@ -1,7 +1,5 @@
 """The kernels that find n-grams and put them among the candidates, against plain references."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -229,3 +227,36 @@ def test_a_program_takes_several_rows_where_programs_are_many() -> None:
     assert sizes.rows_per_program(64, 4, 63) == 4
     assert sizes.rows_per_program(48, 3, 63) == 3
     assert sizes.rows_per_program(16, 1, 63) == 1
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted kernels")
+@pytest.mark.parametrize("topk", [1, 8])
+def test_engines_of_tests_rank_as_the_kernel_does(
+    topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, with ties, noise, NaN and rows that have too few numbers."""
+    from tests.support.engines.quick_kernels import quicken
+
+    logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(5)).round(decimals=1)
+    logits[1] = -1.0
+    logits[2, 2:] = float("-inf")
+    logits[3, ::7] = float("nan")
+    logits[4] *= -1e38
+    seeds = torch.tensor([7, -3, 1 << 40, 0, 12])
+    heat = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
+    drawn = Noise(heat, seeds, torch.arange(5), torch.arange(5) * 1000, 1)
+
+    def ranked() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [
+            topk_logprobs(logits, topk),
+            topk_logprobs(logits[:, :9], topk),
+            topk_logprobs(logits, topk, noise=drawn),
+        ]
+
+    expected = ranked()
+    quicken(monkeypatch.setattr)
+    assert sizes.topk_block(2048) == (2048, 1)
+    for ours, wanted in zip(ranked(), expected, strict=True):
+        assert torch.equal(ours[1], wanted[1])
+        torch.testing.assert_close(ours[0], wanted[0], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(expected[0][1], expected[2][1])

@@ -4,8 +4,6 @@ Every tree comes from a table of candidates by `finish_tree`. Levels, blocks and
 what has no better score than its parent, and stands behind it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

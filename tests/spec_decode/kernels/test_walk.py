@@ -1,7 +1,5 @@
 """Rows of trees before the target, and the walk behind it."""
 
-from __future__ import annotations
-
 from itertools import chain
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Real engines whose n-grams are found in references too: schemas, choices and predictions."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """References of requests: which tokens, in which order, and what is declined."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

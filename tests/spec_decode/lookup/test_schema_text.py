@@ -1,7 +1,5 @@
 """Schemas force a text, by hand and against xgrammar; references cost the same at any length."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time

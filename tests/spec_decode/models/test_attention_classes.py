@@ -1,7 +1,5 @@
 """Models of vLLM's with attention layers of classes that no family knows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which targets and drafts are mixtures of experts, told by their configurations."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

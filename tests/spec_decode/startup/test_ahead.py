@@ -1,7 +1,5 @@
 """Kernels are compiled ahead by another process, tensors without memory stand in, clocks tell."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

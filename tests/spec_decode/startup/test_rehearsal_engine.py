@@ -1,7 +1,5 @@
 """What a rehearsal foretells, against every launch of real engines, from their start on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

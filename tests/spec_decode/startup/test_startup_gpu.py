@@ -1,7 +1,5 @@
 """Starts on a device: kernels that were compiled ahead are found by the worker's own launches."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The additions to the engine's model state, and the families of targets that bring them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimates for trees that were verified and that were not, and trials of other numbers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

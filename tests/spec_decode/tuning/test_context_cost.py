@@ -1,7 +1,5 @@
 """What contexts cost, fitted to steps of engines whose costs are known."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Trees beside prompts are cut to what fits a CUDA graph, before anybody counts the step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Costs of steps, measured at the start on recorded graphs, where figures mean nothing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Costs measured at the start, checked graphs, and a learned vocabulary, on a device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

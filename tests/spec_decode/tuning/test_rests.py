@@ -1,7 +1,5 @@
 """Drafts without a model rest where texts never repeat themselves, and come back where they do."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.worlds.repeating_world import (

@@ -1,7 +1,5 @@
 """Reports of the scheduler's steps to the tuner."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

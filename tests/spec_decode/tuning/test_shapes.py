@@ -1,7 +1,5 @@
 """Shapes of trees by number of nodes, and the ladders of dense drafts and of experts."""
 
-from __future__ import annotations
-
 import random
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Predictions of how long steps take, the host's part, and what numbers of nodes add."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The choice of the number of nodes, on simulated engines whose costs and texts are known."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The tuner where measured costs are wrong: rows ask for experts, engines start beside others."""
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 from collections.abc import Callable

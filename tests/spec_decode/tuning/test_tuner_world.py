@@ -1,7 +1,5 @@
 """The tuner against the best fixed numbers, on an engine whose times and texts are an H200's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The context of a step, ranks that are compared, and memory that verification allocates."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """Verification around the walk: chunks of rows, placeholders, and logprobs along the path."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The dashboard and the alert rules of `docs/dashboards`: their queries, and data for them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

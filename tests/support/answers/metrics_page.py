@@ -1,7 +1,5 @@
 """The page of `/metrics` of an engine in this process."""
 
-from __future__ import annotations
-
 
 def metrics_page() -> str:
     """Prometheus text of the engine that was built last; it needs ``disable_log_stats=False``."""

@@ -1,7 +1,5 @@
 """Processes that compile kernels, where this one interprets them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

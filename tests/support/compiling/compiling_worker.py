@@ -3,8 +3,6 @@
 It prints the id of the process that compiles.
 """
 
-from __future__ import annotations
-
 import time
 
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer

@@ -5,8 +5,6 @@ both for one specialisation, whether their `Launch` are equal, and whether a `La
 key of its call.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines on a CPU whose draft predicts a block of positions, requests to them, and a fixture."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations of the host KV cache, and questions to engines that have it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests on a device of drafts that predict a block: requests, fixtures, and a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ An autotuned kernel is compiled once per configuration before its first launch, 
 With an empty cache that takes minutes, and tests of answers gain nothing by it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

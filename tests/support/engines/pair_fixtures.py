@@ -1,7 +1,5 @@
 """Fixtures: the pair, requests to it, and the answers of the target alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How ``vllm serve`` is told to serve a target with its EAGLE-3 head, in a few gigabytes."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

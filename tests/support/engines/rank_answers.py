@@ -6,8 +6,6 @@ An engine with several ranks starts a process per rank, and vLLM wants a main mo
 import again. So a test runs this module and reads what it wrote.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 
 HURRIED = "GRAFT_TEST_HURRIED"
-"""Environment variable with which hot tokens are chosen in every other step."""
+"""Environment variable: hot tokens are chosen in every other step, and kernels are quick."""
 
 _EVERYWHERE = {
     "HF_HUB_OFFLINE": "1",
@@ -29,6 +27,8 @@ _EVERYWHERE = {
 }
 _ON_CPU = {
     "VLLM_GRAFT_INTERPRET": "1",
+    # Ranks have processes; the engine needs none beside them, which would import all of it again.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -61,9 +61,11 @@ def ask(
     """Run an engine in processes of its own."""
     asked, answered = folder / "questions.json", folder / "answers.json"
     asked.write_text(json.dumps(questions))
-    environment = {**os.environ, **_EVERYWHERE, **(_ON_CUDA if cuda else _ON_CPU)}
+    own = {
+        name: text for name, text in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
+    }
+    environment = {**own, **_EVERYWHERE, **(_ON_CUDA if cuda else _ON_CPU)}
     environment |= {HURRIED: "1"} if hurried else {}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-P", "-m", __name__, str(asked), str(answered)]
     log = folder / "engine.log"
@@ -118,6 +120,10 @@ def _hurry() -> None:
     from vllm_graft.spec_decode.heads import hot_vocabulary
 
     hot_vocabulary.PERIOD, hot_vocabulary.LATE = 2, 1
+    if os.environ.get("VLLM_GRAFT_INTERPRET"):
+        from tests.support.engines.quick_kernels import quicken
+
+        quicken()
 
 
 if os.environ.get(HURRIED):

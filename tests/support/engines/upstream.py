@@ -6,8 +6,6 @@ to put in the place of vLLM's classes, and which tests cannot apply and why; :fu
 files, makes the replacements, and runs them in a process of their own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Made-up pools, and every byte that copies of them move."""
 
-from __future__ import annotations
-
 from vllm_graft.hicache.copies.strided import StridedCopies
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.pages.layout import LayerPages, layer_copies

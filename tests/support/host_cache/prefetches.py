@@ -1,7 +1,5 @@
 """Waits for prefetches, which a scheduler only polls."""
 
-from __future__ import annotations
-
 import time
 
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation

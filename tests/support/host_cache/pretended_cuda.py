@@ -1,7 +1,5 @@
 """A libcuda that moves bytes with torch, so that the stream simulator sees it."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that map a region and end badly; spawned processes can import this file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

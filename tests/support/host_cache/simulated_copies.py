@@ -1,7 +1,5 @@
 """A copy engine beside a few layers of KV, on streams that run their work late."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 from typing import Any

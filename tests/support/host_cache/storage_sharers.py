@@ -1,7 +1,5 @@
 """Stores that share a directory; spawned processes can import this file."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ the fault injector, when some part of a write is done. It prints ``ready``, and 
 each page that :meth:`flush` has reported as durable.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The three ways of a load through a copy engine."""
 
-from __future__ import annotations
-
 from vllm_graft.hicache.copies.copy_engine import CopyEngine
 from vllm_graft.hicache.messages.operation import CacheOperation
 

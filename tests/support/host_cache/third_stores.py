@@ -1,7 +1,5 @@
 """Stand-ins for a third party's store, and calls that raise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One case for each Triton kernel, to compile it without a GPU."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Specialisations of the kernels over latents (MLA), for the compile-only test of a CPU machine."""
 
-from __future__ import annotations
-
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.testing.compiling import KernelCase, argument_types
 

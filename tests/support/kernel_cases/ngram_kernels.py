@@ -1,7 +1,5 @@
 """Specialisations of the kernels of n-grams that must compile."""
 
-from __future__ import annotations
-
 from vllm_graft.spec_decode.kernels.history import BLOCK
 from vllm_graft.spec_decode.kernels.ngram_paths import warps
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2

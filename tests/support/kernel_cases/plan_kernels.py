@@ -1,7 +1,5 @@
 """Tree attention as the rule for sm_90 on computes it, to compile it without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """More of what the rule for sm_90 on takes, to compile it without a GPU; it takes minutes."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.kernel_cases.attention_kernels import attention_cases

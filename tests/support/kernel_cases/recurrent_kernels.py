@@ -1,7 +1,5 @@
 """Specialisations of the kernels of recurrent layers, for the test of a CPU machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, numbers_of, tile_of

@@ -1,7 +1,5 @@
 """Specialisations of every kernel that must compile, for the compile-only test of a CPU machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.kernel_cases.attention_kernels import attention_cases

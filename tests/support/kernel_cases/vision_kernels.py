@@ -1,7 +1,5 @@
 """Specialisations of the fused kernels that must compile, for the test of a CPU machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.graph_runners.vision.fused.norm_kernel import NO_FUSION, THREADS

@@ -6,8 +6,6 @@ same, and a term for the last token if its kind has one. What a draft lacks, or 
 what is accepted of it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

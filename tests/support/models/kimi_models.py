@@ -1,7 +1,5 @@
 """Tiny Kimi Linear: layers with Kimi Delta Attention (KDA) and layers with MLA, in turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models with multi-head latent attention (MLA), whose latents have their true size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random LoRA adapters of a tiny Llama, in PEFT's format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ look up by distance. The module is a copy of the target's one layer, and sees th
 position earlier. So it predicts what the target will, but for the first positions of a text.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A drafter whose tokens come from a table: a minimal new kind of drafter."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path

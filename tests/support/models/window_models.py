@@ -1,7 +1,5 @@
 """Tiny models with sliding windows, chunks, attention sinks and K/V that layers share."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

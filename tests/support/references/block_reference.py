@@ -1,7 +1,5 @@
 """Trees of block drafters, grown in plain Python from what their pass left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ runs again for each node with children, along the path to it alone, as a chain o
 logits must be those that the level had. What a chain drafts is compared with stock vLLM elsewhere.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

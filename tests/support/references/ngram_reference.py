@@ -1,7 +1,5 @@
 """Slow, plain versions of what n-grams add to a tree: the oracle of the kernels' tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

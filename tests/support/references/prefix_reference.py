@@ -3,8 +3,6 @@
 They read lengths on the host.
 """
 
-from __future__ import annotations
-
 import torch
 
 from vllm_graft.spec_decode.targets.dense.plain_attention import _float_query, _logits, gathered

@@ -1,7 +1,5 @@
 """Recurrences over trees in plain float32, a row at a time: the oracle of the kernels' tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Slow, plain versions of the kernels: the oracle of their tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The visible positions are made here from lengths alone: neither narrowed block t
 are used. While a pass runs, all blocks that none of its rows may see hold NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random levels of drafts, and what outputs of attention kernels are compared by."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, _cache, _query

@@ -1,7 +1,5 @@
 """Memory for attention that shows what must not be read, and outputs that show what was written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar

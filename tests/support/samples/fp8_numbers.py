@@ -1,7 +1,5 @@
 """Numbers on which roundings differ, and torch's own e4m3."""
 
-from __future__ import annotations
-
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

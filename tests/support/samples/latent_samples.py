@@ -1,7 +1,5 @@
 """Random inputs of attention over latents, of trees to verify and of a draft's levels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Batches of random trees for recurrent layers, and vLLM's own kernels for chains."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import NamedTuple

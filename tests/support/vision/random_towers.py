@@ -1,7 +1,5 @@
 """Vision towers of true shapes with random weights, in vLLM's own model classes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Stand-ins by which towers and their graphs run on a CPU: recordings, capturable attention."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

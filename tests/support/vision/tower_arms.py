@@ -1,7 +1,5 @@
 """The ways to run a tower: eagerly, in vLLM's encoder graphs, and in ours."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

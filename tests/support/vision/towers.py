@@ -1,7 +1,5 @@
 """vLLM's own Qwen VL code with tiny random towers, and a runner over them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import tempfile

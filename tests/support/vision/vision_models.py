@@ -1,7 +1,5 @@
 """Tiny random checkpoints of models with a vision encoder; no network is used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tuner in closed loops: a wave of prompts, then one whenever a request ends."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

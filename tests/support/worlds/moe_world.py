@@ -1,7 +1,5 @@
 """A world for the tuner: target and draft with experts, whose measured costs may be wrong."""
 
-from __future__ import annotations
-
 import functools
 import heapq
 import random

@@ -1,7 +1,5 @@
 """Texts that grow, the kernels that find n-grams in them, and the same by plain references."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

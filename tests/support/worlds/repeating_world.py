@@ -1,7 +1,5 @@
 """An engine that drafts n-grams alone: texts that repeat themselves, and texts that never do."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Times of graphs and mean acceptance lengths were measured at commit 4d45014; eve
 easier or harder than the average by an offset of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from bisect import bisect_left

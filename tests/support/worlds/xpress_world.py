@@ -1,7 +1,5 @@
 """What vLLM 0.33 has for XPress drafts, under 0.32: a speculator and a model of ours."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The byte budget, shared buffers, the allocator's segments, ranges of a block, cached tensors."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

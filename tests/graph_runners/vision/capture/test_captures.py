@@ -1,7 +1,5 @@
 """Captures: the keys that get a graph, the wall time that they take, and the back ends."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """On a real device, fused kernels have the bits of the operators that they replace."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Real CUDA graphs of a small tower: captures while it serves, memory, eviction."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ So a captured region fails here if it reads a device value on the host, keeps me
 reads other tensors than the static buffers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Graphs share buffers, but what one graph leaves there never reaches another one's answer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

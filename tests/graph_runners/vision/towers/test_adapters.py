@@ -1,7 +1,5 @@
 """Graphs of adapted models answer as the models do: vLLM's own code with tiny random towers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Prefetch: which pages are loaded, how long a request waits, and that slots come back once."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

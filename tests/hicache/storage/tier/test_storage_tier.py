@@ -1,7 +1,5 @@
 """Storage below the host pool: pages of several shards, resets, and writes that cannot be kept."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What an arm's process answers, and what is said when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe

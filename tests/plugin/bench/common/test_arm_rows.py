@@ -1,7 +1,5 @@
 """Rows of arms: medians, the table with its comparison, and diagrams."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

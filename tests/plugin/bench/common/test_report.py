@@ -1,7 +1,5 @@
 """Tables, files, statistics, and the command line of the benchmarks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """Which share of the bandwidth a step uses, and where that is not known."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

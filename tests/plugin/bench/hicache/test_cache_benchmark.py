@@ -1,7 +1,5 @@
 """The benchmark of the host cache: its arms, sizes and turns, and its parts on a tiny engine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

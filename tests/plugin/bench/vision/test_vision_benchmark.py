@@ -1,7 +1,5 @@
 """The benchmark of vision encoders: its arms and turns, and requests to a tiny engine."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

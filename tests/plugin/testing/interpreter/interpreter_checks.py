@@ -5,8 +5,6 @@ with the mends; run as a script, in the stock interpreter, this file prints the 
 are wrong or fail.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

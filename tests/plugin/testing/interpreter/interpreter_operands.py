@@ -4,8 +4,6 @@ The test computes the table with the mends; run as a script, in the stock interp
 prints it. Small floats are left out: there the two differ, as they should.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

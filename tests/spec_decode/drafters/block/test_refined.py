@@ -1,7 +1,5 @@
 """Blocks that are refined, and plans of blocks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real engines whose draft refines a block: an XPress, which is a stand-in of ours under 0.32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

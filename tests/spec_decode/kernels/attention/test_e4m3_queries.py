@@ -1,7 +1,5 @@
 """E4m3 in attention: each number becomes itself, and queries beside a cache, against float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention with e4m3 queries on a GPU that multiplies such numbers, against float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Every plan computes what the references say; what the rule chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The compiled kernels against a float32 reference, eager and replayed, by any plan."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields, replace
 

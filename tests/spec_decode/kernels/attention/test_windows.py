@@ -1,7 +1,5 @@
 """Sliding windows, chunks and sinks in the kernels, and block tables of a window."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels that read a row's history, against vLLM's own on each path as a chain."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

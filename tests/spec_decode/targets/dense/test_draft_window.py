@@ -1,7 +1,5 @@
 """The metadata of a draft's passes, narrowed to its window, layer by layer."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A draft with a window, and targets in two passes: answers stay those of the target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choice of a tree attention kernel for a size: the rule, the points, and the report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Both passes of tree attention: the first in plain torch, the second interpreted or compiled."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """FlashAttention 3 and the second pass, compiled: eager, planned, and in replayed graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Targets with windows and chunks: answers are those of vLLM without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

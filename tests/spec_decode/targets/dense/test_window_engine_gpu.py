@@ -1,7 +1,5 @@
 """Engines on a device whose targets have windows, chunks, sinks or shared K/V."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tree attention over latents equals a plain computation in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The compiled kernel over latents: 16 bits against a float32 reference, eager and in a graph."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

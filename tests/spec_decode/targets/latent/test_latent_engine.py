@@ -1,7 +1,5 @@
 """Targets with MLA: trees answer as the target alone does."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ These backends compute in 16 bits. A tree's rows and a decode are rounded otherw
 part where two tokens are about equally probable, and nowhere else.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

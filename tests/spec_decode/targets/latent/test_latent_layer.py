@@ -1,7 +1,5 @@
 """Layers with MLA: which rows tree attention computes, and that they are those of K and V."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

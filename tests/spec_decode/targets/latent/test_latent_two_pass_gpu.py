@@ -1,7 +1,5 @@
 """FlashAttention 3 over latents and the second pass, compiled: eager, and in replayed graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The second pass over latents completes the first one's output, and blanks rows of no tree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

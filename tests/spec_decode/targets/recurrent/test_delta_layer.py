@@ -1,7 +1,5 @@
 """Recurrent layers that get trees: their family, their form, and how a batch is parted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trees on Kimi Linear on a device, in FULL graphs and in broken ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layers of Kimi Linear get trees, and what is computed by them and what by us."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

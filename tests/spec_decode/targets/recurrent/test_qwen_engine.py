@@ -1,7 +1,5 @@
 """Qwen3.5 as it is served: trees of its own module answer to texts and images as it does alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

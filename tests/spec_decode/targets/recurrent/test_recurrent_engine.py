@@ -1,7 +1,5 @@
 """Targets with recurrent layers: trees answer as the target alone does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

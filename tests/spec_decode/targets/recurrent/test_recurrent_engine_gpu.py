@@ -7,8 +7,6 @@ of a tree are rounded otherwise, so answers may part where two tokens are about 
 and nowhere else.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Delta rules over trees, a row at a time and by chunks, equal a plain loop and vLLM's chains."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The compiled kernels at the sizes of published models: float32 states, trees of 1 to 32 rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The selective state update over trees equals a plain loop, and on a chain vLLM's own kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

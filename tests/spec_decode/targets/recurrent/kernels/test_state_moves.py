@@ -1,7 +1,5 @@
 """Kernels that move states, and convolutions over trees."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -18,13 +18,12 @@ import torch
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
+from benchmarks.pair_arms import engine_options, read_arm
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees.arm_names import read_arm
-from vllm_graft.bench.trees.command import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 

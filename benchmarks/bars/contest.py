@@ -26,9 +26,9 @@ from benchmarks.bars.windows import (
 )
 from benchmarks.pair_arms import draft_folder, read_arm, read_prompts
 from benchmarks.pair_arms import start as start_engines
+from benchmarks.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.trees.arm_flags import is_chain
 
 WARM_UP_TOKENS = 16

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import step_bytes
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
 from benchmarks.pair_arms import engine_options, read_arm
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.bench.common import node_counts, step_bytes
+from vllm_graft.bench.common import node_counts
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
@@ -243,7 +244,7 @@ def test_engines_start_from_the_arguments() -> None:
     """The arguments have what the start of an engine reads; `--options` go to each engine."""
     given = ["pair", "--options", '{"seed": 7}', "--fp8-target", "--sizes", "1", "2"]
     arguments = program.read_arguments(given)
-    arguments.batch = [4]
+    arguments.requests_in_flight = [4]
     found = engine_options(read_arm("none", Path("draft"), 2, 2, 4), arguments)
     assert (found["seed"], found["max_num_seqs"], found["kv_cache_dtype"]) == (7, 4, "fp8")
     assert found["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}

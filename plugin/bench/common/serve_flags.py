@@ -78,15 +78,15 @@ class Serving:
 
     def options(self) -> dict[str, Any]:
         """What these flags are as options of ``vllm.LLM``."""
-        from vllm.engine.arg_utils import EngineArgs
-
         engine = self.request.engine
         default = Request.parse([self.model], preset=False).engine
         found = {
             each.name: value
-            for each in fields(EngineArgs)
+            for each in fields(engine)
             if (value := getattr(engine, each.name)) != getattr(default, each.name)
         }
+        # It belongs to a server's log.
+        found.pop("enable_log_requests", None)
         if found.get("data_parallel_size", 1) > 1:
             raise BenchmarkError(
                 "--data-parallel-size: an engine of this benchmark has one data-parallel rank. "

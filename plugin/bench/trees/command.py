@@ -32,11 +32,7 @@ n-grams do). Each request pays for its prompt, unless you say `--enable-prefix-c
 to a tie the first arm was where another differs.
 
 With `shape: auto`, the printed lines and the JSON file have, for each number of nodes, its share of
-the last round's steps, its tokens and milliseconds, and what the tuner expects of it.
-
-A second table has a step's time, the tokens of all requests per pass over the target's weights,
-and the share of the memory's bandwidth that a step uses: the time in which what must be read once
-(weights and K/V in flight) could be copied, over the step's. Targets with experts have no share.
+the last round's steps, its tokens and milliseconds.
 """
 
 from __future__ import annotations
@@ -56,11 +52,10 @@ from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, ClosedLoop, Measured
+from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
 from vllm_graft.bench.common.node_counts import line
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving, groups
-from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes, step_cell
 from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 from vllm_graft.bench.trees.arm_flags import read_arms
 from vllm_graft.bench.trees.prompts import add_dataset, read_prompts, require_dataset
@@ -88,7 +83,7 @@ def compare(arguments: argparse.Namespace, flags: list[str]) -> tuple[list[Row],
         pipes = arm_processes.start(group, given.model, partial(ClosedLoop, prompts=prompts))
         if arguments.answers:
             answers |= answers_of(pipes, arguments, margins=not answers)
-        rows += measure_cases(pipes, arguments, step_needs(pipes), limit)
+        rows += measure_cases(pipes, arguments, limit)
         arm_processes.stop(pipes)
     print(*compare_answers(answers) if answers else (), sep="\n", flush=True)
     return rows, {column: text for arm in arms for column, text in arm.commands.items()}
@@ -99,15 +94,6 @@ def most_requests(arguments: argparse.Namespace) -> int:
     loads = product(arguments.temperature, arguments.requests_in_flight)
     asked = [[case.requests for case in rounds(arguments, *load)] for load in loads]
     return sum(map(sum, asked)) if arguments.new_prompts else max(map(max, asked))
-
-
-def step_needs(pipes: Mapping[Arm, Connection]) -> dict[Arm, StepBytes]:
-    """Measure what a step of each arm must read."""
-    needed = {}
-    for arm, pipe in pipes.items():
-        pipe.send(Call(step_bytes))
-        needed[arm] = arm_processes.answer(arm, pipe)
-    return needed
 
 
 def answers_of(
@@ -125,7 +111,6 @@ def answers_of(
 def measure_cases(
     pipes: Mapping[Arm, Any],
     arguments: argparse.Namespace,
-    needed: Mapping[Arm, StepBytes] | None = None,
     limit: TimeLimit | None = None,
 ) -> list[Row]:
     """Measure all temperatures and numbers of requests in flight; see `take_turns`."""
@@ -133,7 +118,7 @@ def measure_cases(
     first = 0 if arguments.new_prompts else None
     loads = [*product(arguments.temperature, arguments.requests_in_flight)]
     for temperature, batch in (limit or TimeLimit(None)).within(loads):
-        rows += take_turns(pipes, arguments, temperature, batch, needed, first)
+        rows += take_turns(pipes, arguments, temperature, batch, first)
         if first is not None:
             first += sum(case.requests for case in rounds(arguments, temperature, batch))
     return rows
@@ -160,12 +145,11 @@ def take_turns(
     arguments: argparse.Namespace,
     temperature: float,
     batch: int,
-    needed: Mapping[Arm, StepBytes] | None = None,
     first: int | None = None,
 ) -> list[Row]:
     """Measure one case on every column in turn; see `rounds` for `first`.
 
-    `needed` is what a step of each arm must read. A column that can't hold the case has no row.
+    A column that can't hold the case has no row.
     """
     turns = [(arm, column, drafts) for arm in pipes for column, drafts in arm.columns.items()]
     found: dict[str, list[Measured]] = {column: [] for _, column, _ in turns}
@@ -181,27 +165,20 @@ def take_turns(
             elif number:
                 found[column].append(measured)
     asked = {"temperature": temperature, "requests_in_flight": batch}
-    rows = [
-        _make_row(column, asked, found[column], (needed or {}).get(arm))
-        for arm, column, _ in turns
-        if column in found
-    ]
+    rows = [_make_row(column, asked, found[column]) for _, column, _ in turns if column in found]
     for row in rows:
         said = f"{row.arm}: {rate_cell(row)} tokens per second {line(row.more['nodes'])}"
         print(f"temperature {temperature:g}, {batch} in flight, {said.rstrip()}", flush=True)
     return rows
 
 
-def _make_row(
-    column: str, case: dict[str, Any], results: list[Measured], needed: StepBytes | None
-) -> Row:
+def _make_row(column: str, case: dict[str, Any], results: list[Measured]) -> Row:
     rounds = [
         {
             "tokens_per_second": measured.rate,
             "acceptance_length": measured.acceptance,
             "step_ms": measured.step * 1e3 or None,
             "tokens_per_step": measured.rate * measured.step or None,
-            "bandwidth_use": needed.use(measured.step, measured.held) if needed else None,
         }
         for measured in results
     ]
@@ -243,14 +220,6 @@ def rate_cell(row: Row) -> str:
     return f"{row.main[1]:.0f} ({row.figures['acceptance_length']:.2f})"
 
 
-def time_cell(row: Row) -> str:
-    """A step's time, tokens per pass over the target's weights, bandwidth used."""
-    figures = row.figures
-    return step_cell(
-        figures["step_ms"] or 0.0, figures["tokens_per_step"] or 0.0, figures["bandwidth_use"]
-    )
-
-
 DRAWN = {"tokens_per_second": "tokens per second", "acceptance_length": "mean acceptance length"}
 """Figures of the plot, and the texts of their axes."""
 
@@ -262,8 +231,6 @@ def run(arguments: argparse.Namespace, flags: list[str]) -> int:
         return _run_url(arguments, flags)
     rows, commands = compare(arguments, flags)
     print(table(rows, rate_cell), flush=True)
-    print("a step's time, tokens per read of the target's weights, bandwidth used:")
-    print(table(rows, time_cell, compare=False), flush=True)
     write_files(arguments, rows, panels(rows, "requests_in_flight", DRAWN), commands)
     print(advice(rows, commands))
     return 0
@@ -279,7 +246,7 @@ def _run_url(arguments: argparse.Namespace, flags: list[str]) -> int:
     longest = server.longest - arguments.tokens
     server.prompts = read_prompts(arguments, tokenizer, most_requests(arguments), longest)
     limit = TimeLimit(arguments.seconds)
-    rows = measure_cases({Arm("server"): server}, arguments, limit=limit)
+    rows = measure_cases({Arm("server"): server}, arguments, limit)
     print(table(rows, rate_cell, compare=False), flush=True)
     write_files(arguments, rows, panels(rows, "requests_in_flight", DRAWN))
     with contextlib.suppress(GraftError):  # Stock vLLM has nothing of ours to tell.

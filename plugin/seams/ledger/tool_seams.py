@@ -56,7 +56,6 @@ TOOL = (
         ("benchmarks.datasets.ShareGPTDataset", "name", "present", "conversations of a file"),
         ("entrypoints.llm.UsageContext", "name", "present", "replaced where an engine starts: a server's defaults"),
         ("tokenizers.get_tokenizer", "name", "present", "prompts for a server that runs already"),
-        ("tokenizers.registry.cached_tokenizer_from_config", "call", "model_config", "prompts as token ids"),
     ),
     *seams("testing", _GPU_FREE, "",
         ("LLM", "name", "present", "an engine in this process"),

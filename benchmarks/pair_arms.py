@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.node_counts import WatchedLoop
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import Arm
-from vllm_graft.bench.common.closed_loop import ClosedLoop
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.trees.arm_flags import CHAINS, NGRAM, ranges
 from vllm_graft.config import GraftConfig
@@ -235,7 +235,7 @@ def start(
 ) -> dict[Arm, Connection]:
     """Start the engines of arms; each answers a `Case`, an `Ask` or a `Call`."""
     told = [replace(arm, options=engine_options(arm, arguments)) for arm in arms]
-    loop = partial(ClosedLoop, prompts=prompts)
+    loop = partial(WatchedLoop, prompts=prompts)
     started = arm_processes.start(told, arguments.pair / "target", loop)
     return dict(zip(arms, started.values()))
 

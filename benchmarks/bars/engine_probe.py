@@ -22,7 +22,7 @@ from benchmarks.step_bytes import (
     median_seconds,
     replay_seconds,
 )
-from vllm_graft.bench.common.node_counts import calling_core
+from vllm_graft.bench.common.closed_loop import calling_core
 
 NODES, ROWS, CONTEXT = 63, 32, 2000
 """Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens of their request."""

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks import node_counts
 from benchmarks.bars import step_pace
 from benchmarks.step_bytes import step_cell
 from vllm_graft.base import markdown
-from vllm_graft.bench.common import node_counts, report
+from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import is_ours
 
 DEFAULT_CELLS = """[

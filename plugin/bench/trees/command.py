@@ -30,9 +30,6 @@ n-grams do). Each request pays for its prompt, unless you say `--enable-prefix-c
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
-
-With `shape: auto`, the printed lines and the JSON file have, for each number of nodes, its share of
-the last round's steps, its tokens and milliseconds.
 """
 
 from __future__ import annotations
@@ -53,7 +50,6 @@ from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
 from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
-from vllm_graft.bench.common.node_counts import line
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving, groups
 from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
@@ -167,8 +163,8 @@ def take_turns(
     asked = {"temperature": temperature, "requests_in_flight": batch}
     rows = [_make_row(column, asked, found[column]) for _, column, _ in turns if column in found]
     for row in rows:
-        said = f"{row.arm}: {rate_cell(row)} tokens per second {line(row.more['nodes'])}"
-        print(f"temperature {temperature:g}, {batch} in flight, {said.rstrip()}", flush=True)
+        said = f"{row.arm}: {rate_cell(row)} tokens per second"
+        print(f"temperature {temperature:g}, {batch} in flight, {said}", flush=True)
     return rows
 
 
@@ -182,7 +178,7 @@ def _make_row(column: str, case: dict[str, Any], results: list[Measured]) -> Row
         }
         for measured in results
     ]
-    return median_row(column, case, rounds, nodes=results[-1].nodes)
+    return median_row(column, case, rounds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

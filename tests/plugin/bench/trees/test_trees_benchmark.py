@@ -18,7 +18,6 @@ from vllm_graft.bench.common.arm import Row, panels, table
 from vllm_graft.bench.common.time_limit import TimeLimit
 from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.command import take_turns
-from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 class Arm:
@@ -127,8 +126,6 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
 class Engine:
     """An engine whose requests emit two tokens per step, one of them a draft; 100 ms per step."""
 
-    tuner: NodeTuner
-
     def __init__(self, clock: Clock) -> None:
         self.clock, self.live, self.sent, self.steps = clock, {}, [], []
         self.drafts = self.accepted = 0
@@ -147,7 +144,6 @@ class Engine:
     def step(self) -> list[Any]:
         self.clock.now += 0.1
         self.steps.append(len(self.live))
-        self.tuner.observe(3, [2] * len(self.live), 0.1)
         outputs = []
         for name, (emitted, most) in list(self.live.items()):
             now = min(most, emitted + 2)
@@ -162,15 +158,8 @@ class Engine:
 
 
 class Llm:
-    """An engine whose scheduler, as a caller of its worker's functions, has a tuner."""
-
     def __init__(self, engine: Engine) -> None:
         self.llm_engine = engine
-        self.tuner = engine.tuner = NodeTuner([0, 3, 7], 64)
-        self.scheduler = SimpleNamespace(dynamic_sd_lookup=self)
-
-    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [function(None, *args)]
 
 
 class Clock:
@@ -196,12 +185,6 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured == closed_loop.Measured(pytest.approx(40.0), pytest.approx(2.0))
     assert measured.drafted == 7
     assert measured.step == pytest.approx(0.1)
-    assert {nodes: sorted(found) for nodes, found in measured.nodes.items()} == {
-        3: ["expected_length", "expected_ms", "length", "ms", "prompts", "share"],
-        7: ["expected_length"],
-    }
-    assert measured.nodes[3]["length"] == 2.0
-    assert measured.nodes[3]["ms"] == measured.nodes[3]["expected_ms"] == 100.0
     # Their prompts have 10 tokens, and their answers up to 40.
     assert 2 * 12 < measured.held < 2 * 50
     assert set(engine.steps) == {2}

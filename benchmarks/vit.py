@@ -37,8 +37,8 @@ TEXT = {
 }
 """Sizes of Qwen3-VL-8B, but for 4 layers instead of 36 and a small vocabulary."""
 
-FLAGS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-num-batched-tokens", "8192")
-FLAGS += ("--max-model-len", "8192")
+FLAGS = ["--load-format", "dummy", "--dtype", "bfloat16", "--max-num-batched-tokens", "8192"]
+FLAGS += ["--max-model-len", "8192"]
 
 
 class MadeUp(Looking):

@@ -76,9 +76,12 @@ class TooFewRequests(CannotAnswer):
 
 
 class ClosedLoop:
-    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back."""
+    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back.
 
-    def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
+    Prompts are texts, or have token ids, as ``vllm.LLM`` takes them.
+    """
+
+    def __init__(self, llm: Any, prompts: Sequence[Any]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
         self._emitted: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
@@ -152,7 +155,7 @@ class ClosedLoop:
         self._emitted.clear()
         return [found[number] for number in sorted(found)]
 
-    def _requests(self, case: Case) -> Iterator[tuple[str, Any]]:
+    def _requests(self, case: Case) -> Iterator[tuple[Any, Any]]:
         from vllm import SamplingParams
 
         for place in range(case.requests):
@@ -170,14 +173,14 @@ class ClosedLoop:
             self._checksum = zlib.crc32(sent.encode(), self._checksum)
             yield prompt, params
 
-    def _follow(self, waiting: Iterator[tuple[str, Any]], ended: int) -> bool:
+    def _follow(self, waiting: Iterator[tuple[Any, Any]], ended: int) -> bool:
         """Send a request for each that has ended; False if there are too few."""
         following = list(islice(waiting, ended))
         for request in following:
             self._send(*request)
         return len(following) == ended
 
-    def _send(self, prompt: str, params: Any) -> None:
+    def _send(self, prompt: Any, params: Any) -> None:
         self._sent += 1
         self._emitted[str(self._sent)] = 0
         self._engine.add_request(str(self._sent), prompt, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -68,6 +69,13 @@ class Serving:
     def model(self) -> str:
         return self.arguments[0]
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        from vllm.tokenizers.registry import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(self.config.model_config)
+
     def has(self, part: str) -> bool:
         """Whether a part of ours would run."""
         return any((each.name, each.state) == (part, "on") for each in self.planned.parts)
@@ -123,10 +131,9 @@ def groups(arms: Sequence[Arm], tokens: int) -> list[list[Arm]]:
         return [[*arms]]
     share = current_platform.get_device_total_memory() * SHARE / len(arms)
     for arm in arms:
-        if (
-            arm.per_gpu is None
-            or sum(arm.per_gpu[:1], _ALLOWANCE) + tokens * arm.per_gpu[1] > share
-        ):
+        taken, token = arm.per_gpu or (math.inf, 0)
+        cache = arm.options.get("kv_cache_memory_bytes") or tokens * token
+        if taken + _ALLOWANCE + cache > share:
             return [[each] for each in arms]
     return [[*arms]]
 

@@ -24,9 +24,8 @@ def read_talks(file: Path | None, given: Serving, sizes: Sizes) -> list[Talk]:
     if file is None:
         return []
     from vllm.benchmarks.datasets import ShareGPTDataset
-    from vllm.tokenizers.registry import cached_tokenizer_from_config
 
-    tokenizer = cached_tokenizer_from_config(given.config.model_config)
+    tokenizer = given.tokenizer
     try:
         # Those of one turn are left out there.
         entries = ShareGPTDataset(dataset_path=str(file)).data or []

@@ -1,7 +1,7 @@
 """Tokens per second of your model with trees, and of stock vLLM: without drafts, and its best ones.
 
-    vllm-graft bench trees MODEL --speculative-config '{"method": "eagle3", "model": HEAD}' \\
-        --dataset questions.jsonl --requests-in-flight 1 4 16 64 --seconds 1200
+    vllm-graft bench trees MODEL --dataset questions.jsonl --requests-in-flight 1 4 16 64 \\
+        --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
 
 All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
 is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
@@ -28,7 +28,7 @@ same in every arm, round and load. With `--new-prompts` each round goes on with 
 those of the round before, so that nothing learns from an answer that comes again (`hot_tokens` and
 n-grams do). Each request pays for its prompt, unless you say `--enable-prefix-caching`.
 
-`--answers N` first compares N greedy answers of each arm with those of the first, and says how near
+`--answers N` also compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.
 """
 
@@ -50,7 +50,7 @@ from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
 from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
-from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.report import BenchmarkError, positive
 from vllm_graft.bench.common.serve_flags import Serving, groups
 from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 from vllm_graft.bench.trees.arm_flags import read_arms
@@ -63,12 +63,9 @@ SUMMARY = "tokens per second of your model with trees, with stock's drafts and w
 
 def compare(arguments: argparse.Namespace, flags: list[str]) -> tuple[list[Row], dict[str, str]]:
     """Measure all arms; return a row for each column and case, and the columns' commands."""
-    from vllm.tokenizers.registry import cached_tokenizer_from_config
-
     given = Serving.read(flags, preset=True)
     longest = given.config.model_config.max_model_len - arguments.tokens
-    tokenizer = cached_tokenizer_from_config(given.config.model_config)
-    prompts = read_prompts(arguments, tokenizer, most_requests(arguments), longest)
+    prompts = read_prompts(arguments, given.tokenizer, most_requests(arguments), longest)
     arms = read_arms(arguments.arms, given, sampled=any(arguments.temperature))
     held = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + arguments.tokens
     parted = groups(arms, held * max(arguments.requests_in_flight))
@@ -196,18 +193,20 @@ def add_loads(parser: argparse.ArgumentParser) -> None:
     """Add what is measured, for each arm alike."""
     told = "several are several measurements (default: %(default)s)"
     parser.add_argument(
-        "--requests-in-flight", nargs="+", type=int, default=[1, 4, 16], metavar="N", help=told
+        "--requests-in-flight", nargs="+", type=positive, default=[1, 4, 16], metavar="N", help=told
     )
     parser.add_argument(
         "--temperature", nargs="+", type=float, default=[0.0], metavar="T", help=told
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens per request")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="measurements of a load that count"
+    )
+    parser.add_argument("--tokens", type=positive, default=128, help="tokens per request")
     told = "requests a measurement, 3 times those in flight at least"
-    parser.add_argument("--requests", type=int, default=12, help=told)
+    parser.add_argument("--requests", type=positive, default=12, help=told)
     told = "each round asks for other prompts, as long as there are any"
     parser.add_argument("--new-prompts", action="store_true", help=told)
-    told = "compare so many greedy answers with the first arm's before"
+    told = "compare so many greedy answers with the first arm's"
     parser.add_argument("--answers", type=int, default=0, metavar="N", help=told)
 
 

@@ -98,6 +98,7 @@ def test_every_benchmark_has_a_sub_command(capsys: pytest.CaptureFixture[str]) -
         (["vit", "model", "--arms", "theirs"], "invalid choice"),
         (["hicache", "model", "--parts", "race"], "invalid choice"),
         (["trees", "model"], "--dataset"),
+        (["trees", "model", "--requests-in-flight", "4", "0"], "'0': give a number from 1 on"),
     ],
 )
 def test_wrong_arguments(

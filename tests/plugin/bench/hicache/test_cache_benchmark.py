@@ -93,19 +93,19 @@ def test_native_memory_where_shm_is_too_small(
 
 
 def test_users_say_what_a_file_has(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     file = tmp_path / "talks.json"
     turns = [("human", "one two"), ("gpt", "x"), ("human", "three four five six")]
     said = {"conversations": [{"from": who, "value": text} for who, text in turns]}
     file.write_text(json.dumps([said, {"conversations": []}]))
-    model = SimpleNamespace(skip_tokenizer_init=False, tokenizer=str(SHIPPED / "target"))
-    for name in ("tokenizer_revision", "hf_config"):
-        setattr(model, name, None)
-    model.tokenizer_mode, model.runner_type, model.trust_remote_code = "auto", "generate", False
-    given: Any = SimpleNamespace(config=SimpleNamespace(model_config=model))
+    tokenizer = AutoTokenizer.from_pretrained(str(SHIPPED / "target"))
+    given: Any = SimpleNamespace(tokenizer=tokenizer)
     sizes = replace(SMALL, turn_tokens=3)
     [talk] = read_talks(file, given, sizes)
     assert [len(turn) for turn in talk] == [2, 3]
-    parts = Parts(None, sizes, [talk])  # type: ignore[arg-type]
+    llm: Any = SimpleNamespace(llm_engine=None)
+    parts = Parts(llm, sizes, [talk])
     assert [parts._said(session, turn) for session, turn in ((0, 0), (5, 1), (0, 2))] == [
         talk[0],
         talk[1],

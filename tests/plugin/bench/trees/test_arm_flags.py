@@ -168,6 +168,10 @@ def test_engines_are_up_together_where_they_fit(monkeypatch: pytest.MonkeyPatch)
     # Each has 36 GiB: 12 of weights, 5 of allowance, 19 for K/V.
     assert groups([one, other], 19 << 13) == [[one, other]]
     assert groups([one, other], (19 << 13) + 1) == [[one], [other]]
+    told = Arm("told", {"kv_cache_memory_bytes": 20 << 30}, per_gpu=one.per_gpu)
+    assert groups([one, told], 1) == [[one, told]]
+    told.options["kv_cache_memory_bytes"] <<= 1
+    assert groups([one, told], 1) == [[one], [told]]
     unknown = Arm("unknown")
     assert groups([one, unknown], 1) == [[one], [unknown]]
 

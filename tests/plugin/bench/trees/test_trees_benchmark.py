@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_graft.bench.common import answers, arm_processes, closed_loop
+from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm as NamedArm
 from vllm_graft.bench.common.arm import Row, panels, table
 from vllm_graft.bench.common.time_limit import TimeLimit
@@ -310,3 +311,51 @@ def test_prompts_are_cached_only_where_options_say_so(monkeypatch: pytest.Monkey
         with arm_processes.running(Path("target"), dict(given)) as llm:
             assert llm == "an engine"
     assert [options["enable_prefix_caching"] for options in seen] == [False, True]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_engines_that_do_not_fit_follow_each_other(
+    together: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows are the same, and each engine has ended before the next one starts."""
+    made = [NamedArm(name, commands={name: f"serve {name}"}) for name in ("none", "graft")]
+    told: list[str] = []
+
+    class Pipe:
+        def __init__(self, arm: NamedArm) -> None:
+            self.arm, self.wish = arm, None
+
+        def send(self, wish: Any) -> None:
+            self.wish = wish
+
+        def recv(self) -> Any:
+            if isinstance(self.wish, closed_loop.Ask):
+                # The first arm alone computes margins.
+                assert self.wish.margins is (self.arm is made[0])
+                return [answers.Answer([1, 2], [1.0, 1.0])] * self.wish.case.requests
+            return closed_loop.Measured(100.0 if self.arm is made[0] else 150.0, 2.0)
+
+    def start(group: list[NamedArm], *_: Any) -> dict[NamedArm, Pipe]:
+        told.append(f"start {len(group)}")
+        return {arm: Pipe(arm) for arm in group}
+
+    model = SimpleNamespace(max_model_len=64)
+    config = SimpleNamespace(model_config=model)
+    given = SimpleNamespace(model="model", config=config, tokenizer=None)
+    monkeypatch.setattr(command.Serving, "read", lambda *_, **__: given)
+    monkeypatch.setattr(command, "read_prompts", lambda *_: [{"prompt_token_ids": [1, 2]}])
+    monkeypatch.setattr(command, "read_arms", lambda *_, **__: made)
+    monkeypatch.setattr(
+        command, "groups", lambda arms, _: [arms] if together else [[arm] for arm in arms]
+    )
+    monkeypatch.setattr(command.arm_processes, "start", start)
+    monkeypatch.setattr(command.arm_processes, "stop", lambda _: told.append("stop"))
+    arguments = loads("--answers", "4", "--tokens", "8")
+    arguments.arms = arguments.seconds = None
+    rows, commands = command.compare(arguments, ["model"])
+    assert told == (["start 2", "stop"] if together else ["start 1", "stop"] * 2)
+    found = sorted((row.arm, row.case["requests_in_flight"], row.main[1]) for row in rows)
+    assert found == [("graft", 1, 150), ("graft", 4, 150), ("none", 1, 100), ("none", 4, 100)]
+    assert table(rows, command.rate_cell).splitlines()[1].endswith("  1.50")
+    assert "graft: 4 of 4 greedy answers are those of none" in capsys.readouterr().out
+    assert advice(rows, commands).startswith("use this command: serve graft (1.50 x stock's best")

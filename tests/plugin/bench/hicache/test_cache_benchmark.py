@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import re
 from collections import namedtuple
 from dataclasses import replace
@@ -63,6 +64,8 @@ def test_arms_differ_in_their_connector_only(model: str, monkeypatch: pytest.Mon
     assert connector(ours) == ("HiCacheConnector", {"host_bytes": 2**24, "load": "async"})
     for arm in (native, ours):
         assert {**arm.options, "kv_transfer_config": 0} == {**none.options, "kv_transfer_config": 0}
+        # They go to a process of the arm's own.
+        assert pickle.loads(pickle.dumps(arm.options)) == arm.options
     for name, words in (("theirs", "say none, native or ours"), ("ours:{", "no JSON")):
         with pytest.raises(BenchmarkError, match=words):
             command.read_arm(name, sizes, plain)

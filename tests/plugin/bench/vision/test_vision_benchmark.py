@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,9 @@ def test_arms_differ_in_how_the_encoder_runs_only(
     assert compiled["stock"] == [0, True, False]
     assert compiled["ours+compile"] == [0, False, True]
     assert all(each["enable_mm_processor_stats"] and each["seed"] == 3 for each in found.values())
+    # They go to a process of the arm's own.
+    sent = pickle.loads(pickle.dumps(found["stock"]))
+    assert sent["compilation_config"].cudagraph_mm_encoder
     # A server keeps the share of captures that it has.
     assert "capture_share" not in arms["ours"].commands["ours"]
     assert '"memory": 64' in arms["ours"].commands["ours"]

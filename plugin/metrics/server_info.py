@@ -222,7 +222,7 @@ def answers(found: ServerInfo) -> dict[str, float]:
 
 
 def sentences(found: ServerInfo) -> Iterator[str]:
-    """What a person asks first, a line each."""
+    """Say what a person asks first, a line each."""
     told = answers(found)
     if "trees" in told:
         yield f"trees: {told['tokens_per_step']:.1f} tokens per step ({told['trees']:,.0f} steps)\n"

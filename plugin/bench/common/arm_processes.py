@@ -49,7 +49,7 @@ def running(target: str | Path, options: dict[str, Any]) -> Iterator[Any]:
 
 
 def as_a_server() -> AbstractContextManager[Any]:
-    """Where flags leave a size open, `vllm.LLM` takes that of a server, and not another one."""
+    """Let `vllm.LLM` take a server's size where flags leave one open, and not another one."""
     from vllm.entrypoints import llm
     from vllm.usage.usage_lib import UsageContext
 

@@ -14,7 +14,7 @@ from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
 
 Nodes = dict[int, dict[str, float]]
-"""What was seen and expected of each number of nodes."""
+"""Figures of each number of nodes, seen and expected."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ClosedLoop:
         """Begin to look at the engine, where somebody wants to; the window begins."""
 
     def watched(self, batch: int) -> Nodes:
-        """What was seen of each number of nodes; the window is over."""
+        """Tell what was seen of each number of nodes; the window is over."""
         return {}
 
     def answers(self, ask: Ask) -> list[Answer]:

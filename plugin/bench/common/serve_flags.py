@@ -25,7 +25,7 @@ _ALLOWANCE = 5 << 30
 
 @dataclass(frozen=True)
 class Serving:
-    """What follows ``vllm serve``, with MODEL in front.
+    """The text behind ``vllm serve``, with MODEL in front, and what it means.
 
     ``planned`` is what a server with these flags would run, ``config`` is vLLM's configuration.
     """
@@ -81,11 +81,11 @@ class Serving:
         return any((each.name, each.state) == (part, "on") for each in self.planned.parts)
 
     def why_not(self, part: str) -> str:
-        """Why a part of ours would not run."""
+        """The reason why a part of ours would not run."""
         return " ".join(each.reason for each in self.planned.parts if each.name == part)
 
     def options(self) -> dict[str, Any]:
-        """What these flags are as options of ``vllm.LLM``."""
+        """The flags as options of ``vllm.LLM``."""
         engine = self.request.engine
         default = Request.parse([self.model], preset=False).engine
         found = {

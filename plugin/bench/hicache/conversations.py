@@ -1,4 +1,4 @@
-"""What users say in the sessions of ``vllm-graft bench hicache``: the turns of a file."""
+"""The users' turns in the sessions of ``vllm-graft bench hicache``, from a file."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def compare(arguments: argparse.Namespace, flags: list[str]) -> tuple[list[Row],
 
 
 def most_requests(arguments: argparse.Namespace) -> int:
-    """How many different prompts the benchmark asks."""
+    """The number of different prompts that the benchmark asks."""
     loads = product(arguments.temperature, arguments.requests_in_flight)
     asked = [[case.requests for case in rounds(arguments, *load)] for load in loads]
     return sum(map(sum, asked)) if arguments.new_prompts else max(map(max, asked))

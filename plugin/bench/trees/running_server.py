@@ -19,7 +19,6 @@ COUNTED = {
     "tokens": "vllm:generation_tokens_total",
     "drafts": "vllm:spec_decode_num_drafts_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
 }
 """Counters that stock vLLM has, too."""
 
@@ -94,8 +93,7 @@ class RunningServer:
         more = {name: after[name] - before[name] for name in after}
         drafts = more["drafts"]
         length = 1 + more["accepted"] / drafts if drafts else 1.0
-        each = more["drafted"] / drafts if drafts else 0.0
-        return Measured(more["tokens"] / seconds, length, drafted=each)
+        return Measured(more["tokens"] / seconds, length)
 
     async def _ask(self, session: aiohttp.ClientSession, case: Case, number: int) -> None:
         body = {

@@ -204,7 +204,7 @@ def read_arm(name: str, given: Serving) -> Arm:
 
 
 Images = int | tuple[Path, ...]
-"""What is measured: noise of a size, or files."""
+"""The images of a measurement: noise of a size, or files."""
 
 
 def take_turns(

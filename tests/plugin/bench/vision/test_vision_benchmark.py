@@ -162,14 +162,14 @@ def test_a_tiny_engine_says_the_same_in_graphs(model: str, name: str) -> None:
         "max_num_batched_tokens": 512,
         "limit_mm_per_prompt": {"image": 1, "video": 0},
     }
-    flags = ["--max-model-len", "512", "--additional-config.graft.vit.max-patches", "256"]
+    flags = ["--max-model-len", "512", "--additional-config.graft.vit.max_patches", "256"]
     flags += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "NONE"}']
-    given = Serving.read([model, *flags])
     looks = [Look(size, seed, 4) for seed in range(3) for size in (64, 96)]
     seen: dict[str, list[Seen]] = {}
     graphs = classmethod(lambda cls: True)
     for each in ("off", name):
-        options = {**command.read_arm(each, given).options, **more}
+        with mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs):
+            options = {**command.read_arm(each, Serving.read([model, *flags])).options, **more}
         with (
             standins.cpu(),
             mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs),

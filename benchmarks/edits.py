@@ -1,9 +1,9 @@
 """Tokens per second of our trees with n-grams and without, on edits of source files and on prose.
 
-    python -m benchmarks.edits PAIR --arms tree:63 tree:63+ngram auto:63 auto:63+ngram --batch 1 16
+    python -m benchmarks.edits PAIR --arms tree:63 tree:63+ngram auto:63 auto:63+ngram
 
-PAIR is a folder as for `vllm-graft bench trees`, whose machinery this is: all arms are up at the
-same time and take turns. There are two workloads:
+PAIR is a folder as `tests/pair` is. As in `vllm-graft bench trees`, all arms are up at the same
+time and take turns. There are two workloads:
 
 - `edit`: each prompt is a part of a module of the standard library and an instruction to rename a
   name in it; the answer is that part with the name changed. A small target can't follow
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from benchmarks import pair_arms
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import Row, is_ours, table
 from vllm_graft.bench.common.closed_loop import Call
@@ -178,7 +179,7 @@ def answers_to(cases: Iterable[Known], tokenizer: Any) -> dict[tuple[int, ...], 
 
 def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
     """Measure all arms on one workload."""
-    pair, arms = arguments.pair, command.read_arms(arguments)
+    pair, arms = arguments.pair, pair_arms.read_arms(arguments)
     answers: dict[tuple[int, ...], list[int]] = {}
     if workload == "edit":
         from transformers import AutoTokenizer
@@ -187,8 +188,8 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
         prompts = [case.prompt for case in cases]
         answers = answers_to(cases, AutoTokenizer.from_pretrained(str(pair / "target")))
     else:
-        prompts = command.read_prompts(pair, arguments.prompt)
-    pipes = command.start(arms, arguments, prompts)
+        prompts = pair_arms.read_prompts(pair, arguments.prompt)
+    pipes = pair_arms.start(arms, arguments, prompts)
     try:
         for pipe in pipes.values() if answers else ():
             pipe.send(Call(replay, (answers,)))
@@ -203,13 +204,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.add_arguments(parser)
+    pair_arms.add_pair_arguments(parser)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--arms", nargs="+", default=["tree:63", "tree:63+ngram"])
+    command.add_loads(parser)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--files", type=int, default=32, help="modules that are edited")
     parser.add_argument("--json", type=Path)
-    parser.set_defaults(
-        arms=["tree:63", "tree:63+ngram"], batch=[1, 16], temperature=[0.0], prompt=1500
-    )
+    parser.set_defaults(requests_in_flight=[1, 16], prompt=1500)
     arguments = parser.parse_args(argv)
     if wrong := [name for name in arguments.arms if name != "none" and not is_ours(name)]:
         parser.error(f"--arms {wrong[0]!r}: answers can be replayed in our arms and 'none' alone")

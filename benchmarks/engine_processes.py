@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pair_arms import read_arm
 from vllm_graft.bench.common import report
-from vllm_graft.bench.trees.arm_names import read_arm
 
 CPU_OPTIONS = ("speculative_config", "additional_config", "max_num_seqs")
 

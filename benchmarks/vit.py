@@ -1,6 +1,6 @@
 """`vllm-graft bench vit` on a Qwen3-VL with the whole tower, few text layers and made-up weights.
 
-    python -m benchmarks.vit --arms off stock ours off+compile ours+compile --json vit.json
+    python -m benchmarks.vit --arms off stock ours off+compile ours+compile --output vit.json
 
 Nothing is downloaded. The weights are written into each engine in place: vLLM's dummy ones are
 almost zero, so that no image would change the text.
@@ -9,7 +9,6 @@ almost zero, so that no image would change the text.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +37,8 @@ TEXT = {
 }
 """Sizes of Qwen3-VL-8B, but for 4 layers instead of 36 and a small vocabulary."""
 
-OPTIONS = {"load_format": "dummy", "dtype": "bfloat16", "max_num_batched_tokens": 8192}
+FLAGS = ["--load-format", "dummy", "--dtype", "bfloat16", "--max-num-batched-tokens", "8192"]
+FLAGS += ["--max-model-len", "8192"]
 
 
 class MadeUp(Looking):
@@ -68,23 +68,25 @@ def draw_weights(worker: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the checkpoint without weights, and measure."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     command.add_arguments(parser)
-    parser.add_argument("--json")
+    parser.add_argument("--output")
     parser.add_argument("--plot")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = parser.parse_args([folder, *(sys.argv[1:] if argv is None else argv)])
+        arguments, more = parser.parse_known_args(argv)
         vision_models.write_qwen3_vl(
             Path(folder), vision=TOWERS["qwen3"].vision, text=TEXT, weights=False
         )
         arguments.prompt = vision_models.QWEN_PROMPT
-        arguments.options = OPTIONS | arguments.options
+        flags = [folder, *FLAGS, *more]
         require_plotting(arguments.plot)
         # By its own name, which processes that the engines start can import.
         from benchmarks.vit import MadeUp as Importable
 
-        return exit_status("benchmarks.vit", lambda: command.run(arguments, Importable))
+        return exit_status("benchmarks.vit", lambda: command.run(arguments, flags, Importable))
 
 
 if __name__ == "__main__":

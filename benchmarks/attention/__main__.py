@@ -35,7 +35,7 @@ import torch
 from benchmarks.attention import table
 from benchmarks.attention.rows import Bench, Row, device_timer, has_two_passes
 from benchmarks.attention.shapes import SHAPES, Layer
-from vllm_graft.bench.common.step_bytes import copy_bandwidth
+from benchmarks.step_bytes import copy_bandwidth
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import Costs, points
 from vllm_graft.spec_decode.tuning.attention_timing import measure

@@ -29,14 +29,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
-from pathlib import Path
 
 from benchmarks.bars import contest
 from benchmarks.bars.windows import DEFAULT_CELLS
+from benchmarks.pair_arms import add_pair_arguments
 from vllm_graft.bench.common import report
-from vllm_graft.bench.trees.arm_names import METHODS
 
 
 def read_arguments(given: list[str]) -> argparse.Namespace:
@@ -44,8 +42,7 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pair", type=Path)
-    parser.add_argument("--method", choices=METHODS, default="eagle3", help="of the draft")
+    add_pair_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="written anew after each window")
     parser.add_argument("--seconds", type=float, help="for windows; without it, --rounds ends them")
     parser.add_argument("--rounds", type=int, default=4, help="windows of a cell at most")
@@ -53,18 +50,8 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--chain", default="block:3,5,7+fp8", help="stock's engine")
     parser.add_argument("--tree", default="auto:63+fp8", help="ours")
     parser.add_argument("--others", nargs="+", default=[], metavar="ARM", help="engines besides")
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--auto-steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per request")
-    parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
-    parser.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V of all")
     parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of both")
-    parser.add_argument("--kv-cache-bytes", type=int, help="of each; they start together then")
-    parser.add_argument(
-        "--options", type=json.loads, default={}, help="JSON: more options of vllm.LLM of both"
-    )
     parser.add_argument("--kernels", action="store_true", help="list those of bars 3 and 4")
     parser.add_argument("--timeline", type=int, default=0, metavar="N", help="profile N cells")
     parser.add_argument("--device", choices=("last", "first", "off"), default="last")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import os
 import time
@@ -25,11 +24,12 @@ from benchmarks.bars.windows import (
     step_table,
     table,
 )
+from benchmarks.pair_arms import draft_folder, read_arm, read_prompts
+from benchmarks.pair_arms import start as start_engines
+from benchmarks.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
-from vllm_graft.bench.common.step_bytes import StepBytes, step_bytes
-from vllm_graft.bench.trees import command
-from vllm_graft.bench.trees.arm_names import draft_folder, is_chain, read_arm
+from vllm_graft.bench.trees.arm_flags import is_chain
 
 WARM_UP_TOKENS = 16
 STEPS = "a step's time, tokens per read of the target's weights, bandwidth used:"
@@ -44,7 +44,7 @@ class Bars:
 
     Args:
         pipes: how to reach `chain`, stock's engine, `ours`, and others by the names of their arms;
-            they answer as `trees.command.start` says.
+            they answer as `pair_arms.start` says.
         tokens: tokens of each answer.
         json: written after each window; None for nowhere.
     """
@@ -194,8 +194,8 @@ def start(arguments: argparse.Namespace) -> Bars:
         BenchmarkError: an engine did not start, or arms or cells can't be read.
     """
     pair: Path = arguments.pair
-    prompts = [text[: arguments.prompt] for text in json.loads((pair / "prompts.json").read_text())]
-    arguments.batch = [arguments.max_num_seqs]
+    prompts = read_prompts(pair, arguments.prompt)
+    arguments.requests_in_flight = [arguments.max_num_seqs]
     names = {"chain": arguments.chain, "ours": arguments.tree}
     names |= {name: name for name in arguments.others}
     arms = {
@@ -216,7 +216,7 @@ def start(arguments: argparse.Namespace) -> Bars:
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    pipes = command.start(list(arms.values()), arguments, prompts)
+    pipes = start_engines(list(arms.values()), arguments, prompts)
     bars = Bars({role: pipes[arm] for role, arm in arms.items()}, arguments.tokens, arguments.json)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars

@@ -15,14 +15,14 @@ from typing import Any
 
 from benchmarks.bars import kernel_times as kernels
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
-from vllm_graft.bench.common.node_counts import calling_core
-from vllm_graft.bench.common.step_bytes import (
+from benchmarks.step_bytes import (
     PASSES,
     copy_bandwidth,
     draft_bytes,
     median_seconds,
     replay_seconds,
 )
+from vllm_graft.bench.common.closed_loop import calling_core
 
 NODES, ROWS, CONTEXT = 63, 32, 2000
 """Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens of their request."""

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks import node_counts
 from benchmarks.bars import step_pace
+from benchmarks.step_bytes import step_cell
 from vllm_graft.base import markdown
-from vllm_graft.bench.common import node_counts, report
+from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import is_ours
-from vllm_graft.bench.common.step_bytes import step_cell
 
 DEFAULT_CELLS = """[
     [0.6, 1, 5, 14], [0.6, 4, 7, 40], [1, 4, 5, 40], [0, 16, 7, 64], [0.6, 16, 7, 64],

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pair_arms import read_arm
 from benchmarks.real_pair.cells import Cell, Measured, most_requests
 from vllm_graft.bench.common import report
-from vllm_graft.bench.trees.arm_names import read_arm
 from vllm_graft.metrics.exposition import total
 from vllm_graft.testing.vllm_server import VLLM, VllmServer
 

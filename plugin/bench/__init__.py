@@ -1,13 +1,16 @@
 """The benchmarks behind ``vllm-graft bench``; nothing heavy is imported before one runs.
 
 A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
-``run``, and a line in :data:`BENCHMARKS`. Importing it imports neither torch nor vLLM.
+``run``, which also gets the model and the flags of ``vllm serve``, and a line in `BENCHMARKS`.
+Importing it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
             help=benchmark.SUMMARY,
             description=benchmark.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"%(prog)s MODEL [flags of vllm serve] [flags of {name}, below]",
+            # Nothing but the whole name of a flag is ours: the others are vLLM's.
+            allow_abbrev=False,
         )
         benchmark.add_arguments(sub)
         sub.add_argument("--output", metavar="FILE.json", help="write what was measured here")
@@ -48,15 +54,23 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         parser.print_help()
         return 2
-    given = parser.parse_args(arguments)
-    return int(given.command(given))
+    given, flags = parser.parse_known_args(arguments)
+    return int(given.command(given, flags))
 
 
-def _run(name: str, arguments: argparse.Namespace) -> int:
+def _run(name: str, arguments: argparse.Namespace, flags: list[str]) -> int:
     def work() -> int:
         require_folder("--output", arguments.output)
         require_folder("--plot", arguments.plot)
         require_plotting(arguments.plot)
-        return int(load(name).run(arguments))
+        _quiet()
+        return int(load(name).run(arguments, flags))
 
     return exit_status(f"vllm-graft bench {name}", work)
+
+
+def _quiet() -> None:
+    """Leave vLLM's log to warnings, unless the environment asks for more."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    print("Reading the flags with vLLM, whose import takes some time.", file=sys.stderr, flush=True)

@@ -221,7 +221,8 @@ def answers(found: ServerInfo) -> dict[str, float]:
     return told if all(map(math.isfinite, told.values())) else {}
 
 
-def _sentences(found: ServerInfo) -> Iterator[str]:
+def sentences(found: ServerInfo) -> Iterator[str]:
+    """Say what a person asks first, a line each."""
     told = answers(found)
     if "trees" in told:
         yield f"trees: {told['tokens_per_step']:.1f} tokens per step ({told['trees']:,.0f} steps)\n"
@@ -238,7 +239,7 @@ def render(found: ServerInfo) -> str:
         for name, part in zip(names, found.parts)
     ]
     told = f"vllm-graft {printable(found.parts[0].version)}\n"
-    told += "".join(_sentences(found))
+    told += "".join(sentences(found))
     told += table(("", "", ""), rows, _STYLES)
     if found.numbers:
         numbers = [

@@ -29,7 +29,12 @@ from vllm_graft.spec_decode.targets.recurrent.state_room import state_room
 
 SEQUENCES = "--max-num-seqs"
 
-_ABSENT = ("LocalEntryNotFoundError", "RepositoryNotFoundError", "OfflineModeIsEnabled")
+_ABSENT = (
+    "LocalEntryNotFoundError",
+    "RepositoryNotFoundError",
+    "OfflineModeIsEnabled",
+    "HFValidationError",
+)
 _NOT_THERE = re.compile("Invalid repository ID or local directory specified: '(.+?)'")
 """How the Hub's client and vLLM say that a model is not there."""
 
@@ -85,7 +90,7 @@ class Plan:
 
 def make_plan(request: Request, device: str) -> Plan:
     """Plan what a server with these flags would run."""
-    plan, vllm_config = _plan_of(request, device)
+    plan, vllm_config = plan_of(request, device)
     tried, found = request, plan
     # A draft may need more flags in turn.
     for _ in range(2):
@@ -93,7 +98,7 @@ def make_plan(request: Request, device: str) -> Plan:
         if not more:
             break
         tried = tried.adding(*more)
-        found, vllm_config = _plan_of(tried, device)
+        found, vllm_config = plan_of(tried, device)
         if found.verdict is not Verdict.REFUSED and found.drafts != plan.drafts:
             plan = replace(plan, better=(found.drafts, found.command))
     return plan
@@ -105,7 +110,8 @@ def refused(error: Exception, device: str, model: str) -> Plan:
     return Plan(Verdict.REFUSED, device, refused=says)
 
 
-def _plan_of(request: Request, device: str) -> tuple[Plan, Any]:
+def plan_of(request: Request, device: str) -> tuple[Plan, Any]:
+    """The plan of these flags alone, and vLLM's configuration; None where it is refused."""
     try:
         vllm_config = request.create()
         require_registered()

@@ -29,8 +29,8 @@ class Request:
     arguments: tuple[str, ...]
 
     @classmethod
-    def parse(cls, arguments: Sequence[str]) -> Request:
-        """Read the flags as ``vllm serve`` does; without a part of ours, ask for the preset.
+    def parse(cls, arguments: Sequence[str], *, preset: bool = True) -> Request:
+        """Read the flags as ``vllm serve`` does; with `preset`, ask for it without a part of ours.
 
         Raises:
             SystemExit: with status 2 for flags that vLLM's parser doesn't know; it prints why.
@@ -41,7 +41,7 @@ class Request:
         if read.model_tag is not None:
             read.model = read.model_tag
         engine = AsyncEngineArgs.from_cli_args(read)
-        added = _added(engine, arguments)
+        added = _added(engine, arguments) if preset else ()
         if added:
             engine.additional_config = {**(engine.additional_config or {}), KEY: PRESET}
         return cls(engine, (*arguments, *added))

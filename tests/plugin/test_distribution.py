@@ -4,12 +4,14 @@ import email
 import json
 import os
 import re
+import shlex
 import sys
 import tarfile
 import venv
 import zipfile
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -145,14 +147,34 @@ def test_an_installed_wheel_is_found_and_fits(python: Path) -> None:
     assert "no problem found" in run(python, "-m", "vllm_graft", "doctor")
 
 
-@pytest.mark.nightly
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Some of the pair's prompts, as a dataset of lines."""
+    texts = json.loads((SHIPPED / "prompts.json").read_text())
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text[:80]}) + "\n" for text in texts[:4]))
+    return file
+
+
+def bench(python: Path, questions: Path, *flags: str) -> tuple[list[dict[str, Any]], str]:
+    """Rows and the last line of a short ``vllm-graft bench trees``."""
+    file = questions.with_name("rows.json")
+    load = ["--requests-in-flight", "1", "--requests", "3", "--rounds", "1", "--tokens", "4"]
+    given = (*flags, "--dataset", str(questions), *load, "--output", str(file))
+    said = run(python, "-m", "vllm_graft", "bench", "trees", *given)
+    return json.loads(file.read_text()), said.splitlines()[-1]
+
+
 @pytest.mark.engine
-def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
+def test_a_session_of_a_new_user(python: Path, questions: Path, tmp_path: Path) -> None:
+    """From the wheel to a measured server, behind ``doctor`` above; no step needs a page."""
     flags, environment = server_settings(SHIPPED, cuda=False)
     flags += [*speculate(SHIPPED, 5), "--additional-config.graft", "auto"]
     plan = json.loads(run(python, "-m", "vllm_graft", "plan", *flags, "--json").splitlines()[-1])
     planned = {part["name"] for part in plan["parts"] if part["state"] == "on"}
     assert planned == {"tree"}
+    # It is served as planned.
+    assert shlex.split(plan["command"]) == ["vllm", "serve", *flags]
 
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     command = (str(python), "-P", "-m", "vllm.entrypoints.cli.main")
@@ -162,6 +184,7 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 8
         talk = run(python, str(EXAMPLES / "client.py"), "--url", server.address).splitlines()
         told = run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
+        [row], last = bench(python, questions, "--url", server.address)
         metrics = server.metrics()
     assert sum_of("vllm:spec_decode_num_drafts_total", metrics) > 0
     assert sum_of("vllm:graft_tree_trees_total", metrics) > 0
@@ -173,4 +196,28 @@ def test_a_session_of_a_new_user(python: Path, tmp_path: Path) -> None:
     assert talk[2].partition(":")[2].strip() in ("'quick'", "'slow'")
     assert float(talk[3].partition(":")[2]) > 1
     info = json.loads(told)
-    assert info
+    assert info["ok"]
+    assert info["answers"]["tokens_per_step"] > 1
+    # A bench of the server, which says what would compare it.
+    assert row["arm"] == "server"
+    assert row["tokens_per_second"] > 0
+    assert row["acceptance_length"] > 1
+    assert "without --url, stock is compared" in last
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+def test_a_new_user_compares_arms(python: Path, questions: Path) -> None:
+    flags, _ = server_settings(SHIPPED, cuda=False)
+    flags += [*speculate(SHIPPED, 5), "--kv-cache-memory-bytes", str(2**26)]
+    rows, last = bench(python, questions, *flags, "--arms", "none", "chain:2,3", "graft")
+    lengths = {row["arm"]: row["acceptance_length"] for row in rows}
+    assert list(lengths) == ["none", "chain:2", "chain:3", "graft"]
+    assert lengths["none"] == 1 < lengths["chain:2"]
+    assert lengths["graft"] > 1
+    # A tree is interpreted here: stock is faster, and that is what is said.
+    commands = {row["arm"]: row["command"] for row in rows}
+    assert commands["graft"].endswith("--additional-config.graft auto")
+    assert last.startswith("use this command: vllm serve")
+    assert "ours, graft, is no faster" in last
+    assert commands["graft"] not in last

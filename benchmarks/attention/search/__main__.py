@@ -41,7 +41,7 @@ from benchmarks.attention.search.measuring import (
     time_others,
 )
 from benchmarks.attention.search.points import Batch, Problem, batches_of, shard
-from vllm_graft.bench.common.step_bytes import copy_bandwidth
+from benchmarks.step_bytes import copy_bandwidth
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of
 from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace

@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import node_counts, step_bytes
 from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
+from benchmarks.pair_arms import engine_options, read_arm
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.bench.common import node_counts, step_bytes
 from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees.arm_names import read_arm
-from vllm_graft.bench.trees.command import engine_options
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -244,7 +243,7 @@ def test_engines_start_from_the_arguments() -> None:
     """The arguments have what the start of an engine reads; `--options` go to each engine."""
     given = ["pair", "--options", '{"seed": 7}', "--fp8-target", "--sizes", "1", "2"]
     arguments = program.read_arguments(given)
-    arguments.batch = [4]
+    arguments.requests_in_flight = [4]
     found = engine_options(read_arm("none", Path("draft"), 2, 2, 4), arguments)
     assert (found["seed"], found["max_num_seqs"], found["kv_cache_dtype"]) == (7, 4, "fp8")
     assert found["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
@@ -284,6 +283,20 @@ def test_what_the_tuner_chose() -> None:
     assert node_counts.line(found) == "nodes 3 67 % 2.33 in 10.0 ms, 7 33 % 7.00"
     assert node_counts.line({}) == ""
     assert node_counts.nodes_used(None, 2) == {}
+
+    class Core:
+        """The engine core, which calls the functions in its worker."""
+
+        scheduler = SimpleNamespace(dynamic_sd_lookup=SimpleNamespace(tuner=tuner))
+        llm_engine = None
+
+        def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+            return [function(None, *args)]
+
+    loop = node_counts.WatchedLoop(Core(), ["text"])
+    loop.watch()
+    tuner.observe(3, [4, 2], 0.010, batch=2)
+    assert loop.watched(2)[3]["share"] == 1
 
 
 class Core:

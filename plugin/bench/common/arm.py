@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +20,28 @@ class Arm:
     """An engine with options of ``vllm.LLM``, and the columns of the table that it fills.
 
     `drafts` are lengths of its chains, one column each; empty if the engine itself decides.
+    `commands` serve what the columns measure. `per_gpu` are bytes on each GPU without K/V, and
+    those of a token; None where they are unknown.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     drafts: tuple[int, ...] = ()
+    commands: Mapping[str, str] = field(default_factory=dict)
+    per_gpu: tuple[int, int] | None = None
 
     @property
     def columns(self) -> dict[str, int | None]:
         """Drafts to fix for each column; None where nothing is to be fixed."""
-        base, plus, suffixes = self.name.partition("+")
-        kind = base.partition(":")[0]
-        fixed: dict[str, int | None] = {f"{kind}:{n}{plus}{suffixes}": n for n in self.drafts}
+        fixed: dict[str, int | None] = {
+            re.sub(":[0-9,]+", f":{count}", self.name, count=1): count for count in self.drafts
+        }
         return fixed or {self.name: None}
 
 
 def is_ours(column: str) -> bool:
     """Whether a column is an arm of vllm-graft."""
-    return column == "graft" or column.startswith(("tree:", "auto:", "ours"))
+    return column.startswith(("graft", "tree:", "auto:", "ours"))
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,16 @@ def panels(rows: Sequence[Row], over: str, shown: Mapping[str, str]) -> list[Pan
     ]
 
 
-def write_files(arguments: argparse.Namespace, rows: Sequence[Row], drawn: list[Panel]) -> None:
-    """Write the rows, and draw them, where ``--output`` and ``--plot`` say."""
+def write_files(
+    arguments: argparse.Namespace,
+    rows: Sequence[Row],
+    drawn: list[Panel],
+    commands: Mapping[str, str] | None = None,
+) -> None:
+    """Write the rows with their commands, and draw them, where ``--output`` and ``--plot`` say."""
     if arguments.output:
-        report.write_json(arguments.output, [row.flat() for row in rows])
+        told = [{**row.flat(), "command": (commands or {}).get(row.arm)} for row in rows]
+        report.write_json(arguments.output, told)
     if arguments.plot:
         report.plot(arguments.plot, drawn)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import Arm
@@ -19,25 +19,12 @@ from vllm_graft.bench.common.arm import Arm
 Answering = Callable[[Any], Any]
 """Answers what an arm's process is sent."""
 
+SHARE = 0.9
+"""Share of a GPU's memory that several engines have together, where no flag says another."""
+
 
 class CannotAnswer(RuntimeError):
     """An arm cannot do what it is asked for; the text says why, and the arm goes on."""
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what all benchmarks of engines are told."""
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
-    parser.add_argument(
-        "--options",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="more options of vllm.LLM for all arms, "
-        """'{"load_format": "dummy"}' for example""",
-    )
-    parser.add_argument(
-        "--kv-cache-bytes", type=int, help="of each engine; they start together then"
-    )
 
 
 @contextmanager
@@ -47,17 +34,27 @@ def running(target: str | Path, options: dict[str, Any]) -> Iterator[Any]:
 
     from vllm_graft import testing
 
-    # Each request pays for its prompt, unless `--options` say otherwise.
+    # Each request pays for its prompt, unless a flag says otherwise.
     options.setdefault("enable_prefix_caching", False)
     if torch.cuda.is_available():
         # The engine is ended in order, because a spawned process waits for its children before it
         # runs its exit handlers.
         engine = testing.running(target, disable_log_stats=False, **options)
+        with as_a_server(), engine as llm:
+            yield llm
     else:
-        options.pop("gpu_memory_utilization")
-        engine = testing.cpu_engine(target, **options)
-    with engine as llm:
-        yield llm
+        options.pop("gpu_memory_utilization", None)
+        with testing.cpu_engine(target, **options) as llm:
+            yield llm
+
+
+def as_a_server() -> AbstractContextManager[Any]:
+    """Let `vllm.LLM` take a server's size where flags leave one open, and not another one."""
+    from vllm.entrypoints import llm
+    from vllm.usage.usage_lib import UsageContext
+
+    served = SimpleNamespace(LLM_CLASS=UsageContext.OPENAI_API_SERVER)
+    return mock.patch.object(llm, "UsageContext", served)
 
 
 def serve(
@@ -78,50 +75,42 @@ def serve(
                 pipe.send(str(error))
 
 
-def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """An arm's own options of ``vllm.LLM``, and those that all arms are given."""
-    found = {**more, **own}
-    for key in ("additional_config", "compilation_config"):
-        if key in more:
-            found[key] = more[key] | own.get(key, {})
-    return found
-
-
 def start(
-    arms: Mapping[Arm, dict[str, Any]],
-    target: str | Path,
-    make: Callable[[Any], Answering],
-    kv_cache_bytes: int | None = None,
+    arms: Sequence[Arm], target: str | Path, make: Callable[[Any], Answering]
 ) -> dict[Arm, Connection]:
     """Start the engines of arms one after another, because vLLM measures how much memory is left.
 
-    With `kv_cache_bytes` of each engine it need not, and they start together. `make` makes of an
-    engine what answers; it is pickled.
+    Where each is told the bytes of its K/V cache it need not, and they start together. `make` makes
+    of an engine what answers; it is pickled.
 
     Raises:
         BenchmarkError: an engine did not start.
     """
     context = multiprocessing.get_context("spawn")
     pipes: dict[Arm, Connection] = {}
-    for arm, given in arms.items():
-        options = {"gpu_memory_utilization": 0.9 / len(arms), **given}
-        if kv_cache_bytes:
-            options["kv_cache_memory_bytes"] = kv_cache_bytes
+    told = all("kv_cache_memory_bytes" in arm.options for arm in arms)
+    for arm in arms:
+        options = dict(arm.options)
+        if len(arms) > 1:
+            share = options.get("gpu_memory_utilization", SHARE)
+            options["gpu_memory_utilization"] = share / len(arms)
         pipes[arm], theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, target, options, make), daemon=False).start()
         theirs.close()
-        if not kv_cache_bytes:
+        if not told:
             wait(arm, pipes[arm])
-    if kv_cache_bytes:
+    if told:
         for arm, pipe in pipes.items():
             wait(arm, pipe)
     return pipes
 
 
 def stop(pipes: Mapping[Arm, Connection]) -> None:
-    """End all engines."""
+    """End all engines, and wait until their memory is free."""
     for pipe in pipes.values():
         pipe.send(None)
+    for process in multiprocessing.active_children():
+        process.join()
 
 
 def wait(arm: Arm, pipe: Connection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
-from vllm_graft.bench.common.node_counts import Nodes, calling_table, nodes_used, watch_nodes
+
+Nodes = dict[int, dict[str, float]]
+"""Figures of each number of nodes, seen and expected."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Measured:
 
     `sent` is a checksum of prompts, parameters and seeds. Means of steps, 0 where unknown, are
     `step` in seconds, `held` tokens of the requests in flight with their prompts, and `drafted`
-    drafts that a request verified. `nodes` is what `shape: auto` chose and expects.
+    drafts that a request verified. `nodes` is what `watched` says.
     """
 
     rate: float
@@ -73,9 +76,12 @@ class TooFewRequests(CannotAnswer):
 
 
 class ClosedLoop:
-    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back."""
+    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back.
 
-    def __init__(self, llm: Any, prompts: Sequence[str]) -> None:
+    Prompts are texts, or have token ids, as ``vllm.LLM`` takes them.
+    """
+
+    def __init__(self, llm: Any, prompts: Sequence[Any]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
         self._emitted: dict[str, int] = {}
         self._prompt_tokens: dict[str, int] = {}
@@ -104,7 +110,7 @@ class ClosedLoop:
                     f"before {case.batch} of them decoded at a time: have more, or longer ones, "
                     "or a K/V cache that holds so many"
                 )
-        self._llm.collective_rpc(watch_nodes)
+        self.watch()
         before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
         steps = held = 0
         while True:
@@ -116,7 +122,7 @@ class ClosedLoop:
             if not self._follow(waiting, ended):
                 break
         seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
-        nodes = self._llm.collective_rpc(nodes_used, args=(case.batch,))[0]
+        nodes = self.watched(case.batch)
         self._stop()
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
@@ -125,6 +131,13 @@ class ClosedLoop:
         steps = max(1, steps)
         rate, step, mean = tokens / seconds, seconds / steps, held / steps
         return Measured(rate, acceptance, self._checksum, step, mean, drafted, nodes)
+
+    def watch(self) -> None:
+        """Begin to look at the engine, where somebody wants to; the window begins."""
+
+    def watched(self, batch: int) -> Nodes:
+        """Tell what was seen of each number of nodes; the window is over."""
+        return {}
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -142,7 +155,7 @@ class ClosedLoop:
         self._emitted.clear()
         return [found[number] for number in sorted(found)]
 
-    def _requests(self, case: Case) -> Iterator[tuple[str, Any]]:
+    def _requests(self, case: Case) -> Iterator[tuple[Any, Any]]:
         from vllm import SamplingParams
 
         for place in range(case.requests):
@@ -160,14 +173,14 @@ class ClosedLoop:
             self._checksum = zlib.crc32(sent.encode(), self._checksum)
             yield prompt, params
 
-    def _follow(self, waiting: Iterator[tuple[str, Any]], ended: int) -> bool:
+    def _follow(self, waiting: Iterator[tuple[Any, Any]], ended: int) -> bool:
         """Send a request for each that has ended; False if there are too few."""
         following = list(islice(waiting, ended))
         for request in following:
             self._send(*request)
         return len(following) == ended
 
-    def _send(self, prompt: str, params: Any) -> None:
+    def _send(self, prompt: Any, params: Any) -> None:
         self._sent += 1
         self._emitted[str(self._sent)] = 0
         self._engine.add_request(str(self._sent), prompt, params)
@@ -197,6 +210,25 @@ class ClosedLoop:
         self._prompt_tokens.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+def calling_core() -> Any:
+    """The engine core among the callers of a function that runs in a worker; None without one.
+
+    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "scheduler", None) is not None:
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def calling_table() -> Any:
+    """The scheduler's table of drafts by batch size among the callers; None without one."""
+    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
 
 
 def fix_drafts(worker: Any, drafts: int) -> None:

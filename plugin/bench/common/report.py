@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -24,6 +25,13 @@ def exit_status(name: str, work: Callable[[], int | None]) -> int:
     except BenchmarkError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+
+
+def positive(text: str) -> int:
+    """Read a flag's number, from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1 on")
+    return int(text)
 
 
 def write_json(file: str, values: Any, quiet: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from vllm_graft.bench.hicache.conversations import Talk
 
 Figures = dict[str, float]
 
@@ -38,7 +41,7 @@ class Sizes:
     turns: int = _size(4, "turns of a session")
     turn_tokens: int = _size(384, "tokens of the user per turn")
     reply: int = _size(64, "tokens of an answer in a session")
-    seconds: float = _size(60.0, "longest time of a round of sessions")
+    session_seconds: float = _size(60.0, "longest time of a round of sessions")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +60,11 @@ class Parts:
     """An engine that is sent the name of a part, the number of a round, and a size.
 
     Each round has prompts of its own. The answer is figures by name, the one to compare by first.
+    The users of sessions say `talks`, or random tokens without any.
     """
 
-    def __init__(self, llm: LLM, sizes: Sizes) -> None:
-        self._llm, self._sizes = llm, sizes
+    def __init__(self, llm: LLM, sizes: Sizes, talks: Sequence[Talk] = ()) -> None:
+        self._llm, self._sizes, self._talks = llm, sizes, talks
         self._driver = Driver(llm)
 
     def __call__(self, wish: tuple[str, int, int]) -> Figures:
@@ -103,7 +107,7 @@ class Parts:
         driver = self._driver
         driver.forget_device(connector=True)
         before, began = self._counted(), time.perf_counter()
-        answers = self._converse(sessions, began + self._sizes.seconds)
+        answers = self._converse(sessions, began + self._sizes.session_seconds)
         seconds = time.perf_counter() - began
         driver.abort_all()
         later = [answer for turn, answer in answers if turn]
@@ -122,18 +126,23 @@ class Parts:
         sizes, driver = self._sizes, self._driver
         session_of: dict[str, tuple[int, int]] = {}
         for session in range(sessions):
-            prompt = self._prompt(f"session{session}-0", sizes.turn_tokens)
-            session_of[driver.submit(prompt, sizes.reply)] = session, 0
+            session_of[driver.submit(self._said(session, 0), sizes.reply)] = session, 0
         answers = []
         while driver.busy and time.perf_counter() < deadline:
             for name, answer in driver.step().items():
                 session, turn = session_of.pop(name)
                 answers.append((turn, answer))
                 if turn + 1 < sizes.turns:
-                    said = self._prompt(f"session{session}-{turn + 1}", sizes.turn_tokens)
+                    said = self._said(session, turn + 1)
                     follow = driver.submit(answer.prompt + answer.tokens + said, sizes.reply)
                     session_of[follow] = session, turn + 1
         return answers
+
+    def _said(self, session: int, turn: int) -> list[int]:
+        if not self._talks:
+            return self._prompt(f"session{session}-{turn}", self._sizes.turn_tokens)
+        talk = self._talks[session % len(self._talks)]
+        return talk[turn % len(talk)]
 
     def _counted(self) -> Figures:
         """Our connector's counters; empty for the other arms."""

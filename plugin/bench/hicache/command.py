@@ -1,18 +1,21 @@
 """Host KV caches side by side: none, vLLM's own (`native`) and ours.
 
-    vllm-graft bench hicache --model MODEL --arms none native ours
+    vllm-graft bench hicache MODEL --dataset conversations.json --seconds 900
 
-All arms are up at the same time, each in a process of its own with its share of the GPU's memory,
-and take turns, `--rounds` times; the table has the medians. Parts are
+All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
+is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
+the GPU's memory together, all are up at the same time, and take turns; else one follows another.
+Each part is measured `--rounds` times; the table has the medians. Parts are
 
 - `first_token`, time to the first token of a prompt whose long prefix (`--prefix`, several lengths
   if you like) only the host still has, with a new suffix;
 - `decode`, tokens per second while K/V is written back;
 - `load`, concurrent sessions of several turns with more K/V than the device holds.
 
-JSON behind an arm's name goes into its connector's extra configuration:
-`ours:{"load": "async"}`. Texts are random token ids, so with
-`--options '{"load_format": "dummy"}'` MODEL needs no weights.
+So that the device holds little, all arms have `--gpu-tokens` of K/V there; the printed command
+leaves that to vLLM. JSON behind an arm's name goes into its connector's extra configuration:
+`ours:{"load": "async"}`. Texts are random token ids, so with `--load-format dummy` MODEL needs no
+weights; with `--dataset`, a JSON file of conversations as ShareGPT's, its users talk in `load`.
 """
 
 from __future__ import annotations
@@ -20,14 +23,21 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.serve_flags import Serving, adding, bare, groups
+from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 from vllm_graft.bench.hicache.cache_parts import Figures, Parts, Sizes, add_sizes, read_sizes
+from vllm_graft.bench.hicache.conversations import read_talks
 
 SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load"
 PARTS = {
@@ -37,47 +47,77 @@ PARTS = {
 }
 TAIL = "load, p99 of first tokens, ms"
 
+TRANSFER = "--kv-transfer-config"
+_CONNECTOR = (TRANSFER, "--kv-offloading-size", "--kv-offloading-backend")
+"""Flags that name a connector."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own arguments; ``--output`` and ``--plot`` are there already."""
-    parser.add_argument("--model", required=True, help="checkpoint folder, or a name")
+    """Add the arguments of this benchmark; those of `vllm serve` are read apart."""
     parser.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prefix", nargs="+", type=int, default=[8192], help="known tokens")
-    parser.add_argument("--max-model-len", type=int, default=10_240)
+    told = "JSON file of conversations; of each user's turn, --turn-tokens at most"
+    parser.add_argument("--dataset", type=Path, metavar="FILE", help=told)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     add_sizes(parser)
-    arm_processes.add_engine_arguments(parser)
+    add_seconds(parser)
 
 
-def read_arm(name: str, sizes: Sizes) -> Arm:
-    """Make the arm of a name."""
-    kind, _, given = name.partition(":")
-    size = int(sizes.host_gib * 2**30)
+def read_arm(name: str, sizes: Sizes, given: Serving) -> Arm:
+    """Make the arm of a name; all arms hold as much K/V on the device.
+
+    Raises:
+        BenchmarkError: the name can't be read, or vLLM or our part refuses it.
+    """
+    kind, _, text = name.partition(":")
+    size, told = int(sizes.host_gib * 2**30), f"--arms {name!r}"
     try:
-        extra = dict(json.loads(given or "{}"))
+        extra = dict(json.loads(text or "{}"))
     except ValueError as wrong:
-        raise report.BenchmarkError(
-            f"--arms {name!r}: no JSON behind the colon ({wrong})"
-        ) from None
-    if kind == "none":
-        return Arm(name)
+        raise BenchmarkError(f"{told}: no JSON behind the colon ({wrong})") from None
+    flags = bare(given, *_CONNECTOR)
     if kind == "native":
-        return Arm(name, _connector("OffloadingConnector", {**_native(size), **extra}))
-    if kind == "ours":
-        return Arm(name, _connector("HiCacheConnector", {"host_bytes": size, **extra}))
-    raise report.BenchmarkError(
-        f"--arms {name!r}: say none, native or ours, or one of them with :JSON behind it"
-    )
+        flags = adding(flags, TRANSFER, _connector("OffloadingConnector", _native(size) | extra))
+    elif kind == "ours":
+        extra = {"host_bytes": size, **_own_keys(given), **extra}
+        flags = adding(flags, TRANSFER, _connector("HiCacheConnector", extra))
+    elif kind != "none":
+        raise BenchmarkError(
+            f"{told}: say none, native or ours, or one of them with :JSON behind it"
+        )
+    arm = Serving.read(flags, told).arm(name)
+    return replace(arm, options=held_alike(arm.options, sizes))
+
+
+def held_alike(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Options with as much K/V on the device as `Sizes` say."""
+    return {
+        "enable_prefix_caching": True,
+        "max_num_seqs": max(sizes.requests, sizes.sessions),
+        **options,
+        "block_size": sizes.block,
+        # Block 0 is never used.
+        "num_gpu_blocks_override": sizes.gpu_tokens // sizes.block + 1,
+        # VLLM starts no engine whose K/V cache is too small for one request.
+        "max_model_len": min(options["max_model_len"], sizes.gpu_tokens),
+    }
+
+
+def _own_keys(given: Serving) -> dict[str, Any]:
+    """The keys of our connector among the flags."""
+    found = given.request.engine.kv_transfer_config
+    if found is None or found.kv_connector != "HiCacheConnector":
+        return {}
+    return dict(found.kv_connector_extra_config)
 
 
 def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {
-        "kv_transfer_config": {
-            "kv_connector": name,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-            "kv_load_failure_policy": "recompute",
-        }
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+        "kv_load_failure_policy": "recompute",
     }
 
 
@@ -89,19 +129,6 @@ def _native(size: int) -> dict[str, Any]:
         extra["spec_name"] = "PrivateMemorySpec"
         extra["spec_module_path"] = "vllm_graft.bench.hicache.native_arm"
     return extra
-
-
-def engine_options(arm: Arm, sizes: Sizes, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``vllm.LLM`` for an arm; all arms hold as much K/V on the device."""
-    return {
-        "block_size": sizes.block,
-        "enable_prefix_caching": True,
-        "max_model_len": arguments.max_model_len,
-        "max_num_seqs": max(sizes.requests, sizes.sessions),
-        # Block 0 is never used.
-        "num_gpu_blocks_override": sizes.gpu_tokens // sizes.block + 1,
-        **arm_processes.with_options(arm.options, arguments.options),
-    }
 
 
 def take_turns(
@@ -135,22 +162,23 @@ def rows_of(part: str, size: int, found: Mapping[str, list[Figures]]) -> list[Ro
     return rows
 
 
-def compare(arguments: argparse.Namespace) -> list[Row]:
-    """Start all arms, let them take turns, and return a row for each arm and part."""
-    sizes = read_sizes(arguments)
-    arms = [read_arm(name, sizes) for name in arguments.arms]
-    options = {arm: engine_options(arm, sizes, arguments) for arm in arms}
-    pipes = arm_processes.start(
-        options, arguments.model, partial(Parts, sizes=sizes), arguments.kv_cache_bytes
-    )
+def compare(
+    arms: Sequence[Arm], given: Serving, sizes: Sizes, arguments: argparse.Namespace
+) -> list[Row]:
+    """Start the arms, let them take turns, and return a row for each arm and part."""
+    told = partial(Parts, sizes=sizes, talks=read_talks(arguments.dataset, given, sizes))
     asked = {"first_token": arguments.prefix, "decode": [sizes.requests], "load": [sizes.sessions]}
+    cases = [(part, size) for part in arguments.parts for size in asked[part]]
+    parted = groups(arms, sizes.gpu_tokens)
+    limit = TimeLimit(arguments.seconds, len(parted))
     rows: list[Row] = []
-    for part in arguments.parts:
-        for size in asked[part]:
+    for group in parted:
+        pipes = arm_processes.start(group, given.model, told)
+        for part, size in limit.within(cases):
             rows += rows_of(part, size, take_turns(pipes, part, size, arguments.rounds))
             if arguments.output:
                 report.write_json(arguments.output, [row.flat() for row in rows], quiet=True)
-    arm_processes.stop(pipes)
+        arm_processes.stop(pipes)
     return rows
 
 
@@ -164,11 +192,15 @@ def cell(row: Row) -> str:
     return f"{row.main[1]:.0f}"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, flags: list[str]) -> int:
     """Measure, print the table, write the files; status 1 if a request failed."""
-    rows = compare(arguments)
+    sizes, given = read_sizes(arguments), Serving.read(flags)
+    arms = [read_arm(name, sizes, given) for name in arguments.arms]
+    rows = compare(arms, given, sizes, arguments)
+    commands = {column: text for arm in arms for column, text in arm.commands.items()}
     print(table(rows, cell), flush=True)
     first = [row for row in rows if "cached" in row.figures]
     drawn = panels(first, "size", {"first_token_ms": "ms to the first token"})
-    write_files(arguments, rows, drawn)
+    write_files(arguments, rows, drawn, commands)
+    print(advice(rows, commands))
     return 1 if any(row.figures.get("errors") for row in rows) else 0

@@ -1,14 +1,18 @@
 """Time in a model's vision encoder: run eagerly, in vLLM's own encoder graphs, and in ours.
 
-    vllm-graft bench vit MODEL --arms off stock ours --sizes 224 448 896
+    vllm-graft bench vit MODEL --images FOLDER --seconds 600
 
-All arms are up at the same time, each in a process of its own with its share of the GPU's memory,
-and take turns: one image of noise of each size, `--rounds` times. The table has the medians:
-milliseconds in the encoder and, in brackets, of the whole request. An arm is
+All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
+is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
+the GPU's memory together, all are up at the same time, and take turns; else one follows another.
+A measurement is all images of a folder, one after another, or one image of noise of a size,
+`--rounds` times. The table has the medians: milliseconds of an image in the encoder and, in
+brackets, of the whole request. An arm is
 
 - `off`, the encoder runs eagerly;
 - `stock`, vLLM's own encoder graphs (`cudagraph_mm_encoder`);
-- `ours`, `graft.vit`, with the keys of `--graft`. Layouts are captured as soon as they come.
+- `ours`, `graft.vit`, with your keys of it. Here layouts are captured as soon as they come, which
+  serving spreads over time (`capture_share`).
 
 `+compile` behind a name lets vLLM compile the encoder (`compile_mm_encoder`). Each answer is
 compared with the first arm's. In 16 bits a near tie may fall otherwise; a difference at a larger
@@ -20,16 +24,24 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from vllm_graft.base.options import KEY
 from vllm_graft.bench.common import arm_processes
+from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.answers import Answer, Comparison
 from vllm_graft.bench.common.answers import compare as compare_answers
 from vllm_graft.bench.common.arm import Arm, Row, is_ours, median_row, panels, table, write_files
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.serve_flags import ADDITIONAL, Serving, adding, bare, groups
+from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 
 SUMMARY = "time in a vision encoder: eager, in vLLM's encoder graphs, in ours"
 
@@ -42,12 +54,14 @@ DRAWN = {"encoder_ms": "ms in the encoder", "request_ms": "ms per request"}
 
 QUESTION = "What is it?"
 
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+
 
 @dataclass(frozen=True)
 class Look:
-    """A request of `tokens` with one image of noise, of `size` pixels by edge."""
+    """A request of `tokens` with one image: a file, or noise of so many pixels by edge."""
 
-    size: int
+    image: int | Path
     seed: int
     tokens: int
 
@@ -59,10 +73,6 @@ class Seen:
     answer: Answer
     encoder_ms: float
     request_ms: float
-
-    @property
-    def figures(self) -> dict[str, float | None]:
-        return {"encoder_ms": self.encoder_ms, "request_ms": self.request_ms}
 
 
 class Looking:
@@ -84,7 +94,7 @@ class Looking:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=wish.tokens, ignore_eos=True, logprobs=2)
-        image = noise(wish.size, wish.seed)
+        image = picture(wish)
         self._llm.collective_rpc("get_encoder_timing_stats")  # Reading them forgets them.
         began = time.perf_counter()
         (output,) = self._ask(image, params)
@@ -107,6 +117,37 @@ class Looking:
         return self._llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
 
 
+def picture(look: Look) -> Any:
+    """The PIL image of a request."""
+    from PIL import Image
+
+    if isinstance(look.image, int):
+        return noise(look.image, look.seed)
+    return Image.open(look.image).convert("RGB")
+
+
+def read_images(folder: Path) -> list[Path]:
+    """The images of a folder, in the order of their names.
+
+    Raises:
+        BenchmarkError: there is none, or one can't be read.
+    """
+    from PIL import Image
+
+    found = sorted(file for file in folder.glob("*") if file.suffix.lower() in SUFFIXES)
+    if not found:
+        raise BenchmarkError(
+            f"--images {folder}: there is no image in it, or no such folder: give a folder with "
+            f"files that end in {', '.join(SUFFIXES)}."
+        )
+    for file in found:
+        try:
+            Image.open(file).verify()
+        except Exception as error:  # Of PIL's readers.
+            raise BenchmarkError(f"--images {folder}: {file.name} can't be read: {error}") from None
+    return found
+
+
 def noise(size: int, seed: int) -> Any:
     """A square PIL image of random pixels."""
     import numpy
@@ -117,86 +158,108 @@ def noise(size: int, seed: int) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this benchmark."""
-    parser.add_argument("model", help="checkpoint folder, or a name that vLLM knows")
+    """Add the arguments of this benchmark; those of `vllm serve` are read apart."""
     parser.add_argument("--arms", nargs="+", choices=NAMES, default=["off", "stock", "ours"])
-    parser.add_argument(
-        "--sizes", nargs="+", type=int, default=[224, 336, 448, 672, 896], help="edges in pixels"
-    )
-    parser.add_argument("--warm", type=int, default=4, help="images of each size before")
+    told = "edges of noise in pixels (default: %(default)s)"
+    sizes = [224, 336, 448, 672, 896]
+    parser.add_argument("--sizes", nargs="+", type=int, default=sizes, metavar="PX", help=told)
+    told = "measure the images in it, and no noise"
+    parser.add_argument("--images", type=Path, metavar="FOLDER", help=told)
+    parser.add_argument("--warm", type=int, default=4, help="rounds before, which do not count")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--graft", type=json.loads, default={}, metavar="JSON", help="of graft.vit")
     parser.add_argument(
         "--prompt", help="a text with the model's placeholder of an image (default: a chat)"
     )
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    arm_processes.add_engine_arguments(parser)
+    add_seconds(parser)
 
 
-def read_arm(name: str, graft: dict[str, Any]) -> Arm:
-    """Make the arm of a name."""
+def read_arm(name: str, given: Serving) -> Arm:
+    """Make the arm of a name.
+
+    Raises:
+        BenchmarkError: vLLM or our part refuses it.
+    """
     kind, _, compiled = name.partition("+")
-    options: dict[str, Any] = {}
+    flags, told = bare(given), f"--arms {name}"
     compilation: dict[str, Any] = {"compile_mm_encoder": True} if compiled else {}
     if kind == "stock":
         compilation["cudagraph_mm_encoder"] = True
     if compilation:
-        options["compilation_config"] = compilation
+        flags = adding(flags, "--compilation-config", compilation)
+    graft = (given.request.engine.additional_config or {}).get(KEY)
+    section = graft.get("vit", {}) if isinstance(graft, dict) else {}
     if kind == "ours":
-        options["additional_config"] = {"graft": {"vit": {"capture_share": 1, **graft}}}
-    return Arm(name, options)
-
-
-def engine_options(arm: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``vllm.LLM`` for an arm."""
-    return {
-        "max_model_len": arguments.max_model_len,
+        flags = adding(flags, ADDITIONAL, {KEY: {"vit": section}})
+    arm = Serving.read(flags, told).arm(name)
+    options = arm.options | {
         "limit_mm_per_prompt": {"image": 1},
         "mm_processor_cache_gb": 0,
         "enable_mm_processor_stats": True,
-        **arm_processes.with_options(arm.options, arguments.options),
     }
+    if kind == "ours":
+        caught = {KEY: {"vit": {"capture_share": 1, **section}}}
+        options["additional_config"] = options["additional_config"] | caught
+    return replace(arm, options=options)
+
+
+Images = int | tuple[Path, ...]
+"""The images of a measurement: noise of a size, or files."""
 
 
 def take_turns(
-    pipes: Mapping[Arm, Connection], arguments: argparse.Namespace, size: int
-) -> tuple[list[Row], list[Comparison]]:
-    """Ask all arms about images of one size in turn; the first ones only warm up."""
-    found: dict[str, list[Seen]] = {arm.name: [] for arm in pipes}
+    pipes: Mapping[Arm, Connection], arguments: argparse.Namespace, images: Images
+) -> tuple[list[Row], dict[str, list[Answer]]]:
+    """Ask all arms about the images in turn; the first rounds only warm up.
+
+    Returns:
+        A row for each arm, and its answers.
+    """
+    files = (images,) if isinstance(images, int) else images
+    case = {"px": images} if isinstance(images, int) else {"images": len(images)}
+    means: dict[str, list[dict[str, float | None]]] = {arm.name: [] for arm in pipes}
+    answers: dict[str, list[Answer]] = {arm.name: [] for arm in pipes}
     for seed in range(arguments.warm + arguments.rounds):
-        for arm, pipe in pipes.items():
-            pipe.send(Look(size, seed, arguments.tokens))
-            seen: Seen = arm_processes.answer(arm, pipe)
-            if seed >= arguments.warm:
-                found[arm.name].append(seen)
-    rows = [
-        median_row(name, {"px": size}, [each.figures for each in found[name]]) for name in found
-    ]
+        found: dict[str, list[Seen]] = {arm.name: [] for arm in pipes}
+        for image, (arm, pipe) in product(files, pipes.items()):
+            pipe.send(Look(image, seed, arguments.tokens))
+            found[arm.name].append(arm_processes.answer(arm, pipe))
+        for name, seen in found.items() if seed >= arguments.warm else ():
+            answers[name] += [each.answer for each in seen]
+            figures = ("encoder_ms", "request_ms")
+            means[name].append({key: fmean(getattr(each, key) for each in seen) for key in figures})
+    rows = [median_row(name, case, rounds) for name, rounds in means.items()]
     for row in rows:
         print(json.dumps(row.flat()), flush=True)
-    return rows, compare_answers({name: [each.answer for each in found[name]] for name in found})
+    return rows, answers
 
 
 def compare(
-    arguments: argparse.Namespace, looking: type[Looking]
+    arms: Sequence[Arm], model: str, arguments: argparse.Namespace, looking: type[Looking]
 ) -> tuple[list[Row], list[Comparison]]:
-    """Start all arms and let them take turns; return rows, and comparisons of the answers."""
-    read = [read_arm(name, arguments.graft) for name in arguments.arms]
-    arms = {arm: engine_options(arm, arguments) for arm in read}
-    make = partial(looking, prompt=arguments.prompt)
-    pipes = arm_processes.start(arms, arguments.model, make, arguments.kv_cache_bytes)
+    """Start the arms and let them take turns; return rows, and comparisons of the answers."""
+    parted = groups(arms, 2 * max(each.options["max_model_len"] for each in arms))
+    cases = [tuple(arguments.files)] if arguments.images else arguments.sizes
+    limit = TimeLimit(arguments.seconds, len(parted))
     rows: list[Row] = []
-    comparisons: list[Comparison] = []
-    for size in arguments.sizes:
-        more, compared = take_turns(pipes, arguments, size)
-        rows, comparisons = rows + more, comparisons + compared
-        for line in compared:
-            print(f"{size} px, {line}", flush=True)
-    for arm, pipe in pipes.items():
-        if is_ours(arm.name):
-            pipe.send("counters")
-            print(f"{arm.name}: {arm_processes.answer(arm, pipe)}", flush=True)
-    arm_processes.stop(pipes)
+    answers: dict[Images, dict[str, list[Answer]]] = {}
+    for group in parted:
+        pipes = arm_processes.start(group, model, partial(looking, prompt=arguments.prompt))
+        for images in limit.within(cases):
+            more, found = take_turns(pipes, arguments, images)
+            rows += more
+            answers.setdefault(images, {}).update(found)
+        for arm, pipe in pipes.items():
+            if is_ours(arm.name):
+                pipe.send("counters")
+                print(f"{arm.name}: {arm_processes.answer(arm, pipe)}", flush=True)
+        arm_processes.stop(pipes)
+    comparisons = []
+    for images, by_arm in answers.items():
+        compared = compare_answers(by_arm)
+        comparisons += compared
+        what = f"{images} px" if isinstance(images, int) else f"{len(images)} images"
+        print(*(f"{what}, {line}" for line in compared), sep="\n", flush=True)
     return rows, comparisons
 
 
@@ -205,10 +268,16 @@ def cell(row: Row) -> str:
     return f"{row.main[1]:.2f} ({row.figures['request_ms']:.1f})"
 
 
-def run(arguments: argparse.Namespace, looking: type[Looking] = Looking) -> int:
+def run(arguments: argparse.Namespace, flags: list[str], looking: type[Looking] = Looking) -> int:
     """Measure, print the table, write the files; status 1 if an answer differs beyond a tie."""
-    rows, comparisons = compare(arguments, looking)
+    arguments.files = read_images(arguments.images) if arguments.images else []
+    given = Serving.read(flags)
+    arms = [read_arm(name, given) for name in arguments.arms]
+    rows, comparisons = compare(arms, given.model, arguments, looking)
+    commands = {column: text for arm in arms for column, text in arm.commands.items()}
     print(table(rows, cell), flush=True)
-    write_files(arguments, rows, panels(rows, "px", DRAWN))
+    over = "images" if arguments.images else "px"
+    write_files(arguments, rows, panels(rows, over, DRAWN), commands)
+    print(advice(rows, commands))
     wrong = [margin for each in comparisons for margin in each.margins if margin > NEAR_TIE]
     return 1 if wrong else 0

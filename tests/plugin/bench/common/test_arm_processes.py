@@ -57,10 +57,16 @@ def test_arms_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return type("Process", (), {"start": lambda self: None})()
 
     monkeypatch.setattr(arm_processes.multiprocessing, "get_context", lambda kind: Context)
-    arms = {Arm("off"): {"seed": 1}, Arm("ours"): {"gpu_memory_utilization": 0.2}}
-    pipes = arm_processes.start(arms, "model", str, 1 << 30)
-    assert [arm.name for arm in pipes] == ["off", "ours"]
-    assert started == [
-        {"gpu_memory_utilization": 0.45, "seed": 1, "kv_cache_memory_bytes": 1 << 30},
-        {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30},
-    ]
+
+    def shares(*given: dict[str, Any]) -> list[float | None]:
+        started.clear()
+        arms = [Arm(str(number), options) for number, options in enumerate(given)]
+        assert [*arm_processes.start(arms, "model", str)] == arms
+        return [options.get("gpu_memory_utilization") for options in started]
+
+    assert shares({"seed": 1}, {"kv_cache_memory_bytes": 1 << 30}) == [0.45, 0.45]
+    assert started[0]["seed"] == 1
+    assert shares({"gpu_memory_utilization": 0.5}, {"gpu_memory_utilization": 0.5}) == [0.25] * 2
+    # Alone, it has what vLLM gives it.
+    assert shares({}) == [None]
+    assert shares({"kv_cache_memory_bytes": 1}, {"kv_cache_memory_bytes": 1}) == [0.45, 0.45]

@@ -2,17 +2,24 @@
 
 import argparse
 import json
+import pickle
 import re
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.engines.shipped_pair import SHIPPED
+from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm, table
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.serve_flags import Serving
 from vllm_graft.bench.hicache import command
 from vllm_graft.bench.hicache.cache_parts import Parts, Sizes, read_sizes
+from vllm_graft.bench.hicache.conversations import read_talks
 from vllm_graft.bench.hicache.prompt_driver import random_prompt
 from vllm_graft.testing import cpu_engine, write_llama
 
@@ -25,28 +32,56 @@ SMALL = Sizes(
 def given(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    arguments = parser.parse_args(["--model", "model", *words])
+    arguments = parser.parse_args(words)
     arguments.output = arguments.plot = None
     return arguments
 
 
-def test_arms_differ_in_their_connector_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_llama(tmp_path_factory.mktemp("models") / "model"))
+
+
+def serving(model: str, *flags: str) -> Serving:
+    return Serving.read([model, "--skip-tokenizer-init", *flags])
+
+
+def connector(arm: Arm) -> tuple[str, dict[str, Any]]:
+    found = arm.options["kv_transfer_config"]
+    return found.kv_connector, dict(found.kv_connector_extra_config)
+
+
+def test_arms_differ_in_their_connector_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage(2**34))
-    sizes = Sizes(host_gib=2**-20)
-    assert command.read_arm("none", sizes).options == {}
-    native = command.read_arm("native", sizes).options["kv_transfer_config"]
-    assert native["kv_connector"] == "OffloadingConnector"
-    assert native["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1024}
-    ours = command.read_arm('ours:{"load": "async"}', sizes).options["kv_transfer_config"]
-    assert ours["kv_connector"] == "HiCacheConnector"
-    assert ours["kv_connector_extra_config"] == {"host_bytes": 1024, "load": "async"}
+    sizes, plain = Sizes(host_gib=2**-6), serving(model)
+    none, native = (command.read_arm(name, sizes, plain) for name in ("none", "native"))
+    assert "kv_transfer_config" not in none.options
+    assert connector(native) == ("OffloadingConnector", {"cpu_bytes_to_use": 2**24})
+    ours = command.read_arm('ours:{"load": "async"}', sizes, plain)
+    assert connector(ours) == ("HiCacheConnector", {"host_bytes": 2**24, "load": "async"})
+    for arm in (native, ours):
+        assert {**arm.options, "kv_transfer_config": 0} == {**none.options, "kv_transfer_config": 0}
+        # They go to a process of the arm's own.
+        assert pickle.loads(pickle.dumps(arm.options)) == arm.options
     for name, words in (("theirs", "say none, native or ours"), ("ours:{", "no JSON")):
         with pytest.raises(BenchmarkError, match=words):
-            command.read_arm(name, sizes)
-    options = command.engine_options(command.read_arm("none", sizes), sizes, given())
-    assert options["num_gpu_blocks_override"] == 28_672 // 16 + 1
-    assert options["max_num_seqs"] == 64
+            command.read_arm(name, sizes, plain)
+    with pytest.raises(BenchmarkError, match=r"host_byte: unknown key\. Did you mean 'host_bytes'"):
+        command.read_arm('ours:{"host_byte": 1}', sizes, plain)
+    assert none.options["num_gpu_blocks_override"] == 28_672 // 16 + 1
+    assert none.options["max_num_seqs"] == 64
+    # What a server is told has nothing of the little K/V on the device.
+    assert none.commands == {"none": f"vllm serve {model} --skip-tokenizer-init"}
+
+
+def test_ours_has_the_keys_of_the_flags(model: str) -> None:
+    mine = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
+    keys = {"kv_connector_extra_config": {"host_bytes": 2**25, "load": "async"}}
+    given = serving(model, "--kv-transfer-config", json.dumps({**mine, **keys}))
+    ours = command.read_arm("ours", SMALL, given)
+    assert connector(ours) == ("HiCacheConnector", {"host_bytes": 2**25, "load": "async"})
+    assert "kv_transfer_config" not in command.read_arm("none", SMALL, given).options
 
 
 def test_native_memory_where_shm_is_too_small(
@@ -54,9 +89,34 @@ def test_native_memory_where_shm_is_too_small(
 ) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage(1000))
-    found = command.read_arm("native", Sizes(host_gib=1)).options["kv_transfer_config"]
-    assert found["kv_connector_extra_config"]["spec_name"] == "PrivateMemorySpec"
+    assert command._native(1 << 30)["spec_name"] == "PrivateMemorySpec"
     assert "/dev/shm is too small" in capsys.readouterr().out
+
+
+def test_users_say_what_a_file_has(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "talks.json"
+    turns = [("human", "one two"), ("gpt", "x"), ("human", "three four five six")]
+    said = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    file.write_text(json.dumps([said, {"conversations": []}]))
+    tokenizer = AutoTokenizer.from_pretrained(str(SHIPPED / "target"))
+    given: Any = SimpleNamespace(tokenizer=tokenizer)
+    sizes = replace(SMALL, turn_tokens=3)
+    [talk] = read_talks(file, given, sizes)
+    assert [len(turn) for turn in talk] == [2, 3]
+    llm: Any = SimpleNamespace(llm_engine=None)
+    parts = Parts(llm, sizes, [talk])
+    assert [parts._said(session, turn) for session, turn in ((0, 0), (5, 1), (0, 2))] == [
+        talk[0],
+        talk[1],
+        talk[0],
+    ]
+    assert read_talks(None, given, sizes) == []
+    for text, words in (("{", "can't be read"), ("[]", "no conversation")):
+        file.write_text(text)
+        with pytest.raises(BenchmarkError, match=words):
+            read_talks(file, given, sizes)
 
 
 def test_sizes_are_flags() -> None:
@@ -108,7 +168,8 @@ def test_arms_take_turns_and_a_first_round_warms_up(
     monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
     arguments = given("--prefix", "2048", "8192")
     arguments.output = str(tmp_path / "rows.json")
-    rows = command.compare(arguments)
+    arms: Any = [*pipes]
+    rows = command.compare(arms, SimpleNamespace(model="model"), Sizes(), arguments)  # type: ignore[arg-type]
     assert order[:6] == ["none", "native", "ours", "ours", "native", "none"]
     assert [re.sub("  +", " | ", line) for line in table(rows, command.cell).splitlines()[1:]] == [
         "first token of a host hit, ms | 2048 | 100.0 (8192 cached) | 20.0 (8192 cached) | "
@@ -120,14 +181,15 @@ def test_arms_take_turns_and_a_first_round_warms_up(
         "load, p99 of first tokens, ms | 64 | 200 | 40 | 20 | 2.00",
     ]
     assert len(json.loads(Path(arguments.output).read_text())) == 15
+    commands = {name: f"vllm serve {name}" for name in names}
+    assert advice(rows, commands).startswith("use this command: vllm serve ours (2.00 x stock's")
 
 
 @pytest.mark.engine
-def test_the_parts_of_a_tiny_engine(tmp_path: Path) -> None:
-    arm = command.read_arm("ours", SMALL)
-    arguments = given("--max-model-len", "512")
-    options = command.engine_options(arm, SMALL, arguments)
-    with cpu_engine(write_llama(tmp_path / "model"), **options) as llm:
+def test_the_parts_of_a_tiny_engine(model: str) -> None:
+    arm = command.read_arm("ours", SMALL, serving(model, "--max-model-len", "512"))
+    options = {key: value for key, value in arm.options.items() if key != "skip_tokenizer_init"}
+    with cpu_engine(model, **options) as llm:
         parts = Parts(llm, SMALL)
         hit = parts(("first_token", 1, 256))
         decode, load = parts(("decode", 1, 2)), parts(("load", 1, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from vllm_graft.bench.common import answers, arm_processes, closed_loop
+from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm as NamedArm
 from vllm_graft.bench.common.arm import Row, panels, table
-from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.step_bytes import StepBytes
-from vllm_graft.bench.trees import arm_names as arms
+from vllm_graft.bench.common.time_limit import TimeLimit
 from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.command import take_turns
-from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
 class Arm:
@@ -60,7 +58,7 @@ def test_an_arm_that_can_t_hold_a_case_is_left_out(capsys: pytest.CaptureFixture
     small = Small(1, 20, 30, 40)
     pipes = {NamedArm("none"): Arm(0, 10, 0, 20), NamedArm("tree:31"): small}
     rows = [row for batch in (1, 4) for row in turns(pipes, 1, batch=batch)]
-    found = [(row.arm, row.case["batch"]) for row in rows]
+    found = [(row.arm, row.case["requests_in_flight"]) for row in rows]
     assert found == [("none", 1), ("tree:31", 1), ("none", 4)]
     assert len(small.cases) == 3, "it is not asked again"
     assert "tree:31 is left out at 4 in flight: 24 requests" in capsys.readouterr().out
@@ -71,237 +69,43 @@ def test_an_arm_that_can_t_hold_a_case_is_left_out(capsys: pytest.CaptureFixture
         "(2.50)",
         "-",
     ]
-    assert table(rows, command.time_cell, compare=False).splitlines()[2].endswith("  -")
 
 
 def test_chains_of_one_engine_take_turns() -> None:
     pipe = Arm(0, 0, 10, 20)
-    rows = turns({read("sampled:3,5"): pipe}, 1)
+    rows = turns({NamedArm("sampled:3,5", drafts=(3, 5)): pipe}, 1)
     assert [(row.arm, row.main[1]) for row in rows] == [("sampled:3", 10), ("sampled:5", 20)]
     assert [case.drafts for case in pipe.cases] == [3, 5, 3, 5]
 
 
-def test_rounds_ask_for_other_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pipe(Arm):
-        """Is also asked for bytes before all cases, and told the end behind them."""
+def loads(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_loads(parser)
+    return parser.parse_args(["--requests-in-flight", "1", "4", "--rounds", "2", *options])
 
-        def send(self, case: Any) -> None:
-            if isinstance(case, closed_loop.Case):
-                super().send(case)
 
-        def recv(self) -> Any:
-            return super().recv() if self.cases else StepBytes(0, 0, 0.0, 0.0)
-
-    def asked(*options: str) -> list[range]:
+def test_rounds_ask_for_other_prompts() -> None:
+    def asked(arguments: argparse.Namespace) -> list[range]:
         """Numbers of the requests that each round asks for."""
-        pipe = Pipe(*[1.0] * 6)
-        monkeypatch.setattr(command, "start", lambda *_: {read("tree:31"): pipe})
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        given = ["pair", "--arms", "tree:31", "--batch", "1", "4", "--temperature", "0"]
-        command.compare(parser.parse_args([*given, "--rounds", "2", *options]))
+        pipe = Arm(*[1.0] * 6)
+        command.measure_cases({NamedArm("graft"): pipe}, arguments)
         return [range(case.first, case.first + case.requests) for case in pipe.cases]
 
-    monkeypatch.setattr(command, "read_prompts", lambda *_: ["text"])
-    again, other = asked(), asked("--new-prompts")
+    again, other = asked(loads()), asked(loads("--new-prompts"))
     assert again == [range(2), range(12), range(12), range(6), range(12), range(12)]
     assert [len(numbers) for numbers in other] == [len(numbers) for numbers in again]
     assert [number for numbers in other for number in numbers] == list(range(56))
+    # So many prompts are read.
+    assert command.most_requests(loads()) == 12
+    assert command.most_requests(loads("--new-prompts")) == 56
 
 
-def read(name: str) -> NamedArm:
-    return arms.read_arm(name, Path("pair"), topk=8, steps=6, max_num_seqs=4)
-
-
-def tree(name: str) -> dict[str, Any]:
-    """Return the section of an arm's trees."""
-    section: dict[str, Any] = read(name).options["additional_config"]["graft"]["tree"]
-    return section
-
-
-def speculative(name: str) -> dict[str, Any]:
-    return dict(read(name).options["speculative_config"])
-
-
-PLAIN = {"topk": 8, "steps": 6, "recurrent": True}
-
-
-def test_arms() -> None:
-    ours = speculative("tree:31@[[1,2,31],[3,9,7]]")
-    assert ours["num_speculative_tokens"] == 31
-    assert ours["num_speculative_tokens_per_batch_size"] == [[1, 2, 31], [3, 9, 7]]
-    graft = read("tree:31@[[1,2,31],[3,9,7]]").options["additional_config"]
-    assert graft == {"graft": {"tree": PLAIN}}
-    assert tree("auto:63")["shape"] == "auto"
-    assert "additional_config" not in read("chain:5").options
-    assert read("none").options == {}
-    assert read("none").columns == {"none": None}
-    assert read("graft").options == {"additional_config": {"graft": "auto"}}
-    several = read("sampled:3,7,5")
-    assert several.columns == {"sampled:3": 3, "sampled:7": 7, "sampled:5": 5}
-    chains = speculative("sampled:3,7,5")
-    assert chains["draft_sample_method"] == "probabilistic"
-    assert chains["num_speculative_tokens"] == 7
-    assert chains["num_speculative_tokens_per_batch_size"] == [[1, 1, 7], [2, 2, 5], [3, 4, 3]]
-
-
-@pytest.mark.parametrize(
-    ("name", "columns", "key", "value", "plain"),
-    [
-        ("block:3,5", ["block:3", "block:5"], "rejection_sample_method", "block", "sampled:3,5"),
-        ("adaptive:3,5+fp8", ["adaptive:3+fp8", "adaptive:5+fp8"], "enable_adaptive_verification",
-         True, "block:3,5+fp8"),
-        # vLLM's key leaves the output head as it is, so our engine alone gets our key.
-        ("sampled:3,5+fp8", ["sampled:3+fp8", "sampled:5+fp8"], "quantization", "fp8_per_channel",
-         "sampled:3,5"),
-        ("auto:63+fp8", ["auto:63+fp8"], "quantization", "fp8_per_channel", "auto:63"),
-    ],
-)  # fmt: skip
-def test_arms_that_differ_by_one_key(
-    name: str, columns: list[str], key: str, value: Any, plain: str
-) -> None:
-    """Chains verified as a block, or adaptively; drafts in FP8."""
-    several = "," in name
-    assert read(name).columns == dict(zip(columns, (3, 5) if several else (None,)))
-    ours = speculative(name)
-    assert ours.pop(key) == value
-    assert ours == speculative(plain)
-    assert ("additional_config" in read(name).options) is not several
-
-
-def test_stock_n_grams_need_no_draft() -> None:
-    arm = read("ngram:10")
-    assert arm.columns == {"ngram:10": None}
-    told = arm.options["speculative_config"]
-    assert (told["method"], told["num_speculative_tokens"]) == ("ngram_gpu", 10)
-    assert "model" not in told
-    for wrong in ("ngram:5,10", "ngram:10+fp8", "ngram:10+hot64", "ngram"):
-        with pytest.raises(BenchmarkError, match=r"--arms .ngram"):
-            read(wrong)
-
-
-def test_arms_whose_compiled_kernels_begin_early() -> None:
-    early = {"inductor_compile_config": {"triton.enable_pdl": True}}
-    for name in ("none", "block:3,5", "auto:63+fp8", "auto:63+fp8head+ngram"):
-        options = dict(read(f"{name}+pdl").options)
-        assert options.pop("compilation_config") == early
-        assert options == read(name).options
-    assert read("block:3,5+fp8+pdl").columns == {"block:3+fp8+pdl": 3, "block:5+fp8+pdl": 5}
-    with pytest.raises(BenchmarkError, match="say none"):
-        read("none+fp8")
-    # Sizes of graphs, which all arms have, don't replace an arm's own settings.
-    found = arm_processes.with_options(
-        read("none+pdl").options, {"compilation_config": {"cudagraph_capture_sizes": [1]}}
-    )
-    assert found["compilation_config"] == early | {"cudagraph_capture_sizes": [1]}
-
-
-def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
-    def read(name: str, method: str = "eagle3") -> NamedArm:
-        return arms.read_arm(name, Path("pair"), 2, 4, 4, method)
-
-    assert read("auto:14").options
-    for name in ("auto:15", "tree:15@[[1,4,15]]"):
-        with pytest.raises(BenchmarkError, match=r"a tree of topk 2 and 4 steps holds 14 nodes"):
-            read(name)
-    # The depth of these is not the steps that are given here.
-    assert read("auto:15", "dspark").options
-
-
-@pytest.mark.parametrize(
-    ("name", "plain", "more"),
-    [
-        ("auto:63+fp8", "tree:31", {"shape": "auto", "head_dtype": "fp8"}),
-        ("tree:31+window2048", "tree:31", {"draft_window": 2048}),
-        ("auto:63+fp8head+hot49152", "auto:63+fp8head", {"hot_tokens": 49152}),
-        ("tree:31+states", "tree:31", {"recurrent_form": "states"}),
-        ("tree:31+ngram", "tree:31", {"ngram": True}),
-        ("auto:63+fp8+ngram", "tree:31", {"ngram": True, "shape": "auto", "head_dtype": "fp8"}),
-        ("auto:63+fp8head+whole", "auto:63+fp8head", {"policy": "whole"}),
-        ("auto:63+fp8head", "auto:63+fp8", {}),
-    ],
-)
-def test_arms_whose_trees_have_more_keys(name: str, plain: str, more: dict[str, Any]) -> None:
-    assert tree("tree:31") == PLAIN
-    assert tree(name) == {**tree(plain), **more}
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("auto:63+window64+fp8head", "auto:63+fp8head+window64"),
-        ("auto:63+fp8head+hot49152", "auto:63+hot49152+fp8head"),
-        ("auto:63+fp8+ngram", "auto:63+ngram+fp8"),
-    ],
-)
-def test_the_order_of_options_does_not_count(one: str, other: str) -> None:
-    assert read(one).options == read(other).options
-    assert read(one).columns == {one: None}
-
-
-def test_a_head_alone_in_fp8_leaves_the_draft_as_it_is() -> None:
-    assert "quantization" not in speculative("auto:63+fp8head")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("tree:31+window", "tree:31+window0", "block:3+window64", "none+window64"),
-        *("auto:63+hot", "auto:63+hot0", "block:3+hot8192", "none+hot8192"),
-        *("chain:3+states", "chain:3+ngram", "block:3+fp8head"),
-        *("forest:3", "chain", "chain:", "chain:x", "tree:3,5", "chain:3,3", "chain:1,2,3,4,5"),
-    ],
-)
-def test_names_that_say_nothing(name: str) -> None:
-    with pytest.raises(BenchmarkError, match=f"--arms '{re.escape(name)}'"):
-        read(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("tree:31+window64+window2048", "a draft has one +window"),
-        ("tree:31+window64+pdl+window64", "a draft has one +window"),
-        ("tree:31+hot64+hot8192", "a draft has one +hot"),
-        ("tree:31+window1048577", "graft.tree.draft_window: 1048577 is refused"),
-        (f"tree:31+window{'9' * 5000}", "--arms"),
-        ("tree:31+window1\u0663", "--arms"),
-        ("tree:31@x", "behind @ is no JSON"),
-        ("tree:31@[[1,4,3]", "behind @ is no JSON"),
-    ],
-)
-def test_arms_that_contradict_themselves_start_no_engine(name: str, words: str) -> None:
-    with pytest.raises(BenchmarkError, match="--arms") as caught:
-        read(name)
-    assert words in str(caught.value)
-
-
-def arms_of(*names: str, **options: Any) -> list[arms.Arm]:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    given = parser.parse_args(["pair", "--arms", *names])
-    given.options = options
-    return command.read_arms(given)
-
-
-def test_several_lengths_need_a_scheduler_beside_the_only_rank() -> None:
-    assert [arm.drafts for arm in arms_of("block:3,5", tensor_parallel_size=1)] == [(3, 5)]
-    assert arms_of("block:3", "tree:31", tensor_parallel_size=2)
-    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        with pytest.raises(BenchmarkError, match=rf'"{option}": 2.*as block:3\+fp8 block:5\+fp8$'):
-            arms_of("none", "block:3,5+fp8", **{option: 2})
-
-
-def test_arms_of_other_drafts() -> None:
-    pair = Path("pair")
-    assert arms.draft_folder(pair, "mtp") == pair / "target"
-    assert arms.draft_folder(pair, "dspark") == pair / "dspark"
-    for name in ("block:1,2", "auto:15"):
-        arm = arms.read_arm(name, pair / "target", 8, 4, 4, "mtp")
-        ours, theirs = dict(arm.options["speculative_config"]), speculative(name)
-        assert (ours.pop("method"), ours.pop("model")) == ("mtp", "pair/target")
-        assert (theirs.pop("method"), theirs.pop("model")) == ("eagle3", "pair")
-        assert ours == theirs
+def test_no_load_begins_that_would_end_too_late(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = Arm(*[1.0] * 6)
+    rows = command.measure_cases({NamedArm("graft"): pipe}, loads(), limit=TimeLimit(-1.0))
+    assert rows == []
+    assert pipe.cases == []
+    assert "no time left for 2 of 2" in capsys.readouterr().err
 
 
 class Core:
@@ -323,8 +127,6 @@ def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
 class Engine:
     """An engine whose requests emit two tokens per step, one of them a draft; 100 ms per step."""
 
-    tuner: NodeTuner
-
     def __init__(self, clock: Clock) -> None:
         self.clock, self.live, self.sent, self.steps = clock, {}, [], []
         self.drafts = self.accepted = 0
@@ -343,7 +145,6 @@ class Engine:
     def step(self) -> list[Any]:
         self.clock.now += 0.1
         self.steps.append(len(self.live))
-        self.tuner.observe(3, [2] * len(self.live), 0.1)
         outputs = []
         for name, (emitted, most) in list(self.live.items()):
             now = min(most, emitted + 2)
@@ -358,15 +159,8 @@ class Engine:
 
 
 class Llm:
-    """An engine whose scheduler, as a caller of its worker's functions, has a tuner."""
-
     def __init__(self, engine: Engine) -> None:
         self.llm_engine = engine
-        self.tuner = engine.tuner = NodeTuner([0, 3, 7], 64)
-        self.scheduler = SimpleNamespace(dynamic_sd_lookup=self)
-
-    def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [function(None, *args)]
 
 
 class Clock:
@@ -392,12 +186,6 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured == closed_loop.Measured(pytest.approx(40.0), pytest.approx(2.0))
     assert measured.drafted == 7
     assert measured.step == pytest.approx(0.1)
-    assert {nodes: sorted(found) for nodes, found in measured.nodes.items()} == {
-        3: ["expected_length", "expected_ms", "length", "ms", "prompts", "share"],
-        7: ["expected_length"],
-    }
-    assert measured.nodes[3]["length"] == 2.0
-    assert measured.nodes[3]["ms"] == measured.nodes[3]["expected_ms"] == 100.0
     # Their prompts have 10 tokens, and their answers up to 40.
     assert 2 * 12 < measured.held < 2 * 50
     assert set(engine.steps) == {2}
@@ -504,16 +292,6 @@ def test_panels() -> None:
     assert [panel.title for panel in rest] == ["temperature 1"] * 2
 
 
-def test_options_of_all_arms_leave_an_arms_own_alone() -> None:
-    more = {"seed": 3, "additional_config": {"gdn_prefill_backend": "triton"}}
-    found = arm_processes.with_options(read("tree:7").options, more)
-    assert found["seed"] == 3
-    assert found["additional_config"].keys() == {"gdn_prefill_backend", "graft"}
-    assert found["speculative_config"]["num_speculative_tokens"] == 7
-    assert arm_processes.with_options({}, more) == more
-    assert arm_processes.with_options({}, {}) == {}
-
-
 def test_prompts_are_cached_only_where_options_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -528,7 +306,56 @@ def test_prompts_are_cached_only_where_options_say_so(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(testing, "running", engine)
+    monkeypatch.setattr(arm_processes, "as_a_server", contextlib.nullcontext)
     for given in ({}, {"enable_prefix_caching": True}):
-        with arm_processes.running(Path("target"), arm_processes.with_options({}, given)) as llm:
+        with arm_processes.running(Path("target"), dict(given)) as llm:
             assert llm == "an engine"
     assert [options["enable_prefix_caching"] for options in seen] == [False, True]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_engines_that_do_not_fit_follow_each_other(
+    together: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows are the same, and each engine has ended before the next one starts."""
+    made = [NamedArm(name, commands={name: f"serve {name}"}) for name in ("none", "graft")]
+    told: list[str] = []
+
+    class Pipe:
+        def __init__(self, arm: NamedArm) -> None:
+            self.arm, self.wish = arm, None
+
+        def send(self, wish: Any) -> None:
+            self.wish = wish
+
+        def recv(self) -> Any:
+            if isinstance(self.wish, closed_loop.Ask):
+                # The first arm alone computes margins.
+                assert self.wish.margins is (self.arm is made[0])
+                return [answers.Answer([1, 2], [1.0, 1.0])] * self.wish.case.requests
+            return closed_loop.Measured(100.0 if self.arm is made[0] else 150.0, 2.0)
+
+    def start(group: list[NamedArm], *_: Any) -> dict[NamedArm, Pipe]:
+        told.append(f"start {len(group)}")
+        return {arm: Pipe(arm) for arm in group}
+
+    model = SimpleNamespace(max_model_len=64)
+    config = SimpleNamespace(model_config=model)
+    given = SimpleNamespace(model="model", config=config, tokenizer=None)
+    monkeypatch.setattr(command.Serving, "read", lambda *_, **__: given)
+    monkeypatch.setattr(command, "read_prompts", lambda *_: [{"prompt_token_ids": [1, 2]}])
+    monkeypatch.setattr(command, "read_arms", lambda *_, **__: made)
+    monkeypatch.setattr(
+        command, "groups", lambda arms, _: [arms] if together else [[arm] for arm in arms]
+    )
+    monkeypatch.setattr(command.arm_processes, "start", start)
+    monkeypatch.setattr(command.arm_processes, "stop", lambda _: told.append("stop"))
+    arguments = loads("--answers", "4", "--tokens", "8")
+    arguments.arms = arguments.seconds = None
+    rows, commands = command.compare(arguments, ["model"])
+    assert told == (["start 2", "stop"] if together else ["start 1", "stop"] * 2)
+    found = sorted((row.arm, row.case["requests_in_flight"], row.main[1]) for row in rows)
+    assert found == [("graft", 1, 150), ("graft", 4, 150), ("none", 1, 100), ("none", 4, 100)]
+    assert table(rows, command.rate_cell).splitlines()[1].endswith("  1.50")
+    assert "graft: 4 of 4 greedy answers are those of none" in capsys.readouterr().out
+    assert advice(rows, commands).startswith("use this command: serve graft (1.50 x stock's best")

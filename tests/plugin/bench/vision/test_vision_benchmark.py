@@ -1,7 +1,9 @@
 """The benchmark of vision encoders: its arms and turns, and requests to a tiny engine."""
 
 import argparse
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,8 @@ import pytest
 from tests.support.vision import standins, vision_models
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm import Arm, table
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.serve_flags import Serving
 from vllm_graft.bench.vision import command
 from vllm_graft.bench.vision.command import Look, Looking, Seen, noise
 from vllm_graft.testing import cpu_engine, model_runner
@@ -18,25 +22,75 @@ from vllm_graft.testing import cpu_engine, model_runner
 def given(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    arguments = parser.parse_args(["model", *words])
+    arguments = parser.parse_args(words)
+    arguments.files = []
     arguments.output = arguments.plot = None
     return arguments
 
 
-def test_arms_differ_in_how_the_encoder_runs_only() -> None:
-    arguments = given("--options", '{"seed": 3, "compilation_config": {"mode": 0}}')
-    found = {
-        name: command.engine_options(command.read_arm(name, {"memory": 64}), arguments)
-        for name in command.NAMES
-    }
-    assert found["off"]["compilation_config"] == {"mode": 0}
-    assert found["stock"]["compilation_config"] == {"mode": 0, "cudagraph_mm_encoder": True}
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(vision_models.write_qwen3_vl(tmp_path_factory.mktemp("models") / "model"))
+
+
+def test_arms_differ_in_how_the_encoder_runs_only(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    monkeypatch.setattr(CpuPlatform, "support_static_graph_mode", classmethod(lambda cls: True))
+    flags = ["--seed", "3", "--compilation-config", '{"mode": 0}', "--skip-tokenizer-init"]
+    flags += ["--additional-config.graft.vit.memory", "64"]
+    given = Serving.read([model, *flags])
+    arms = {name: command.read_arm(name, given) for name in command.NAMES}
+    found = {name: dict(arm.options) for name, arm in arms.items()}
     ours = found["ours"].pop("additional_config")
     assert ours == {"graft": {"vit": {"capture_share": 1, "memory": 64}}}
     assert found["ours"] == found["off"]
-    compiled = found["ours+compile"]["compilation_config"]
-    assert compiled == {"mode": 0, "compile_mm_encoder": True}
+    keys = ("mode", "cudagraph_mm_encoder", "compile_mm_encoder")
+    compiled = {
+        name: [getattr(each["compilation_config"], key) for key in keys]
+        for name, each in found.items()
+    }
+    assert compiled["off"] == [0, False, False]
+    assert compiled["stock"] == [0, True, False]
+    assert compiled["ours+compile"] == [0, False, True]
     assert all(each["enable_mm_processor_stats"] and each["seed"] == 3 for each in found.values())
+    # They go to a process of the arm's own.
+    sent = pickle.loads(pickle.dumps(found["stock"]))
+    assert sent["compilation_config"].cudagraph_mm_encoder
+    # A server keeps the share of captures that it has.
+    assert "capture_share" not in arms["ours"].commands["ours"]
+    assert '"memory": 64' in arms["ours"].commands["ours"]
+    assert "graft" not in arms["stock"].commands["stock"]
+
+
+def test_images_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BenchmarkError, match="there is no image in it"):
+        command.read_images(tmp_path / "none")
+    for number in (2, 1):
+        noise(8 * number, number).save(tmp_path / f"{number}.PNG")
+    (tmp_path / "read.me").write_text("no image")
+    files = command.read_images(tmp_path)
+    assert [file.name for file in files] == ["1.PNG", "2.PNG"]
+    assert command.picture(Look(files[1], 0, 4)).size == (16, 16)
+    pipes = {Arm("off", OPTIONS): Engine(10.0, [1, 2]), Arm("ours", OPTIONS): Engine(1.0, [1, 2])}
+    monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
+    arguments = given("--images", str(tmp_path), "--warm", "1", "--rounds", "1")
+    arguments.files = files
+    rows, [compared] = command.compare([*pipes], "model", arguments, Looking)
+    # The third and the fourth image of each arm; the mean of both.
+    assert [(row.case, row.main[1]) for row in rows] == [
+        ({"images": 2}, 13.5),
+        ({"images": 2}, 4.5),
+    ]
+    assert compared.equal == 2
+    (tmp_path / "3.png").write_text("no image either")
+    with pytest.raises(BenchmarkError, match=r"3\.png can't be read"):
+        command.read_images(tmp_path)
+
+
+OPTIONS = {"max_model_len": 64}
 
 
 class Engine:
@@ -56,9 +110,10 @@ class Engine:
 
 
 def test_warm_ups_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipes = {Arm("off"): Engine(10.0, [1, 2]), Arm("ours"): Engine(1.0, [1, 2])}
+    pipes = {Arm("off", OPTIONS): Engine(10.0, [1, 2]), Arm("ours", OPTIONS): Engine(1.0, [1, 2])}
     monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
-    rows, compared = command.compare(given("--sizes", "224", "--warm", "2"), Looking)
+    arguments = given("--sizes", "224", "--warm", "2")
+    rows, compared = command.compare([*pipes], "model", arguments, Looking)
     assert table(rows, command.cell).splitlines()[1].split() == [
         "224",
         "14.00",
@@ -75,9 +130,13 @@ def test_warm_ups_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_difference_beyond_a_near_tie_fails(
     monkeypatch: pytest.MonkeyPatch, tokens: list[int], status: int
 ) -> None:
-    pipes = {Arm("off"): Engine(10.0, [1, 2]), Arm("ours"): Engine(1.0, tokens)}
+    pipes = {Arm("off", OPTIONS): Engine(10.0, [1, 2]), Arm("ours", OPTIONS): Engine(1.0, tokens)}
     monkeypatch.setattr(command.arm_processes, "start", lambda *_: pipes)
-    assert command.run(given("--sizes", "224")) == status
+    arms = iter(pipes)
+    monkeypatch.setattr(command, "read_arm", lambda *_: next(arms))
+    monkeypatch.setattr(command.Serving, "read", lambda *_: SimpleNamespace(model="model"))
+    arguments = given("--sizes", "224", "--arms", "off", "ours")
+    assert command.run(arguments, ["model"]) == status
 
 
 def test_images_of_one_seed_are_equal() -> None:
@@ -89,31 +148,31 @@ def test_images_of_one_seed_are_equal() -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["stock", "ours"])
-def test_a_tiny_engine_says_the_same_in_graphs(tmp_path: Path, name: str) -> None:
+def test_a_tiny_engine_says_the_same_in_graphs(model: str, name: str) -> None:
     import torch
     import vllm.v1.worker.cpu.shm  # noqa: F401  It replaces parts of torch: before the stand-ins.
     from vllm.model_executor.models import qwen3_vl
     from vllm.platforms.cpu import CpuPlatform
 
-    folder = vision_models.write_qwen3_vl(tmp_path / "model")
-    arguments = given("--max-model-len", "512")
-    arguments.options = {
+    more = {
         "enforce_eager": False,
         "enable_prefix_caching": False,
         "max_num_batched_tokens": 512,
         "limit_mm_per_prompt": {"image": 1, "video": 0},
-        "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"},
     }
+    flags = ["--max-model-len", "512", "--additional-config.graft.vit.max_patches", "256"]
+    flags += ["--compilation-config", '{"mode": 0, "cudagraph_mode": "NONE"}']
     looks = [Look(size, seed, 4) for seed in range(3) for size in (64, 96)]
     seen: dict[str, list[Seen]] = {}
     graphs = classmethod(lambda cls: True)
     for each in ("off", name):
-        options = command.engine_options(command.read_arm(each, {"max_patches": 256}), arguments)
+        with mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs):
+            options = {**command.read_arm(each, Serving.read([model, *flags])).options, **more}
         with (
             standins.cpu(),
             mock.patch.object(CpuPlatform, "support_static_graph_mode", graphs),
             mock.patch.object(qwen3_vl, "HAS_TRITON", False),
-            cpu_engine(folder, **options) as llm,
+            cpu_engine(model, **options) as llm,
         ):
             encoder = model_runner(llm).model_state.encoder_runner
             if encoder.cudagraph_manager is not None:

@@ -6,32 +6,22 @@ Functions for `LLM.collective_rpc`, in our engine; they find the tuner in the wo
 from __future__ import annotations
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Nodes = dict[int, dict[str, float]]
-"""What was seen and expected of each number of nodes; see `summary` and `NodeTuner.expected`."""
+from vllm_graft.bench.common.closed_loop import ClosedLoop, Nodes, calling_table
 
 
-def calling_core() -> Any:
-    """The engine core among the callers of a function that runs in a worker; None without one.
+class WatchedLoop(ClosedLoop):
+    """A closed loop whose engine is watched while it is timed."""
 
-    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if getattr(caller, "scheduler", None) is not None:
-            return caller
-        frame = frame.f_back
-    return None
+    def watch(self) -> None:
+        self._llm.collective_rpc(watch_nodes)
 
-
-def calling_table() -> Any:
-    """The scheduler's table of drafts by batch size among the callers; None without one."""
-    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+    def watched(self, batch: int) -> Nodes:
+        found: Nodes = self._llm.collective_rpc(nodes_used, args=(batch,))[0]
+        return found
 
 
 def calling_tuner() -> Any:

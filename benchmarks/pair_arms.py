@@ -1,16 +1,27 @@
-"""Arms of ``vllm-graft bench trees``: their names, and the engines that they stand for."""
+"""Arms of a pair, a folder with `target/`, `eagle3/` and `prompts.json`, as `tests/pair` is.
+
+Besides stock's arms of `vllm-graft bench trees` there are trees in one word, `tree:N` and `auto:N`
+(`shape: auto`), with suffixes for their keys. With another method the draft's folder has its name;
+an MTP module is in `target/`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.node_counts import WatchedLoop
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.trees.arm_flags import CHAINS, NGRAM, ranges
 from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
@@ -23,22 +34,6 @@ _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
     "none": {},
     "graft": {"additional_config": {"graft": "auto"}},
 }
-_CHAINS: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "sampled": {"draft_sample_method": "probabilistic"},
-    "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
-    "adaptive": {
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "block",
-        "enable_adaptive_verification": True,
-    },
-}
-"""Chains of stock vLLM, and the keys that they add to the speculative configuration."""
-
-_NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 8}
-"""Stock vLLM's n-grams, which need no draft model and let it schedule asynchronously. Matches of
-one token on give it the most tokens per step on prose."""
-
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
 
@@ -61,10 +56,8 @@ _NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window"}
 """So many tokens are learned that drafts are chosen from, or the draft sees so many tokens."""
 
 
-def is_chain(column: str) -> bool:
-    """Whether a column is a chain of stock vLLM, which is told its length."""
-    return column.partition(":")[0] in _CHAINS
-
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Options that part the workers from the scheduler, whose table of lengths `fix_drafts` sets."""
 
 METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark")
 """vLLM's methods whose drafts a pair may hold, each in a folder of this name."""
@@ -96,7 +89,7 @@ def read_arm(
     """
     base, suffixes, keys = _suffixes(name)
     kind, _, rest = base.partition(":")
-    counts, _, ranges = rest.partition("@")
+    counts, _, by_batch = rest.partition("@")
     options: dict[str, Any] = {}
     if PDL in suffixes:
         inductor = {"triton.enable_pdl": True}
@@ -104,7 +97,7 @@ def read_arm(
     if base in _WITHOUT_DRAFT and not suffixes - {PDL} and not keys:
         return Arm(name, options | _WITHOUT_DRAFT[base])
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
-    several = kind in _CHAINS
+    several = kind in CHAINS
     known = (several and not keys) or kind in ("tree", "auto")
     known |= kind == "ngram" and not keys and FP8 not in suffixes
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
@@ -115,7 +108,7 @@ def read_arm(
             f"requests than numbers ({max_num_seqs} here)"
         )
     if kind == "ngram":
-        options["speculative_config"] = {**_NGRAM, "num_speculative_tokens": numbers[0]}
+        options["speculative_config"] = {**NGRAM, "num_speculative_tokens": numbers[0]}
         return Arm(name, options)
     speculative: dict[str, Any] = {
         "method": method,
@@ -125,11 +118,11 @@ def read_arm(
     if FP8 in suffixes:
         speculative["quantization"] = "fp8_per_channel"
     options["speculative_config"] = speculative
-    if ranges:
-        speculative["num_speculative_tokens_per_batch_size"] = _given(name, ranges)
-    speculative |= _CHAINS.get(kind, {})
+    if by_batch:
+        speculative["num_speculative_tokens_per_batch_size"] = _given(name, by_batch)
+    speculative |= CHAINS.get(kind, {})
     if several and len(numbers) > 1:
-        speculative["num_speculative_tokens_per_batch_size"] = _ranges(numbers, max_num_seqs)
+        speculative["num_speculative_tokens_per_batch_size"] = ranges(numbers, max_num_seqs)
         return Arm(name, options, tuple(numbers))
     if not several:
         if kind == "auto":
@@ -174,9 +167,9 @@ def _suffixes(name: str) -> tuple[str, set[str], dict[str, Any]]:
             return name, found, keys
 
 
-def _given(name: str, ranges: str) -> Any:
+def _given(name: str, by_batch: str) -> Any:
     try:
-        return json.loads(ranges)
+        return json.loads(by_batch)
     except ValueError as wrong:
         raise BenchmarkError(
             f"--arms {name!r}: what stands behind @ is no JSON ({wrong}): say it like "
@@ -184,8 +177,80 @@ def _given(name: str, ranges: str) -> Any:
         ) from None
 
 
-def _ranges(numbers: Sequence[int], max_num_seqs: int) -> list[list[int]]:
-    """Give each number a batch size, longest chains first, so that vLLM captures them all."""
-    found = [[place, place, count] for place, count in enumerate(sorted(numbers, reverse=True), 1)]
-    found[-1][1] = max_num_seqs
+def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """An arm's own options of ``vllm.LLM``, and those that all arms are given."""
+    found = {**more, **own}
+    for key in ("additional_config", "compilation_config"):
+        if key in more:
+            found[key] = more[key] | own.get(key, {})
     return found
+
+
+def read_prompts(pair: Path, characters: int) -> list[str]:
+    """The pair's prompts, cut to so many characters."""
+    texts: list[str] = json.loads((pair / "prompts.json").read_text())
+    return [text[:characters] for text in texts]
+
+
+def read_arms(arguments: argparse.Namespace) -> list[Arm]:
+    """The arms that the arguments name.
+
+    Raises:
+        BenchmarkError: an arm can't be read, or can't be told lengths with these options.
+    """
+    draft = draft_folder(arguments.pair, arguments.method)
+    arms = []
+    for name in arguments.arms:
+        steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
+        largest = max(arguments.requests_in_flight)
+        arms.append(read_arm(name, draft, arguments.topk, steps, largest, arguments.method))
+    apart = {key: arguments.options[key] for key in _RANKS if arguments.options.get(key, 1) != 1}
+    for arm in arms:
+        if arm.drafts and apart:
+            raise BenchmarkError(
+                f"--arms {arm.name!r}: an engine of several ranks can't be told lengths in turn "
+                f"(--options has {json.dumps(apart)}): give each length an arm of its own, as "
+                f"{' '.join(arm.columns)}"
+            )
+    return arms
+
+
+def engine_options(arm: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``vllm.LLM`` for an arm."""
+    options = with_options(arm.options, arguments.options)
+    options["max_model_len"] = arguments.max_model_len
+    options["max_num_seqs"] = max(arguments.requests_in_flight)
+    if arguments.fp8_target:
+        options |= {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8"}
+    if arguments.kv_cache_bytes:
+        options["kv_cache_memory_bytes"] = arguments.kv_cache_bytes
+    if arguments.sizes:
+        compilation = options.get("compilation_config", {})
+        options["compilation_config"] = compilation | {"cudagraph_capture_sizes": arguments.sizes}
+    return options
+
+
+def start(
+    arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
+) -> dict[Arm, Connection]:
+    """Start the engines of arms; each answers a `Case`, an `Ask` or a `Call`."""
+    told = [replace(arm, options=engine_options(arm, arguments)) for arm in arms]
+    loop = partial(WatchedLoop, prompts=prompts)
+    started = arm_processes.start(told, arguments.pair / "target", loop)
+    return dict(zip(arms, started.values()))
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the pair, and what its engines are told."""
+    parser.add_argument("pair", type=Path)
+    parser.add_argument("--method", choices=METHODS, default="eagle3", help="of the draft")
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--auto-steps", type=int, default=12)
+    parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt")
+    parser.add_argument("--fp8-target", action="store_true", help="FP8 target and K/V in all arms")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
+    told = "of each engine; they start together then"
+    parser.add_argument("--kv-cache-bytes", type=int, help=told)
+    told = "JSON: more options of vllm.LLM for all arms"
+    parser.add_argument("--options", type=json.loads, default={}, help=told)

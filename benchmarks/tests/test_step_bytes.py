@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_graft.bench.common import step_bytes
-from vllm_graft.bench.common.step_bytes import StepBytes
+from benchmarks import step_bytes
+from benchmarks.step_bytes import StepBytes
 
 
 def model(name: str) -> torch.nn.Module:

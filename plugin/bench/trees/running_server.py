@@ -1,0 +1,131 @@
+"""A server that runs already, under a closed loop of requests: its own counters tell what came."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.base.values import reason_of
+from vllm_graft.bench.common.closed_loop import Case, Measured
+from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.trees.prompts import Prompt
+from vllm_graft.metrics.exposition import total
+
+if TYPE_CHECKING:
+    import aiohttp
+
+COUNTED = {
+    "tokens": "vllm:generation_tokens_total",
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+"""Counters that stock vLLM has, too."""
+
+
+class RunningServer:
+    """The server at an address, which is asked what it serves. It answers as an arm's pipe does.
+
+    Raises:
+        BenchmarkError: no vLLM server answers there.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.prompts = url.rstrip("/"), list[Prompt]()
+        try:
+            (card, *_) = asyncio.run(self._get("/v1/models"))["data"]
+            self.model, self.longest = str(card["id"]), int(card["max_model_len"])
+        except Exception as error:  # Of the client, and of an answer that has another form.
+            raise BenchmarkError(
+                f"--url {url}: no vLLM server answers there ({reason_of(error)}). Give the address "
+                "of a running `vllm serve`, for example http://127.0.0.1:8000."
+            ) from None
+        self.root = str(card.get("root") or self.model)
+        self._case: Case | None = None
+
+    def tokenizer(self, model: str | None) -> Any:
+        """The tokenizer of the served model, or of the one that is named.
+
+        Raises:
+            BenchmarkError: it is not on this machine.
+        """
+        from vllm.tokenizers import get_tokenizer
+
+        name = model or self.root
+        try:
+            return get_tokenizer(name)
+        except Exception as error:  # Of the Hub's client, and of transformers.
+            raise BenchmarkError(
+                f"--url {self.url}: the tokenizer of {name} can't be read here "
+                f"({reason_of(error)}): name the model in front, as a folder of this machine."
+            ) from None
+
+    def send(self, case: Case) -> None:
+        """Take a case, which `recv` runs."""
+        self._case = case
+
+    def recv(self) -> Measured:
+        """Run the case until all its requests are sent and one sender finds no more.
+
+        Raises:
+            BenchmarkError: a request is refused.
+        """
+        assert self._case is not None
+        return asyncio.run(self._measure(self._case))
+
+    async def _measure(self, case: Case) -> Measured:
+        numbers = iter(range(case.first, case.first + case.requests))
+        async with _session() as session:
+
+            async def send_on() -> None:
+                for number in numbers:
+                    await self._ask(session, case, number)
+
+            before, began = await self._counted(session), time.perf_counter()
+            senders = [asyncio.create_task(send_on()) for _ in range(case.batch)]
+            done, rest = await asyncio.wait(senders, return_when=asyncio.FIRST_COMPLETED)
+            after, seconds = await self._counted(session), time.perf_counter() - began
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            for task in done:
+                task.result()
+        more = {name: after[name] - before[name] for name in after}
+        drafts = more["drafts"]
+        length = 1 + more["accepted"] / drafts if drafts else 1.0
+        return Measured(more["tokens"] / seconds, length)
+
+    async def _ask(self, session: aiohttp.ClientSession, case: Case, number: int) -> None:
+        body = {
+            "model": self.model,
+            "prompt": self.prompts[number % len(self.prompts)]["prompt_token_ids"],
+            "max_tokens": case.max_tokens,
+            "temperature": case.temperature,
+            "seed": number,
+            "ignore_eos": True,
+        }
+        async with session.post(f"{self.url}/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                text = (await reply.text())[:300]
+                raise BenchmarkError(f"--url {self.url}: a request got {reply.status}: {text}")
+            await reply.read()
+
+    async def _counted(self, session: aiohttp.ClientSession) -> dict[str, float]:
+        async with session.get(f"{self.url}/metrics") as page:
+            text = await page.text()
+        return {name: total(text, series) for name, series in COUNTED.items()}
+
+    async def _get(self, path: str) -> Any:
+        async with _session() as session, session.get(self.url + path) as reply:
+            return await reply.json()
+
+
+def _session() -> aiohttp.ClientSession:
+    import aiohttp
+
+    # An answer takes as long as it takes; connections are as many as requests in flight.
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        connector=aiohttp.TCPConnector(limit=0),
+        trust_env=True,
+    )

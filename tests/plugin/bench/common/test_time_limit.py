@@ -1,0 +1,54 @@
+"""The time that a benchmark has, on a clock that stands still between measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_graft.bench.common import time_limit
+from vllm_graft.bench.common.time_limit import TimeLimit
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time_limit, "time", clock)
+    return clock
+
+
+def taken(limit: TimeLimit, clock: Clock, seconds: float, cases: int = 4) -> int:
+    count = 0
+    for _ in limit.within(range(cases)):
+        clock.now += seconds
+        count += 1
+    return count
+
+
+def test_nothing_begins_that_would_end_too_late(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert taken(TimeLimit(35), clock, 10) == 3
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "1 of 4 measured: about 30 s left"
+    assert said[-1] == "no time left for 1 of 4 measurements"
+    assert taken(TimeLimit(None), clock, 10) == 4
+    assert taken(TimeLimit(40), clock, 10) == 4
+
+
+def test_engines_that_follow_each_other_share_the_time(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = TimeLimit(60, engines=2)
+    assert taken(limit, clock, 10) == 3
+    assert "1 of 4 measured, 1 more engines: about 70 s left" in capsys.readouterr().err
+    # The second has all that is left, as its start took none of it.
+    assert taken(limit, clock, 10) == 3
+    assert taken(TimeLimit(6000), clock, 100, 2) == 2
+    assert "1 of 2 measured: about 2 min left" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 # Some tests replace the module `vllm`, behind which a preset asks this one for a state's bytes.
 import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
 
+from tests.support.checkpoints import write_tokenizer
 from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
@@ -55,6 +57,8 @@ def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         **{**vars(vllm_config.model_config), "hf_text_config": SimpleNamespace()},
         hf_config=SimpleNamespace(draft_vocab_size=32_000),
         dtype="torch.bfloat16",
+        model="draft",
+        revision=None,
     )
     return vllm_config
 
@@ -332,13 +336,22 @@ def test_a_draft_with_which_stock_would_stop_later_stops_a_preset(
         start(config)
 
 
-def test_a_draft_of_another_vocabulary_is_left_to_stock_with_a_warning(
-    config: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["vocabulary", "tokenizer"])
+def test_a_draft_of_other_tokens_is_left_to_stock_with_a_warning(
+    config: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: str
 ) -> None:
-    for_another(config)
+    begins = "The draft's vocab_size is 151936, but the target's is 128256. "
+    if kind == "vocabulary":
+        for_another(config)
+    else:
+        begins = "The tokenizer beside the draft is another than the target's: 3000 ids are "
+        draft, target = config.speculative_config.draft_model_config, config.model_config
+        draft.model, target.tokenizer = str(tmp_path), str(tmp_path / "target")
+        for folder, mark in ((draft.model, "a"), (target.tokenizer, "b")):
+            write_tokenizer(Path(folder), {f"{mark}{each}": each for each in range(3000)})
     with caplog.at_level(logging.WARNING, logger="vllm.graft"):
         says = start(config).off["tree"]
-    assert says.startswith("The draft's vocab_size is 151936, but the target's is 128256. ")
+    assert says.startswith(begins)
     assert [record.getMessage() for record in caplog.records] == [says]
     assert tree_of(config) is None
     assert drafts(config) == 7

@@ -94,7 +94,7 @@ def _model_rows(
     try:
         built = build(model, vllm_config)
     except Exception as error:  # Classes that this process can't import, files that aren't here.
-        why = f"vLLM's class can't be built here: {reason_of(error)}"
+        why = f"vLLM's class can't be built here, and perhaps not on a server: {reason_of(error)}"
         return None, [
             Memory(f"weights of {who}", *_file_bytes(model, vllm_config.parallel_config)),
             Memory(f"K/V of {who}", None, TOKEN, why),

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.part import Offer
+from vllm_graft.base.refusal import facts
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import grows_by_levels
@@ -60,7 +61,7 @@ def fitted(preset: Preset, vllm_config: Any) -> Offer | str:
     The number of nodes is always chosen while serving: most texts repeat too little for any.
     """
     if reasons := shape_problems(vllm_config):
-        return " ".join(reasons)
+        return facts(reasons)
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     if (requests := scheduler.max_num_seqs) < 2:
         return (

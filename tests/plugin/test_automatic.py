@@ -17,7 +17,7 @@ import torch
 # Some tests replace the module `vllm`, behind which a preset asks this one for a state's bytes.
 import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
 
-from tests.support.checkpoints import write_tokenizer
+from tests.support.checkpoints import write_vocabulary
 from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
@@ -348,7 +348,7 @@ def test_a_draft_of_other_tokens_is_left_to_stock_with_a_warning(
         draft, target = config.speculative_config.draft_model_config, config.model_config
         draft.model, target.tokenizer = str(tmp_path), str(tmp_path / "target")
         for folder, mark in ((draft.model, "a"), (target.tokenizer, "b")):
-            write_tokenizer(Path(folder), {f"{mark}{each}": each for each in range(3000)})
+            write_vocabulary(Path(folder), {f"{mark}{each}": each for each in range(3000)})
     with caplog.at_level(logging.WARNING, logger="vllm.graft"):
         says = start(config).off["tree"]
     assert says.startswith(begins)

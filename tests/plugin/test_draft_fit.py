@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import write_tokenizer
+from tests.support.checkpoints import write_vocabulary
 from tests.support.refusals import validate
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.config import GraftConfig
@@ -130,7 +130,7 @@ def test_a_draft_with_another_tokenizer_is_refused(
 ) -> None:
     vllm_config.speculative_config.method = method
     for folder, tokens in zip(folders, (TOKENS, TURNED)):
-        write_tokenizer(folder, tokens, form)
+        write_vocabulary(folder, tokens, form)
     with pytest.raises(ConfigError) as caught:
         validate(GraftConfig.parse({"tree": {"topk": 1, "steps": 31}}), vllm_config)
     says = "2000 ids are other tokens, as 0, which is 't1999' to the draft and 't0' to the target."
@@ -154,9 +154,9 @@ def test_a_draft_with_another_tokenizer_is_refused(
 def test_a_draft_with_the_same_tokens_or_none_is_served(
     vllm_config: Any, folders: tuple[Path, Path], draft: Any
 ) -> None:
-    write_tokenizer(folders[0], TOKENS)
+    write_vocabulary(folders[0], TOKENS)
     if draft is not None:
-        write_tokenizer(folders[1], draft)
+        write_vocabulary(folders[1], draft)
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
@@ -166,22 +166,22 @@ def test_a_draft_with_the_same_tokens_or_none_is_served(
 def test_a_tokenizer_in_another_form_says_nothing(
     vllm_config: Any, folders: tuple[Path, Path], text: str
 ) -> None:
-    write_tokenizer(folders[0], TOKENS)
-    write_tokenizer(folders[1], TURNED)
+    write_vocabulary(folders[0], TOKENS)
+    write_vocabulary(folders[1], TURNED)
     (folders[1] / "tokenizer.json").write_bytes(text.encode("latin-1"))
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
 
 def test_added_tokens_count(vllm_config: Any, folders: tuple[Path, Path]) -> None:
     added = [{"content": f"t{id}", "id": id} for id in range(1000, 2000)]
-    write_tokenizer(folders[0], TOKENS)
-    write_tokenizer(folders[1], dict(list(TOKENS.items())[:1000]), added=added)
+    write_vocabulary(folders[0], TOKENS)
+    write_vocabulary(folders[1], dict(list(TOKENS.items())[:1000]), added=added)
     validate(GraftConfig.parse({"tree": {}}), vllm_config)
     for each in added:
         each["content"] = "another"
     folder = folders[1].with_name("other")
     vllm_config.speculative_config.draft_model_config.model = str(folder)
-    write_tokenizer(folder, {}, added=added)
+    write_vocabulary(folder, {}, added=added)
     with pytest.raises(ConfigError, match="1000 ids are other tokens, as 1000, which is 'another'"):
         validate(GraftConfig.parse({"tree": {}}), vllm_config)
 
@@ -191,8 +191,8 @@ def test_files_of_the_hub_are_read_where_they_are(
 ) -> None:
     import huggingface_hub
 
-    write_tokenizer(folders[0], TOKENS)
-    write_tokenizer(folders[1], TURNED)
+    write_vocabulary(folders[0], TOKENS)
+    write_vocabulary(folders[1], TURNED)
     draft = vllm_config.speculative_config.draft_model_config
     draft.model, draft.revision, asked = "some/draft", "v1", []
 

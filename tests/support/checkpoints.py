@@ -60,7 +60,7 @@ def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 
     return folder
 
 
-def write_tokenizer(
+def write_vocabulary(
     folder: Path,
     tokens: Mapping[str, Any],
     form: Literal["pairs", "list", "vocab.json"] = "pairs",

@@ -47,10 +47,18 @@ CASES = {
 }
 
 
+MISTRAL = [
+    f"--{each}-{how}=mistral"
+    for each, how in (("config", "format"), ("load", "format"), ("tokenizer", "mode"))
+]
+
+
 def write_models(folder: Path) -> None:
     for name, config in MODELS.items():
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
+        # Mistral's own format has other keys.
+        file = "params.json" if "dim" in config else "config.json"
+        (folder / name / file).write_text(json.dumps(config))
 
 
 def planned(arguments: list[str]) -> dict[str, Any]:

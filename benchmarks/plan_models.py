@@ -23,7 +23,9 @@ FEW = 2
 """GPUs of models that are not named below."""
 
 GPUS = {
-    8: "DeepSeek GLM HY3 Qwen3-235B Qwen3.5-397B Mistral-Large MiniMax-M3 Step MiMo Llama-4 Kimi",
+    16: "Kimi",
+    8: "DeepSeek GLM HY3 Qwen3-235B Qwen3.5-397B Mistral-Large MiniMax-M3 Step MiMo Llama-4",
+    4: "MiniMax-M2",
     1: "Llama-3.1 Qwen3-8B Qwen3-VL Qwen2.5-VL Qwen3.5-9B gpt-oss-20b gemma Mistral-Small ERNIE "
     "NVIDIA",
 }
@@ -61,6 +63,7 @@ def row_of(name: str) -> dict[str, Any]:
         plan, drafter = planned(shlex.split(plan["better"][1])[2:]), "its MTP module"
     tree = next(part for part in plan["parts"] if part["name"] == "tree")
     memory = {row["what"]: row for row in plan["memory"]}
+    head = re.search(r"(\S+) was public in", tree["reason"])
     tokens = re.search(r"(\d+) tokens$", memory[ROOM]["says"]) if ROOM in memory else None
     return {
         "model": name,
@@ -68,6 +71,7 @@ def row_of(name: str) -> dict[str, Any]:
         "layers": plan["target"].partition(", ")[2],
         "gpus": gpus_of(name),
         "drafter": drafter,
+        "head": head[1] if head else "",
         "drafts": plan["drafts"] if tree["state"] == "on" else "",
         "why": "" if tree["state"] == "on" else tree["reason"],
         "parts": [part["name"] for part in plan["parts"] if part["state"] == "on"],

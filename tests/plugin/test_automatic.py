@@ -470,6 +470,15 @@ def test_what_hot_tokens_are_on_is_told(config: Any) -> None:
     assert decided.on["tree"].endswith("head_dtype fp8, hot_tokens 49152, ngram true")
 
 
+def test_what_rules_n_grams_out_is_said_without_advice(config: Any) -> None:
+    """Nobody gave the flag that a refusal of the shape would tell to change."""
+    config.speculative_config = None
+    config.parallel_config.data_parallel_size = 2
+    says = start(config).off["tree"]
+    assert "--data-parallel-size is 2. vLLM drops its number of drafts by batch size there" in says
+    assert "set --additional-config" not in says
+
+
 def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     # A hundredth of 80 GiB has room for 1,024 texts of 200,000 tokens, but not of 262,144.
     config.scheduler_config.max_num_seqs = 1024
@@ -481,7 +490,7 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     larger.model_config.max_model_len = 262_144
     told = start(larger).on["tree"]
     assert "ngram" not in tree_of(larger)
-    assert "would take 1.1 GB with --max-num-seqs 1024 and --max-model-len 262144, more" in told
+    assert "would take 1.0 GiB with --max-num-seqs 1024 and --max-model-len 262144, more" in told
 
 
 @pytest.mark.parametrize(
@@ -574,7 +583,7 @@ def test_other_devices_and_drafts_of_the_gated_delta_rule_get_no_trees(
         ("speculative_config.draft_model_config.dtype", "torch.float32",
          "in FP8 alone: ask for --additional-config.graft.tree by name. The"),
         ("scheduler_config.max_num_seqs", 256,
-         "With 7 nodes and --max-num-seqs 256 that is 118 GB, more than a quarter of"),
+         "With 7 nodes and --max-num-seqs 256 that is 109.5 GiB, more than a quarter of"),
     ],
 )  # fmt: skip
 def test_the_gated_delta_rule_is_left_to_vllm_where_trees_may_not_pay(

@@ -17,6 +17,7 @@ from vllm_graft.plan.memory import RANK, TOKEN
 pytestmark = pytest.mark.slow
 
 GIB, KIB = 1 << 30, 1 << 10
+VISION = ("gemma-3", "gemma-4", "qwen3.5", "llama-4")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_a_preset_gives_no_advice_about_what_nobody_asked_for(
             assert "drop" not in part["reason"], name
             assert "draft_model'" not in part["reason"], name
         assert "draft" not in parts(plan), name
-        assert ("vit" in parts(plan)) == (name in ("gemma-3", "gemma-4", "qwen3.5")), name
+        assert ("vit" in parts(plan)) == (name in VISION), name
 
 
 @pytest.mark.parametrize("name", ["glm", "qwen3.5"])
@@ -138,6 +139,10 @@ def test_what_does_not_fit_is_refused(
         # By arithmetic on the shapes; quantized ones with their scales.
         ("llama", "weights of the target", 8_030_261_248 * 2),
         ("gpt-oss", "weights of the target", 13.7 * GIB),
+        # Its tower makes positions of whole numbers beside frequencies.
+        ("llama-4", "weights of the target", 108.6e9 * 2 / 8),
+        # Quantized while it loads: layers with a byte per weight, and the table of tokens as it is.
+        ("quantized", "weights of the target", 440.4e6 + 151_936 * 1024 * 2),
         ("glm", "weights of the target", (17 * 3.934e9 + 3 * 0.325e9 + 3.1e9) / 8),
     ],
 )

@@ -92,7 +92,7 @@ def _models() -> str:
         rows.append(
             [
                 row["model"],
-                re.sub(r"^with | \([^)]*\)", "", row["layers"]),
+                re.sub(r"^with | \([^)]*\)| attention", "", row["layers"]),
                 f"`{row['head']}`, or {row['drafter']}" if row["head"] else row["drafter"],
                 _outcome(row),
                 f"{row['gpus']} x {planned['gpu']}, {size}",
@@ -105,8 +105,9 @@ def _models() -> str:
 def _outcome(row: dict[str, Any]) -> str:
     """The drafts that a preset chooses, or why there are none, and whether images get graphs."""
     why = row["why"].rpartition("are off: ")[2]
-    drafts = row["drafts"] or f"no trees: {re.split(r'[.:] ', why)[0].rstrip('.')}"
-    return re.sub(r" \([^)]*\)", "", drafts) + ("; vision graphs" if "vit" in row["parts"] else "")
+    why = re.sub(r" \([^)]*\)", "", re.split(r"[.:] | with --", why)[0].rstrip("."))
+    drafts = row["drafts"] or f"no trees: {why}"
+    return re.sub(r" by '.*", "", drafts) + ("; vision graphs" if "vit" in row["parts"] else "")
 
 
 @cache

@@ -17,7 +17,7 @@ from typing import Any
 MODELS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("strangers.json").read_text()
 )
-LLAMA, SCOUT = "Llama-3.1-8B-Instruct", "Llama-4-Scout-17B-16E-Instruct"
+LLAMA = "Llama-3.1-8B-Instruct"
 GLM_LAYERS = '{"num_hidden_layers": 20}'
 HOST = [
     "--kv-transfer-config",
@@ -42,10 +42,10 @@ CASES = {
     "qwen3-large": ["Qwen3-32B", "--gpu-memory-utilization", "0.5"],
     "qwen3.5": ["Qwen3.5-9B"],
     "glm": ["GLM-4.6-FP8", "--tensor-parallel-size", "8", "--hf-overrides", GLM_LAYERS],
+    "hy": ["HY3", "--tensor-parallel-size", "8", "--hf-overrides", '{"num_hidden_layers": 6}'],
     "gemma-3": ["gemma-3-27b-it"],
     "gemma-4": ["gemma-4-31B-it"],
     "gpt-oss": ["gpt-oss-20b"],
-    "llama-4": [SCOUT, "--tensor-parallel-size", "8", "--max-model-len", "8192"],
     "quantized": ["Qwen3-0.6B", "--quantization", "fp8"],
 }
 

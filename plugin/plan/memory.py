@@ -71,8 +71,12 @@ def memory_of(vllm_config: Any) -> tuple[list[Memory], str]:
         specs = {**specs, **built.specs} if specs is not None and built is not None else None
     mambas = [each for each in (target.specs if target else {}).values() if _is_state(each)]
     rows += [*_tree_rows(planned, mambas, layers), *_vision_rows(planned), _graphs(planned)]
+    replicas = planned.parallel_config.data_parallel_size
+    each = f", of each of {replicas} replicas" if replicas > 1 else ""
     rows += [
-        Memory("host pool", int(cache.host_bytes), HOST, "host_bytes, for all ranks together")
+        Memory(
+            "host pool", int(cache.host_bytes), HOST, f"host_bytes, for all ranks together{each}"
+        )
         for _, cache in parse_connectors(planned)
     ]
     room, lacks = _room(rows, specs, planned)

@@ -36,6 +36,7 @@ EAGLE = drafting("eagle3", 7, model="EAGLE3-LLaMA3.1-Instruct-8B")
 CASES = {
     "llama": [LLAMA],
     "llama-eagle3-host": [LLAMA, *EAGLE, *HOST],
+    "llama-host-replicas": [LLAMA, *HOST, "--data-parallel-size", "2"],
     "llama-lora": [LLAMA, *EAGLE, "--enable-lora"],
     "qwen3-ngram": ["Qwen3-32B", *drafting("ngram", 5, prompt_lookup_max=4)],
     "qwen3-long": ["Qwen3-32B", "--gpu-memory-utilization", "0.8"],

@@ -65,6 +65,13 @@ def test_the_suggested_host_cache_keeps_the_trees(found: dict[str, list[dict[str
     assert parts(found["llama-eagle3-host"][0]) == {"hicache": "on", "tree": "on"}
 
 
+def test_each_replica_has_a_host_pool(found: dict[str, list[dict[str, Any]]]) -> None:
+    for name, replicas in (("llama-eagle3-host", ""), ("llama-host-replicas", "of 2 replicas")):
+        row = memory(found[name][0])["host pool"]
+        assert (row["num_bytes"], row["per"]) == (64 << 40, "host")
+        assert row["says"].endswith(replicas or "together")
+
+
 def test_a_preset_gives_no_advice_about_what_nobody_asked_for(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:

@@ -146,7 +146,7 @@ def engine_memory(arguments: Any) -> dict[str, Any]:
         for group in cache.kv_cache_groups
         for name in group.layer_names
     ]
-    models = [runner.model, getattr(runner.speculator, "model", None)]
+    models = [runner.model, getattr(getattr(runner, "speculator", None), "model", None)]
     parameters = {
         each.data_ptr(): each.nbytes
         for model in filter(None, models)

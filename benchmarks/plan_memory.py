@@ -138,7 +138,7 @@ def engine_memory(arguments: Any) -> dict[str, Any]:
     from vllm_graft.testing import model_runner
 
     engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
-    runner = model_runner(SimpleNamespace(llm_engine=engine))  # type: ignore[arg-type]
+    runner = model_runner(SimpleNamespace(llm_engine=engine))
     cache = runner.kv_cache_config
     held = sum(tensor.size for tensor in cache.kv_cache_tensors)
     specs = [
@@ -175,7 +175,8 @@ def worst(found: dict[str, Any]) -> float:
     """Return the largest relative error of the figures that there are; 1 without any."""
     if "weights" not in found:
         return 1.0
-    return max(abs(found[f"planned_{name}"] / found[name] - 1) for name in FIGURES if found[name])
+    both = [(float(found[f"planned_{name}"]), float(found[name])) for name in FIGURES]
+    return max(abs(planned / held - 1) for planned, held in both if held)
 
 
 def one(name: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import plan_memory
-from benchmarks.plan_memory import CASES, MODELS, cut, worst
+from benchmarks.plan_memory import CASES, cut, worst
+from tests.plugin.plan.stranger_models import MODELS
 
 
 @pytest.mark.parametrize("name", CASES)

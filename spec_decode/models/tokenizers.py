@@ -31,14 +31,14 @@ def differing(
         tokens that only one of them has.
     """
     for name in _FILES:
-        paths = [_file(*each, name) for each in zip((one, other), revisions)]
-        files = [path for path in paths if path is not None]
-        if len(files) == 2:
-            if filecmp.cmp(*files, shallow=False):
-                return {}
-            first, second = (_tokens(file) for file in files)
-            shared = sorted(first.keys() & second.keys())
-            return {id: (first[id], second[id]) for id in shared if first[id] != second[id]}
+        own, theirs = (_file(*each, name) for each in zip((one, other), revisions))
+        if own is None or theirs is None:
+            continue
+        if filecmp.cmp(own, theirs, shallow=False):
+            break
+        first, second = _tokens(own), _tokens(theirs)
+        shared = sorted(first.keys() & second.keys())
+        return {id: (first[id], second[id]) for id in shared if first[id] != second[id]}
     return {}
 
 

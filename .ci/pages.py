@@ -6,11 +6,13 @@ import ast
 import contextlib
 import inspect
 import io
+import json
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -27,16 +29,18 @@ from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PRINTED = {"support": "support.md", "metrics": "metrics.md"}
 """The page that holds what a command prints, between the markers of its name."""
-SECTIONS: dict[str, tuple[str, type[Section]]] = {
+SECTIONS: dict[str, tuple[str, str, type[Section]]] = {
     **{
-        name: ("configuration.md", section)
+        name: ("configuration.md", f"### `graft.{name}.", section)
         for name, field in GraftConfig.model_fields.items()
         if (section := section_type(field.annotation)) is not None
     },
-    "ngram": ("configuration.md", NgramConfig),
-    "hicache": ("hicache.md", HiCacheConfig),
+    "ngram": ("configuration.md", "#### `graft.tree.ngram.", NgramConfig),
+    "hicache": ("hicache.md", "#### `", HiCacheConfig),
 }
-"""The page that holds the keys of a section, between the markers of its name."""
+"""The page that holds the keys of a section, between the markers of its name, and how the heading
+of a key begins. Each has one of its own, so that searches and links find it."""
+_CLASS = re.compile(r"\b(\w+For(?:CausalLM|ConditionalGeneration))\b")
 KINDS = {int: "a number", float: "a number", str: "a text", bool: "`true`, `false`"}
 KINDS |= {ByteSize: "a size", Path: "a folder", dict: "a mapping", tuple: "a list"}
 
@@ -58,9 +62,9 @@ def pages() -> dict[Path, str]:
 
 def _parts() -> dict[str, tuple[str, str]]:
     parts = {command: (page, _printed(command)) for command, page in PRINTED.items()}
-    for name, (page, section) in SECTIONS.items():
-        head = ["key", "default", "allowed", "meaning"]
-        parts[name] = (page, table(head, [*_rows(section)]) + "\n")
+    parts["models"] = ("models.md", _models())
+    for name, (page, heading, section) in SECTIONS.items():
+        parts[name] = (page, "".join(_keys(section, heading)))
     return parts
 
 
@@ -71,16 +75,63 @@ def _printed(command: str) -> str:
     return printed.getvalue()
 
 
-def _rows(section: type[Section], prefix: str = "") -> Iterator[list[str]]:
-    """A row for each key. Keys of a section that has all defaults follow its name and a dot."""
+def _models() -> str:
+    """The table of models, of what `benchmarks.plan_models` has written."""
+    planned = json.loads((DOCS / "models.json").read_text())
+    results = json.loads((DOCS / "results.json").read_text())["results"]
+    measured = {each for result in results for each in result.get("architectures", ())}
+    head = ["model", "layers", "drafter", "with `auto`", "GPUs, weights on each", "tested"]
+    rows = []
+    for row in planned["models"]:
+        architecture = row["architecture"]
+        tested = ["exact"] * (_stem(architecture) in _served()) + ["speed"] * (
+            architecture in measured
+        )
+        weights = row["weights"]
+        size = f"{weights / 2**30:.0f} GiB" if weights is not None else "unknown"
+        rows.append(
+            [
+                row["model"],
+                re.sub(r"^with | \([^)]*\)| attention", "", row["layers"]),
+                f"`{row['head']}`, or {row['drafter']}" if row["head"] else row["drafter"],
+                _outcome(row),
+                f"{row['gpus']} x {planned['gpu']}, {size}",
+                ", ".join(tested) or "shape",
+            ]
+        )
+    return table(head, rows) + "\n"
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    """The drafts that a preset chooses, or why there are none, and whether images get graphs."""
+    why = row["why"].rpartition("are off: ")[2]
+    why = re.sub(r" \([^)]*\)", "", re.split(r"[.:] | with --", why)[0].rstrip("."))
+    drafts = row["drafts"] or f"no trees: {why}"
+    return re.sub(r" by '.*", "", drafts) + ("; vision graphs" if "vit" in row["parts"] else "")
+
+
+@cache
+def _served() -> set[str]:
+    """The kinds of models of which tests write tiny checkpoints, to compare engines' answers."""
+    folders = ("tests/support/models", "tests/support/vision", "plugin/testing/models")
+    files = (file for folder in folders for file in (DOCS.parent / folder).glob("*.py"))
+    return {_stem(name) for file in files for name in _CLASS.findall(file.read_text())}
+
+
+def _stem(architecture: str) -> str:
+    return re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture)
+
+
+def _keys(section: type[Section], heading: str) -> Iterator[str]:
+    """A paragraph for each key. Keys of a section that has all defaults follow its name."""
     meanings = _meanings(section)
     for key, field in section.model_fields.items():
         inner = section_type(field.annotation)
-        is_always = inner is field.annotation
-        if inner is not None and is_always:
-            yield from _rows(inner, f"{prefix}{key}.")
+        if inner is not None and inner is field.annotation:
+            yield from _keys(inner, f"{heading}{key}.")
         else:
-            yield [f"`{prefix}{key}`", _default(field), _allowed(field), meanings[key]]
+            given = "Required" if field.is_required() else f"Default {_default(field)}"
+            yield f"{heading}{key}`\n\n{given}; {_allowed(field)}. {meanings[key]}\n\n"
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
@@ -103,8 +154,6 @@ def _meanings(section: type[Section]) -> dict[str, str]:
 
 def _default(field: FieldInfo) -> str:
     value = field.default
-    if field.is_required():
-        return "required"
     if value is None:
         return "none"
     if isinstance(value, ByteSize):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +17,11 @@ from unittest import mock
 
 _SHARED = ("embed_tokens", "lm_head", "shared_head")
 """Parts that a draft's module shares with the target where they have the same shape."""
+
+
+_ONLINE = {"Mxfp4": 4 + 8 / 32, "Nvfp4": 4 + 8 / 16, "Mxfp8": 8 + 8 / 32, "Fp8": 8, "Int8": 8}
+"""Bits of a weight with its scale that vLLM quantizes while it loads, by how the names of the
+classes begin that do so."""
 
 
 class Built(NamedTuple):
@@ -71,8 +78,9 @@ def build(model: Any, vllm_config: Any) -> Built:
         mock.patch.object(torch, "compile", lambda made=None, **_: made or (lambda each: each)),
         # An engine of this process must find none that is on meta.
         mock.patch.dict(rotary_embedding._ROPE_DICT, clear=True),
-        # The library comes with vLLM for GPUs, and may not be here.
+        # These libraries come with vLLM for GPUs, and may not be here.
         mock.patch.object(sparse_attn_indexer, "has_deep_gemm", return_value=True),
+        mock.patch.dict(os.environ, VLLM_USE_FLASHINFER_SAMPLER="0"),
         set_default_torch_dtype(model.dtype),
         set_current_vllm_config(whole),
         _on_meta(),
@@ -87,10 +95,26 @@ def build(model: Any, vllm_config: Any) -> Built:
             if isinstance(layer, AttentionLayerBase)
             and getattr(layer, "kv_sharing_target_layer_name", None) is None
         }
+    weights = {name: (tuple(each.shape), each.nbytes) for name, each in made.named_parameters()}
     return Built(
-        {name: (tuple(each.shape), each.nbytes) for name, each in made.named_parameters()},
+        weights | dict(_quantized(made, weights)),
         {name: spec for name, spec in specs.items() if spec is not None},
     )
+
+
+def _quantized(
+    model: Any, weights: dict[str, tuple[tuple[int, ...], int]]
+) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
+    """Yield the weights that vLLM quantizes while it loads, which are built as they are read."""
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        kind = type(method).__name__.lstrip("_")
+        bits = next((bits for name, bits in _ONLINE.items() if kind.startswith(name)), None)
+        if bits is None or not getattr(method, "uses_meta_device", False):
+            continue
+        for name in ("weight", "w13_weight", "w2_weight"):
+            if (held := weights.get(f"{path}.{name}")) is not None:
+                yield f"{path}.{name}", (held[0], int(math.prod(held[0]) * bits / 8))
 
 
 def _of_draft_model(model: Any, vllm_config: Any) -> Any:
@@ -120,12 +144,21 @@ def _on_meta() -> Any:
                 kwargs["device"] = "cpu"  # Their elements are looked for.
             elif kwargs.get("device") is not None:
                 kwargs["device"] = "meta"
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError:  # Of two devices, as positions and their frequencies.
+                return function(*(_to_meta(each) for each in args), **kwargs)
 
     stack = contextlib.ExitStack()
     stack.enter_context(torch.device("meta"))
     stack.enter_context(OnMeta())
     return stack
+
+
+def _to_meta(value: Any) -> Any:
+    import torch
+
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 @contextlib.contextmanager

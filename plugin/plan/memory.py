@@ -62,14 +62,21 @@ def memory_of(vllm_config: Any) -> tuple[list[Memory], str]:
         setattr(planned, name, copy.copy(getattr(planned, name)))
     target, rows = _model_rows("the target", planned.model_config, planned, None)
     specs = dict(target.specs) if target is not None else None
+    layers = 0
     if (draft := _draft_of(planned)) is not None:
         built, more = _model_rows("the draft", draft, planned, target)
         rows += more
+        # Of an MTP module, configurations may have the target's number.
+        layers = len(built.specs) if built is not None else draft.get_total_num_hidden_layers()
         specs = {**specs, **built.specs} if specs is not None and built is not None else None
     mambas = [each for each in (target.specs if target else {}).values() if _is_state(each)]
-    rows += [*_tree_rows(planned, mambas), *_vision_rows(planned), _graphs(planned)]
+    rows += [*_tree_rows(planned, mambas, layers), *_vision_rows(planned), _graphs(planned)]
+    replicas = planned.parallel_config.data_parallel_size
+    each = f", of each of {replicas} replicas" if replicas > 1 else ""
     rows += [
-        Memory("host pool", int(cache.host_bytes), HOST, "host_bytes, for all ranks together")
+        Memory(
+            "host pool", int(cache.host_bytes), HOST, f"host_bytes, for all ranks together{each}"
+        )
         for _, cache in parse_connectors(planned)
     ]
     room, lacks = _room(rows, specs, planned)
@@ -94,7 +101,7 @@ def _model_rows(
     try:
         built = build(model, vllm_config)
     except Exception as error:  # Classes that this process can't import, files that aren't here.
-        why = f"vLLM's class can't be built here: {reason_of(error)}"
+        why = f"vLLM's class can't be built here, and perhaps not on a server: {reason_of(error)}"
         return None, [
             Memory(f"weights of {who}", *_file_bytes(model, vllm_config.parallel_config)),
             Memory(f"K/V of {who}", None, TOKEN, why),
@@ -154,8 +161,14 @@ def _cache_rows(who: str, specs: Iterable[Any], vllm_config: Any) -> Iterator[Me
         yield Memory(f"recurrent state of {who}", rows * count * each, REQUEST, says)
 
 
-def _tree_rows(vllm_config: Any, states: list[Any]) -> Iterator[Memory]:
-    """What a tree keeps beside vLLM's cache: made as the worker makes it, on no device."""
+def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Memory]:
+    """What a tree keeps beside vLLM's cache: made as the worker makes it, on no device.
+
+    Args:
+        vllm_config: the whole configuration.
+        states: specs of the target's recurrent layers.
+        layers: layers of the draft that have K/V of their own.
+    """
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     if tree is None or speculative is None:
         return
@@ -187,9 +200,11 @@ def _tree_rows(vllm_config: Any, states: list[Any]) -> Iterator[Memory]:
     if in_block:
         yield Memory("candidates of the tree", _candidates(tree, vllm_config), RANK, "of a block")
     elif draft is not None:
-        yield Memory("scratch of the tree's K/V", _scratch(tree, vllm_config), RANK, "of the draft")
+        yield Memory(
+            "scratch of the tree's K/V", _scratch(tree, layers, vllm_config), RANK, "of the draft"
+        )
         if tree.draft_window is not None:
-            yield _window_tables(tree.draft_window, draft, vllm_config)
+            yield _window_tables(tree.draft_window, layers, vllm_config)
     alone = not has_model(tree, speculative)
     ngram = lengths_of(tree, speculative) if alone else tree.ngram
     if ngram is not None:
@@ -217,7 +232,7 @@ def _head_rows(tree: TreeConfig, draft: Any, vllm_config: Any) -> Iterator[Memor
         yield Memory("rows of hot tokens", hot * each, RANK, says)
 
 
-def _window_tables(window: int, draft: Any, vllm_config: Any) -> Memory:
+def _window_tables(window: int, layers: int, vllm_config: Any) -> Memory:
     """Block tables of what the draft reads. K/V is kept as without a window."""
     from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
     from vllm_graft.spec_decode.kernels.sizes import cdiv
@@ -225,7 +240,6 @@ def _window_tables(window: int, draft: Any, vllm_config: Any) -> Memory:
     block = vllm_config.cache_config.block_size
     width = table_width(window, max_rows=0, block_size=block)
     width = min(width, cdiv(vllm_config.model_config.max_model_len, block))
-    layers = draft.get_total_num_hidden_layers()
     # A request's row of the table, and its number of keys.
     held = layers * vllm_config.scheduler_config.max_num_seqs * (width + 1) * 4
     says = f"{_layers(layers)}, {width} blocks; K/V of the draft is kept of all tokens as ever"
@@ -259,7 +273,7 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     return sum(BlockGrowth(shape, requests, device, extra=extra).num_bytes for shape in tables)
 
 
-def _scratch(tree: TreeConfig, vllm_config: Any) -> int:
+def _scratch(tree: TreeConfig, layers: int, vllm_config: Any) -> int:
     import torch
 
     from vllm_graft.spec_decode.trees.level_memory import LevelMemory
@@ -278,7 +292,7 @@ def _scratch(tree: TreeConfig, vllm_config: Any) -> int:
     shape = TreeShape(tree.topk, tree.steps, speculative.num_speculative_tokens)
     memory = LevelMemory(
         [shape],
-        {str(number): layer for number in range(draft.get_total_num_hidden_layers())},
+        {str(number): layer for number in range(layers)},
         max_reqs=vllm_config.scheduler_config.max_num_seqs,
         dtype=draft.dtype,
         device=torch.device("meta"),

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from vllm_graft.activation import asked_for, require_registered
@@ -193,9 +194,15 @@ def _text(error: Exception, model: str) -> str:
     if callable(details):
         text = " ".join(str(each["msg"]).removeprefix("Value error, ") for each in details())
     if (named := _NOT_THERE.match(text)) or type(error).__name__ in _ABSENT:
+        name = named[1] if named else model
+        if Path(name).is_dir():
+            return (
+                f"{name} has no configuration that vLLM finds: config.json, or with "
+                "--config-format mistral params.json."
+            )
         return (
-            f"{named[1] if named else model} is not there: it is no folder of this machine with a "
-            "configuration, and the Hub has no such model, or can't be asked from here."
+            f"{name} is not there: it is no folder of this machine, and the Hub has no such model, "
+            "or can't be asked from here."
         )
     return f"vLLM refuses it: {text}"
 

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+import httpx
 
 # What the `vllm` command runs; named this way it is always that of this interpreter. `-P` keeps
 # the current folder, where `plugin` and `spec_decode` would be importable, off sys.path.
@@ -192,13 +192,11 @@ class VllmServer:
     def _healthy(self) -> bool:
         try:
             self._get("/health")
-        except (OSError, urllib.error.URLError):
+        except httpx.HTTPError:
             return False
         return True
 
     def _get(self, path: str) -> str:
-        # An empty handler list: a proxy of the environment must not see the loopback interface.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.address + path, timeout=10) as answer:
-            text: str = answer.read().decode()
-            return text
+        # A proxy of the environment must not see the loopback interface.
+        answer = httpx.get(self.address + path, timeout=10, trust_env=False)
+        return answer.raise_for_status().text

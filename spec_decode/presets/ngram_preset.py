@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.part import Offer
+from vllm_graft.base.refusal import facts
+from vllm_graft.base.values import human
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import grows_by_levels
@@ -60,7 +62,7 @@ def fitted(preset: Preset, vllm_config: Any) -> Offer | str:
     The number of nodes is always chosen while serving: most texts repeat too little for any.
     """
     if reasons := shape_problems(vllm_config):
-        return " ".join(reasons)
+        return facts(reasons)
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
     if (requests := scheduler.max_num_seqs) < 2:
         return (
@@ -99,10 +101,10 @@ def _no_room(taken: int, share: float, vllm_config: Any) -> str:
     if taken <= share * memory:
         return ""
     return (
-        f"Copies of the texts in which n-grams are looked for would take {taken / 1e9:.1f} GB with "
+        f"Copies of the texts in which n-grams are looked for would take {human(taken)} with "
         f"--max-num-seqs {vllm_config.scheduler_config.max_num_seqs} and --max-model-len "
         f"{vllm_config.model_config.max_model_len}, more than {share:.0%} of the device's "
-        f"{memory / 1e9:.0f} GB: lower one of the two."
+        f"{human(memory)}: lower one of the two."
     )
 
 

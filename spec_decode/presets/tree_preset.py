@@ -31,7 +31,7 @@ from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import either, other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
-from vllm_graft.spec_decode.refusals.fit_refusals import require_fit, vocabulary
+from vllm_graft.spec_decode.refusals.fit_refusals import DRIFTS, require_fit
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
@@ -92,7 +92,7 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     if speculative is None:
         return _without_draft(preset, vllm_config)
     require_fit(vllm_config)
-    if other := " ".join(vocabulary.sentences(TreeConfig(), vllm_config)):
+    if other := " ".join(sentences(DRIFTS, TreeConfig(), vllm_config)):
         warning_once(other)
         return other
     if speculative.num_speculative_tokens_per_batch_size is not None:

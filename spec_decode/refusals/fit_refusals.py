@@ -12,7 +12,9 @@ from typing import Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Refusals, sentences
+from vllm_graft.base.values import shown
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.models.tokenizers import differing
 
 _DRAFT = "speculative_config.model"
 _OTHER = f"set `{_DRAFT}` to a draft that was made for this target, or drop `--speculative-config`"
@@ -99,16 +101,16 @@ def _captured(config: Any) -> list[int]:
     return []
 
 
-FIT = Refusals(CRASHES)
-"""These, and drafts that are valid for vLLM and propose tokens of another model."""
+DRIFTS = Refusals()
+"""Drafts that are valid for vLLM and propose tokens of another model."""
 
 
-@FIT.row(
+@DRIFTS.row(
     "drafts made for another vocabulary",
     "The draft's tokens mean something else to the target, so that next to none is accepted.",
     _OTHER,
 )
-def vocabulary(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+def _vocabulary(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     """Drafts whose vocabulary is not the target's, of which theirs may be a part (d2t)."""
     draft, target = _models(vllm_config)
     own, size = _number(_text(draft), "vocab_size"), _number(_text(target), "vocab_size")
@@ -116,6 +118,28 @@ def vocabulary(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     larger = vllm_config.speculative_config.method == "dspark" and own > size
     if own and size and abs(own - size) > PADDING and not larger:
         yield f"The draft's vocab_size is {own}, but the target's is {size}"
+
+
+@DRIFTS.row(
+    "drafts made for another tokenizer",
+    "The draft's tokens mean something else to the target, so that next to none is accepted.",
+    f"{_OTHER}; if it was made for this target, remove the tokenizer from its folder",
+)
+def _tokenizer(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    """Drafts beside which there is a tokenizer whose ids are other tokens than the target's."""
+    draft, target = _models(vllm_config)
+    if draft is None or getattr(vllm_config.speculative_config, "use_heterogeneous_vocab", False):
+        return
+    # To vLLM the draft's tokenizer is the target's.
+    revisions = target.tokenizer_revision, draft.revision
+    found = differing(str(target.tokenizer), str(draft.model), revisions)
+    if len(found) > PADDING:
+        id, (theirs, own) = next(iter(found.items()))
+        yield (
+            f"The tokenizer beside the draft is another than the target's: {len(found)} ids are "
+            f"other tokens, as {id}, which is {shown(own)} to the draft and {shown(theirs)} to the "
+            "target"
+        )
 
 
 def require_fit(vllm_config: Any) -> None:

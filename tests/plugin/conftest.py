@@ -48,6 +48,8 @@ def make_vllm_config() -> Any:
         logits_processors=None,
         hf_text_config=SimpleNamespace(),
         get_vocab_size=lambda: 1000,
+        tokenizer="target",
+        tokenizer_revision=None,
     )
     scheduler = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
     ranks = ("data", "pipeline", "decode_context", "prefill_context")
@@ -80,7 +82,9 @@ def make_vllm_config() -> Any:
             num_speculative_tokens_per_batch_size=None,
             max_num_new_slots_for_drafting=0,
             target_model_config=target,
-            draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(), use_mla=False),
+            draft_model_config=SimpleNamespace(
+                hf_config=SimpleNamespace(), use_mla=False, model="draft", revision=None
+            ),
             draft_sample_method="greedy",
             rejection_sample_method="standard",
             **dict.fromkeys(unasked.split(), False),

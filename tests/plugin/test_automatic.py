@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 # Some tests replace the module `vllm`, behind which a preset asks this one for a state's bytes.
 import vllm.model_executor.layers.mamba.mamba_utils  # noqa: F401
 
+from tests.support.checkpoints import write_vocabulary
 from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
@@ -53,6 +55,8 @@ def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         **{**vars(vllm_config.model_config), "hf_text_config": SimpleNamespace()},
         hf_config=SimpleNamespace(draft_vocab_size=32_000),
         dtype="torch.bfloat16",
+        model="draft",
+        revision=None,
     )
     return vllm_config
 
@@ -330,13 +334,22 @@ def test_a_draft_with_which_stock_would_stop_later_stops_a_preset(
         start(config)
 
 
-def test_a_draft_of_another_vocabulary_is_left_to_stock_with_a_warning(
-    config: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["vocabulary", "tokenizer"])
+def test_a_draft_of_other_tokens_is_left_to_stock_with_a_warning(
+    config: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: str
 ) -> None:
-    for_another(config)
+    begins = "The draft's vocab_size is 151936, but the target's is 128256. "
+    if kind == "vocabulary":
+        for_another(config)
+    else:
+        begins = "The tokenizer beside the draft is another than the target's: 3000 ids are "
+        draft, target = config.speculative_config.draft_model_config, config.model_config
+        draft.model, target.tokenizer = str(tmp_path), str(tmp_path / "target")
+        for folder, mark in ((draft.model, "a"), (target.tokenizer, "b")):
+            write_vocabulary(Path(folder), {f"{mark}{each}": each for each in range(3000)})
     with caplog.at_level(logging.WARNING, logger="vllm.graft"):
         says = start(config).off["tree"]
-    assert says.startswith("The draft's vocab_size is 151936, but the target's is 128256. ")
+    assert says.startswith(begins)
     assert [record.getMessage() for record in caplog.records] == [says]
     assert tree_of(config) is None
     assert drafts(config) == 7
@@ -455,6 +468,15 @@ def test_what_hot_tokens_are_on_is_told(config: Any) -> None:
     assert decided.on["tree"].endswith("head_dtype fp8, hot_tokens 49152, ngram true")
 
 
+def test_what_rules_n_grams_out_is_said_without_advice(config: Any) -> None:
+    """Nobody gave the flag that a refusal of the shape would tell to change."""
+    config.speculative_config = None
+    config.parallel_config.data_parallel_size = 2
+    says = start(config).off["tree"]
+    assert "--data-parallel-size is 2. vLLM drops its number of drafts by batch size there" in says
+    assert "set --additional-config" not in says
+
+
 def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     # A hundredth of 80 GiB has room for 1,024 texts of 200,000 tokens, but not of 262,144.
     config.scheduler_config.max_num_seqs = 1024
@@ -466,7 +488,7 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     larger.model_config.max_model_len = 262_144
     told = start(larger).on["tree"]
     assert "ngram" not in tree_of(larger)
-    assert "would take 1.1 GB with --max-num-seqs 1024 and --max-model-len 262144, more" in told
+    assert "would take 1.0 GiB with --max-num-seqs 1024 and --max-model-len 262144, more" in told
 
 
 @pytest.mark.parametrize(
@@ -559,7 +581,7 @@ def test_other_devices_and_drafts_of_the_gated_delta_rule_get_no_trees(
         ("speculative_config.draft_model_config.dtype", "torch.float32",
          "in FP8 alone: ask for --additional-config.graft.tree by name. The"),
         ("scheduler_config.max_num_seqs", 256,
-         "With 7 nodes and --max-num-seqs 256 that is 118 GB, more than a quarter of"),
+         "With 7 nodes and --max-num-seqs 256 that is 109.5 GiB, more than a quarter of"),
     ],
 )  # fmt: skip
 def test_the_gated_delta_rule_is_left_to_vllm_where_trees_may_not_pay(

@@ -21,28 +21,40 @@ def cells(page: str, columns: int) -> list[list[str]]:
 
 
 def test_pages_hold_what_the_code_says() -> None:
-    """Tables of keys, metrics and the support matrix."""
+    """Keys, metrics, models and the support matrix."""
     written = runpy.run_path(str(ROOT / ".ci" / "pages.py"))["pages"]()
     assert [str(page) for page, text in written.items() if page.read_text() != text] == []
     text = "".join(written.values())
-    assert text.count("\n| `") > 80
-    for row in (
-        "| `draft_window` | none | 1 to 1048576 | Tokens before a tree",
-        "| `extend` | `true` | `true`, `false` | Whether the first pass",
-        "| `reference` | `2048` | 0 to 1048576 | Tokens of a second text",
-        "| `host_bytes` | required | a size | Bytes of host memory",
-        "| `staging_bytes` | `48MiB` | a size | Bytes of device memory",
-        "| `prefetch.max_share` | `0.5` | over 0 to 1 | Fraction of the host pool",
-        "| `policy` | `dynamic` | a name | Name of a `graft_tree_policies` entry",
+    assert text.count("\n| `") > 40
+    for key, says in (
+        ("### `graft.tree.draft_window`", "Default none; 1 to 1048576. Tokens before a tree"),
+        ("### `graft.draft.extend`", "Default `true`; `true`, `false`. Whether the first pass"),
+        ("#### `graft.tree.ngram.reference`", "Default `2048`; 0 to 1048576. Tokens of a second"),
+        ("#### `host_bytes`", "Required; a size. Bytes of host memory"),
+        ("#### `staging_bytes`", "Default `48MiB`; a size. Bytes of device memory"),
+        ("#### `prefetch.max_share`", "Default `0.5`; over 0 to 1. Fraction of the host pool"),
+        ("### `graft.tree.policy`", "Default `dynamic`; a name. Name of a `graft_tree_policies`"),
     ):
-        assert f"\n{row}" in text
+        assert f"\n{key}\n\n{says}" in text
+    models = cells(written[ROOT / "docs" / "models.md"], 6)
+    told = {row[0]: (row[3], row[5]) for row in models}
+    assert len(told) > 30
+    assert told["Qwen3-VL-8B-Instruct"][1] == "exact, speed"
+    assert told["DeepSeek-V3.2"] == ("no trees: The draft uses sparse attention", "shape")
+    assert told["GLM-4.6-FP8"] == ("trees of up to 63 nodes", "exact")
 
 
 def test_every_key_has_a_meaning() -> None:
     written = runpy.run_path(str(ROOT / ".ci" / "pages.py"))
-    rows = [row for _, section in written["SECTIONS"].values() for row in written["_rows"](section)]
-    assert [row for row in rows if not all(row)] == []
-    assert len({row[0] for row in rows}) > 40
+    keys = [
+        key.split("\n\n")
+        for _, heading, section in written["SECTIONS"].values()
+        for key in written["_keys"](section, heading)
+    ]
+    assert len(keys) > 40
+    for heading, text, _ in keys:
+        assert heading.startswith("###")
+        assert re.fullmatch(r"(Required|Default \S.*); \S.*\. \S.*\.", text), heading
 
 
 def test_every_lever_of_the_environment_is_in_a_page() -> None:

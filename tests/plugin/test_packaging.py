@@ -1,5 +1,6 @@
 """The content of the distribution, and the modules that importing it loads."""
 
+import os
 import shutil
 import sys
 import zipfile
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.processes import finished
 
@@ -79,3 +81,12 @@ def test_unknown_attributes_stay_attribute_errors() -> None:
 def test_module_command_runs() -> None:
     told = finished(sys.executable, "-P", "-m", "vllm_graft", "--version")
     assert told.startswith("vllm-graft 0.32.")
+
+
+def test_the_workflow_runs_commands_that_there_are() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    named = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    named += jobs["nightly"]["strategy"]["matrix"]["command"]
+    scripts = [ROOT / each.split()[0] for each in named if each.startswith(".ci/")]
+    assert {".ci/run", ".ci/nightly", ".ci/newest", ".ci/package dist"} <= {*named}
+    assert [script for script in scripts if not os.access(script, os.X_OK)] == []

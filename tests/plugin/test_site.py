@@ -1,6 +1,7 @@
 """The site of the documentation: it is built strictly, and is what the code prints."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -11,6 +12,8 @@ import pytest
 
 from tests.plugin.test_docs import PAGES, ROOT, name_of
 from vllm_graft.cli import main
+from vllm_graft.hicache.config.cache_config import HiCacheConfig, PrefetchConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 SITE = ROOT / "docs" / "site"
 
@@ -91,6 +94,21 @@ def test_no_markdown_is_left(built: Path) -> None:
     assert left_over("<p>```</p> |---|") == ["```", "|---"]
 
 
+def test_a_search_finds_each_key_by_its_heading(built: Path) -> None:
+    index = json.loads((built / "search.json").read_text())
+    # The rule by which the page in a browser splits texts and queries.
+    assert re.split(index["config"]["separator"], "a host_bytes: 1") == ["a", "host_bytes", "1"]
+    found = {item["location"]: re.sub(r"<[^>]+>", "", item["title"]) for item in index["items"]}
+    for section, page in ((HiCacheConfig, "hicache"), (TreeConfig, "configuration")):
+        prefix = "graft.tree." if section is TreeConfig else ""
+        for key, field in section.model_fields.items():
+            if field.annotation is not PrefetchConfig:
+                title = f"{prefix}{key}"
+                assert found[f"{page}/#{title.replace('.', '')}"] == title
+    assert "hicache/#prefetchthreads" in found
+    assert "hicache/#no_such_key" not in found
+
+
 def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
     for page in built.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)", page.read_text())
@@ -167,6 +185,16 @@ def test_tables_of_results_are_those_of_the_file(monkeypatch: pytest.MonkeyPatch
         assert changed != page
         assert results.filled(changed) != changed
     assert results.PLOT.read_text() == results.plot(), "run .ci/pages.py"
+
+
+def test_the_first_table_of_the_page_on_performance_is_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = script("results", monkeypatch)
+    names = re.findall(r"<!-- results:(?!end)([\w -]+) -->", (ROOT / results.PAGES[-1]).read_text())
+    dates = [results.of_id(name)["date"] for name in names]
+    assert len(dates) > 3
+    assert dates[0] == max(dates) > min(dates)
 
 
 def test_each_result_says_where_it_is_from(monkeypatch: pytest.MonkeyPatch) -> None:

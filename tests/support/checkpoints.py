@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,3 +56,25 @@ def write_likeness(source: Path, folder: Path, noise: float = 0.05, seed: int = 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
     return folder
+
+
+def write_vocabulary(
+    folder: Path,
+    tokens: Mapping[str, Any],
+    form: Literal["pairs", "list", "vocab.json"] = "pairs",
+    added: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write the vocabulary of a tokenizer in one of the forms that there are.
+
+    Args:
+        tokens: each token's id.
+        added: tokens that were added, as the file has them.
+    """
+    folder.mkdir(exist_ok=True)
+    if form == "vocab.json":
+        (folder / form).write_text(json.dumps(tokens))
+        return
+    by_id = sorted(tokens, key=lambda token: int(tokens[token])) if form == "list" else []
+    vocabulary = [[token, -1.0] for token in by_id] if form == "list" else tokens
+    whole = {"added_tokens": list(added), "model": {"vocab": vocabulary}}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))

@@ -27,6 +27,7 @@ PLAN = (
         ("model_executor.model_loader.utils.initialize_model", "call", "vllm_config, prefix=, model_class=, model_config=", "builds a model's layers, which are asked for their sizes"),
         ("model_executor.layers.attention_layer_base.AttentionLayerBase.get_kv_cache_spec", "call", "self, vllm_config", "K/V of a layer"),
         ("model_executor.layers.sparse_attn_indexer.has_deep_gemm", "name", "present", "asked when a layer is built"),
+        ("model_executor.layers.quantization.online.fp8.Fp8PerTensorOnlineLinearMethod", "has", "uses_meta_device", "weights that are quantized while they load; all such classes are named so"),
         ("model_executor.layers.rotary_embedding._ROPE_DICT", "name", "present", "a cache that must keep nothing of what is built"),
         ("platforms.interface.Platform.update_block_size_for_backend", "call", "cls, vllm_config", "size of blocks, once the target is built"),
         ("distributed.parallel_state._TP", "name", "present", "groups of ranks are stood in for"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vllm_graft.base.options import target_of
+from vllm_graft.base.values import human
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_key_decays, has_mamba2
 
 MOST, FEW = 15, 7
@@ -66,7 +67,7 @@ def state_room(vllm_config: Any) -> StateRoom:
     requests = vllm_config.scheduler_config.max_num_seqs
     memory = current_platform.get_device_total_memory()
     each = node_bytes(MOST, vllm_config)
-    why = f"vLLM holds {each / 1e6:.0f} MB of recurrent states per node and request."
+    why = f"vLLM holds {human(each)} of recurrent states per node and request."
 
     def too_much(nodes: int) -> str:
         room, of_request = memory // SHARE, (1 + nodes) * each
@@ -74,8 +75,8 @@ def state_room(vllm_config: Any) -> StateRoom:
             return ""
         return (
             f"{why} With {nodes} nodes and --max-num-seqs {requests} that is "
-            f"{of_request * requests / 1e9:.0f} GB, more than a quarter of the device's "
-            f"{memory / 1e9:.0f} GB: --max-num-seqs {room // of_request} has room for them."
+            f"{human(of_request * requests)}, more than a quarter of the device's "
+            f"{human(memory)}: --max-num-seqs {room // of_request} has room for them."
         )
 
     if not (crowded := too_much(MOST)):

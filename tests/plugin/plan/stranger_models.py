@@ -16,6 +16,7 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("strangers.json").read_text()
 )
 LLAMA = "Llama-3.1-8B-Instruct"
+GLM_LAYERS = '{"num_hidden_layers": 20}'
 HOST = [
     "--kv-transfer-config",
     '{"kv_connector": "HiCacheConnector", "kv_role": "kv_both", '
@@ -33,22 +34,33 @@ EAGLE = drafting("eagle3", 7, model="EAGLE3-LLaMA3.1-Instruct-8B")
 CASES = {
     "llama": [LLAMA],
     "llama-eagle3-host": [LLAMA, *EAGLE, *HOST],
+    "llama-host-replicas": [LLAMA, *HOST, "--data-parallel-size", "2"],
     "llama-lora": [LLAMA, *EAGLE, "--enable-lora"],
     "qwen3-ngram": ["Qwen3-32B", *drafting("ngram", 5, prompt_lookup_max=4)],
     "qwen3-long": ["Qwen3-32B", "--gpu-memory-utilization", "0.8"],
     "qwen3-large": ["Qwen3-32B", "--gpu-memory-utilization", "0.5"],
     "qwen3.5": ["Qwen3.5-9B"],
-    "glm": ["GLM-4.6-FP8", "--tensor-parallel-size", "8"],
+    "glm": ["GLM-4.6-FP8", "--tensor-parallel-size", "8", "--hf-overrides", GLM_LAYERS],
+    "hy": ["HY3", "--tensor-parallel-size", "8", "--hf-overrides", '{"num_hidden_layers": 6}'],
     "gemma-3": ["gemma-3-27b-it"],
     "gemma-4": ["gemma-4-31B-it"],
     "gpt-oss": ["gpt-oss-20b"],
+    "quantized": ["Qwen3-0.6B", "--quantization", "fp8"],
 }
+
+
+MISTRAL = [
+    f"--{each}-{how}=mistral"
+    for each, how in (("config", "format"), ("load", "format"), ("tokenizer", "mode"))
+]
 
 
 def write_models(folder: Path) -> None:
     for name, config in MODELS.items():
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
+        # Mistral's own format has other keys.
+        file = "params.json" if "dim" in config else "config.json"
+        (folder / name / file).write_text(json.dumps(config))
 
 
 def planned(arguments: list[str]) -> dict[str, Any]:

@@ -116,3 +116,13 @@ def test_a_model_that_is_not_there_is_one_sentence(
     *_, refused, says = capfd.readouterr().out.splitlines()
     assert refused == "refused: the server would not start."
     assert says.startswith("no/such-model is not there: it is no folder of this machine")
+
+
+def test_a_folder_without_a_configuration_is_told_from_one_that_is_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "params.json").write_text("{}")
+    assert main(["plan", str(tmp_path), "--skip-tokenizer-init"]) == 1
+    says = capfd.readouterr().out.splitlines()[-1]
+    assert says.startswith(f"{tmp_path} has no configuration that vLLM finds: config.json")

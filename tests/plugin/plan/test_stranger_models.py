@@ -63,12 +63,19 @@ def test_the_suggested_host_cache_keeps_the_trees(found: dict[str, list[dict[str
     assert parts(found["llama-eagle3-host"][0]) == {"hicache": "on", "tree": "on"}
 
 
+def test_each_replica_has_a_host_pool(found: dict[str, list[dict[str, Any]]]) -> None:
+    for name, replicas in (("llama-eagle3-host", ""), ("llama-host-replicas", "of 2 replicas")):
+        row = memory(found[name][0])["host pool"]
+        assert (row["num_bytes"], row["per"]) == (64 << 40, "host")
+        assert row["says"].endswith(replicas or "together")
+
+
 def test_a_preset_gives_no_advice_about_what_nobody_asked_for(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
     for name, (plan, *_) in found.items():
         for part in plan["parts"]:
-            assert "drop" not in part["reason"], name
+            assert "drop --" not in part["reason"], name
             assert "draft_model'" not in part["reason"], name
         assert "draft" not in parts(plan), name
         assert ("vit" in parts(plan)) == (name in ("gemma-3", "gemma-4", "qwen3.5")), name
@@ -136,6 +143,8 @@ def test_what_does_not_fit_is_refused(
         # By arithmetic on the shapes; quantized ones with their scales.
         ("llama", "weights of the target", 8_030_261_248 * 2),
         ("gpt-oss", "weights of the target", 13.7 * GIB),
+        # Quantized while it loads: layers with a byte per weight, and the table of tokens as it is.
+        ("quantized", "weights of the target", 440.4e6 + 151_936 * 1024 * 2),
         ("glm", "weights of the target", (17 * 3.934e9 + 3 * 0.325e9 + 3.1e9) / 8),
     ],
 )
@@ -165,6 +174,17 @@ def test_k_v_is_counted_by_layer(
     # The last command has the draft, if there is one.
     row = memory(found[name][-1])[what]
     assert (row["num_bytes"], row["per"]) == (num_bytes, TOKEN)
+
+
+def test_the_scratch_of_a_module_is_that_of_its_own_layer(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Its configuration has the number of the target's layers."""
+    plan = found["hy"][-1]
+    assert memory(plan)["K/V of the draft"]["num_bytes"] == 2 * 128 * 2
+    # 1024 requests, and in each 3 levels of 8 nodes with K and V of a head.
+    held = 1024 * 3 * 8 * 2 * 128 * 2
+    assert memory(plan)["scratch of the tree's K/V"]["num_bytes"] == held
 
 
 def test_windows_hold_their_window_only(found: dict[str, list[dict[str, Any]]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams import versions
 from vllm_graft.seams.compare import ledger_at, vllm_version
+from vllm_graft.seams.difference import difference
 from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
 from vllm_graft.seams.sources import Sources, is_unknown, read_seams
 
@@ -70,10 +72,25 @@ def read(wheel: Path, path: str, kind: Kind, expected: str) -> str:
         ("config.Cache.size", "name", "present"),
         ("lazy.LLM.read", "name", "present"),
         ("maybe.fallback", "def", "a, b="),
+        ("config.Cache", "has", "(Base), limit, last, read(self, key)"),
+        ("config", "has", "Store, Base"),
+        ("config.Cache.read", "order", "(self, key, strict=), first(key), second(key)"),
     ],
 )
 def test_what_a_file_tells(tmp_path: Path, path: str, kind: Kind, found: str) -> None:
     assert read(made_up(tmp_path), path, kind, found) == found
+
+
+def test_members_that_moved(tmp_path: Path) -> None:
+    wheel = made_up(tmp_path)
+    for path, expected, found in (
+        ("config", "Store, Gone", "Store"),
+        ("config.Cache", "(Store), read(self, key, *more, strict=, no other)", "(Base), read("),
+        ("config.Cache", "read(self, other)", "read(self, key)"),
+    ):
+        told = read(wheel, path, "has", expected)
+        assert told.startswith(found)
+        assert told != expected
 
 
 def test_a_symbol_that_is_gone(tmp_path: Path) -> None:
@@ -103,6 +120,55 @@ def test_a_source_s_hash_ignores_comments_alone(tmp_path: Path) -> None:
     assert read(made_up(tmp_path, **{"config/cache.py": comment}), path, "source", "") == first
     other = text.replace("first(key)", "first(self)")
     assert read(made_up(tmp_path, **{"config/cache.py": other}), path, "source", "") != first
+
+
+def test_a_difference_is_of_the_text(tmp_path: Path) -> None:
+    """It is what the ledger fits against the other; there is none of what is the same or gone."""
+    text = FILES["config/cache.py"]
+    sides = [tmp_path / name for name in ("known", "other")]
+    for side in sides:
+        side.mkdir()
+    known = Sources(made_up(sides[0]))
+    changed = text.replace("first(key)", "start(key)").replace("limit", "most")
+    other = Sources(made_up(sides[1], **{"config/cache.py": changed}))
+    cases: list[tuple[str, Kind, str]] = [
+        ("read", "order", "first(, second("),
+        ("read", "call", "self, key"),
+        ("read", "order", "(self), first("),
+    ]
+    rows = [Seam("core", f"config.Cache.{name}", kind, form, "", "") for name, kind, form in cases]
+    rows += [Seam("core", "config.cache", "has", "Base, Gone", "", "")]
+    rows += [Seam("core", "config.Gone", "order", "first(", "", "")]
+    told = [difference(report, known, other) for report in read_seams(rows, other)]
+    body = ["     self.last = key", "-    first(key)", "+    start(key)", "     return second(key)"]
+    assert told[0][1:] == body
+    assert told[1] == []
+    assert told[2] == ["- (self)", "+ (self, key)"]
+    assert told[3:] == [["- Gone"], []]
+    [without, *_] = (difference(report, None, other) for report in read_seams(rows, other))
+    assert without == ["- first("]
+
+
+def test_a_replay_counts_what_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = runpy.run_path(str(Path(__file__).parents[3] / ".ci" / "replay.py"))
+    text = FILES["config/cache.py"]
+    rows = [
+        Seam("core", "config.cache", "has", "Base, New", "", ""),
+        Seam("tree", "config.Cache.read", "call", "self, key", "", ""),
+        Seam("tree", "config.Gone", "name", "present", "", ""),
+    ]
+    monkeypatch.setitem(replay["moved"].__globals__, "LEDGER", rows)
+    old = Sources(made_up(tmp_path))
+    versions = {
+        "same": text,
+        "more": text + "New = Base\n",
+        "less": text.replace("Base(", "Bases(").replace("key, *more", "name"),
+    }
+    for name, (moved, refused) in {"same": (0, 0), "more": (1, 0), "less": (2, 2)}.items():
+        (tmp_path / name).mkdir()
+        new = Sources(made_up(tmp_path / name, **{"config/cache.py": versions[name]}))
+        pairs = replay["moved"](old, new)
+        assert (len(pairs), len(list(replay["refused"](pairs, new)))) == (moved, refused), name
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"text"])

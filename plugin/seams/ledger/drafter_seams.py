@@ -25,7 +25,7 @@ BLOCK = (
     ),
     *seams("block", "a speculator registry (vLLM RFC #36219)", "v1.worker.gpu.spec_decode",
         ("dflash2.speculator.DFlash2Speculator", "has", "(DFlashSpeculator), _score_candidates(self, candidate_ids, unary_logits, hidden_states), _generate_draft(self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode=, no other)", _EDGES),
-        ("lilicorr.speculator.LiLiCorrSpeculator", "has", "(DFlash2Speculator), prepare_context_anchor", "likewise; reads the last accepted row, which we have moved: another would cost acceptance alone"),
+        ("lilicorr.speculator.LiLiCorrSpeculator", "has", "(DFlash2Speculator), prepare_context_anchor", "its __new__ builds our subclass; reads the last accepted row, which we have moved: another would cost acceptance alone"),
         ("dspark.speculator.DSparkSpeculator", "has", "_draft_topk, _sample_sequential(self, num_reqs, head_hidden), _generate_draft(self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode=, no other)", "how many logits get a bias; overridden: a tree for its chain. Drafts by another bias would cost acceptance alone"),
     ),
     *seams("block", "a speculator registry (vLLM RFC #36219)", "",
@@ -59,7 +59,7 @@ MTP = (
 
 GEMMA4 = (
     *seams("gemma4", "a speculator registry (vLLM RFC #36219)", "",
-        ("v1.worker.gpu.spec_decode.gemma4.speculator.Gemma4Speculator", "has", "advance_draft_positions, on_multi_step_decode_begin, capture", "likewise"),
+        ("v1.worker.gpu.spec_decode.gemma4.speculator.Gemma4Speculator", "has", "advance_draft_positions, on_multi_step_decode_begin, capture", "its __new__ builds our subclass"),
         ("v1.worker.gpu.spec_decode.gemma4.speculator.Gemma4Speculator._setup_gemma4_kv_sharing", "order", "attn.kv_sharing_target_layer_name = target_layer_name", "its layers have no K/V of their own: no scratch"),
         ("model_executor.models.gemma4_mtp.Gemma4MTPAttention.forward", "order", "self.attn(q, None, None)", "a level writes no K/V"),
         ("model_executor.models.gemma4_mtp.Gemma4MTP", "has", "lm_head, logits_processor, masked_embedding", "an FP8 head or hot tokens need logits of all rows of the head"),
@@ -68,7 +68,7 @@ GEMMA4 = (
 
 NGRAM = (
     *seams("ngram", "a speculator registry (vLLM RFC #36219)", "v1.worker.gpu.spec_decode",
-        ("ngram.speculator.NgramGPUSpeculator", "has", "(BaseSpeculator), init_cudagraph_manager(self, cudagraph_mode), propose(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state=, dummy_run=, num_speculative_tokens=)", "its __new__ builds our subclass; called before we plan our graphs; the last tokens are its eighth argument"),
+        ("ngram.speculator.NgramGPUSpeculator", "has", "(BaseSpeculator), init_cudagraph_manager(self, cudagraph_mode, no other), propose(self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state=, dummy_run=, num_speculative_tokens=)", "its __new__ builds our subclass; called before we plan our graphs; the last tokens are its eighth argument"),
         ("speculator.DraftModelSpeculator.load_model", "order", "(self, target_model), self.load_draft_model(target_model", "asks load_draft_model for a model, which may have no layers"),
         ("speculator.DraftModelSpeculator.set_attn", "order", "init_attn_backend(, active_layer_names=self.draft_attn_layer_names", "makes no attention groups for a draft without layers"),
     ),

@@ -60,8 +60,8 @@ class Seam:
             ``has``: members, fields or attributes of a class or module, and ``name(...)`` for the
             parameters of one, as for ``call``; ``order``: texts that its source holds in this
             order; ``source``: hash of its source, where nothing else can tell; ``name``: it exists;
-            ``module``: it is there, and is not imported to look. The last three but two may begin
-            with a class's bases or a function's parameters in parentheses.
+            ``module``: it is there, and is not imported to look. In parentheses, ``has``, ``order``
+            and ``source`` may begin with a class's bases or a function's parameters.
         expected: what ``kind`` yields on the oldest vLLM that we know.
         why: what we do with it.
         until: what would make it unnecessary.

@@ -15,7 +15,7 @@ METRICS = (
         ("gpu_model_runner.AsyncGPUPoolingModelRunnerOutput", "has", "_model_runner_output, get_output", "likewise"),
     ),
     *seams("metrics", _STATS, "v1.engine",
-        ("core.EngineCore", "has", "_initialize_effective_attention_block_size(self), collective_rpc, log_stats, model_executor, scheduler, vllm_config", "_initialize_effective_attention_block_size: wrapped: the first that a spawned process calls when there is a scheduler; whether anybody reads statistics; asks the workers which parts run; the harness finds an engine's runner"),
+        ("core.EngineCore", "has", "_initialize_effective_attention_block_size(self, no other), collective_rpc, log_stats, model_executor, scheduler, vllm_config", "_initialize_effective_attention_block_size: wrapped: the first that a spawned process calls when there is a scheduler; whether anybody reads statistics; asks the workers which parts run; the harness finds an engine's runner"),
         ("core.EngineCoreProc", "has", "output_queue", "the parts' states go to the frontend before the first step"),
         ("EngineCoreOutputs", "has", "scheduler_stats", "a step's statistics, which our message goes with"),
     ),

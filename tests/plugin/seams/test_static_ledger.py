@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import runpy
 import zipfile
@@ -13,7 +14,7 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams import versions
-from vllm_graft.seams.compare import ledger_at, vllm_version
+from vllm_graft.seams.compare import SeamReport, ledger_at, vllm_version
 from vllm_graft.seams.difference import difference
 from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
 from vllm_graft.seams.sources import Sources, is_unknown, read_seams
@@ -191,6 +192,63 @@ def test_the_installed_vllm_reads_as_it_imports() -> None:
     reports = read_seams(ledger_at(vllm_version()), Sources(Path(vllm.__file__).parents[1]))
     assert [report.problem for report in reports if report.problem] == []
     assert not any(map(is_unknown, reports))
+
+
+@pytest.fixture(scope="module")
+def installed() -> Sources:
+    import vllm
+
+    return Sources(Path(vllm.__file__).parents[1])
+
+
+def planted(installed: Sources, module: str, text: str, instead: str) -> list[SeamReport]:
+    """The ledger's rows of the module and of EAGLE, where a text of the module is replaced."""
+    sources = copy.copy(installed)
+    name, read = sources.file(module), sources._read
+    assert name is not None
+    assert text in read(name)
+    sources._read = lambda file: read(file).replace(text, instead) if file == name else read(file)
+    heads = (f"{module}.", "v1.worker.gpu.spec_decode.eagle.")
+    rows = [seam for seam in ledger_at(vllm_version()) if f"{seam.path}.".startswith(heads)]
+    assert rows
+    return [report for report in read_seams(rows, sources) if report.problem]
+
+
+CONNECTOR = "distributed.kv_transfer.kv_connector.v1.base"
+EAGLE = "v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "instead", "told", "provable"),
+    [
+        ("v1.worker.gpu.dp_utils", "need_eager: bool", "eager: bool", "need_eager=", False),
+        ("v1.worker.gpu.model_runner", ".postprocess_sampled(", ".end(", "postprocess_s", True),
+        ("v1.worker.gpu.sample.penalties", "use_penalty", "penalized", "use_penalty", False),
+        (EAGLE, "num_speculative_tokens <= 1", "num_speculative_tokens < 1", "<= 1", True),
+        (CONNECTOR, "finish_forward(self)", "finish_forward(self, late=0)", "no other", False),
+    ],
+)
+def test_a_change_that_breaks_us_is_seen(
+    installed: Sources, module: str, text: str, instead: str, told: str, provable: bool
+) -> None:
+    """A proof may stand in for a text alone, never for a name."""
+    moved = planted(installed, module, text, instead)
+    assert told in moved[0].problem
+    assert any(report.provable for report in moved) is provable
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "instead"),
+    [
+        ("v1.worker.gpu.dp_utils", "need_eager: bool", "fast: int = 0, need_eager: bool"),
+        ("v1.worker.gpu.sample.penalties", "class PenaltiesState", "# New.\nclass PenaltiesState"),
+        (CONNECTOR, "def finish_forward(self)", "def new(self): ...\n    def finish_forward(self)"),
+    ],
+)
+def test_a_change_that_we_do_not_feel_moves_no_row(
+    installed: Sources, module: str, text: str, instead: str
+) -> None:
+    assert planted(installed, module, text, instead) == []
 
 
 def test_an_entry_by_version() -> None:

@@ -199,7 +199,11 @@ class _Imported:
     def has(self, name: str) -> bool:
         if isinstance(self._symbol, ModuleType):
             return hasattr(self._symbol, name)
-        return name in _attributes(self._symbol)
+        return name in self._names
+
+    @functools.cached_property
+    def _names(self) -> set[str]:
+        return _attributes(self._symbol)
 
     def member(self, name: str) -> _Imported:
         return _Imported(_member(self._symbol, name))
@@ -229,7 +233,6 @@ def _source(symbol: Any) -> str:
     return inspect.getsource(symbol)
 
 
-@functools.cache
 def _attributes(cls: type) -> set[str]:
     """Names of a class's members and fields, and of what its methods assign to ``self``."""
     names: set[str] = set()

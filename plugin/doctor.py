@@ -22,6 +22,7 @@ from vllm_graft.seams.compare import (
     check_seams,
     is_tested,
     ledger_at,
+    provable,
     vllm_version,
 )
 from vllm_graft.seams.difference import difference
@@ -185,7 +186,7 @@ def _compared(
         kind = "cannot be told" if is_unknown(report) else f"seam of {report.seam.part}"
         yield Finding(kind, False, "\n    ".join([report.problem, *differs(report)]))
     for part, rows in _by_part(moved).items():
-        proof = all(report.provable for report in rows)
+        proof = all(provable(report) for report in rows)
         told = f"{len(rows)} moved: "
         if part in _NO_PARTS:
             told += "no server needs them"

@@ -28,7 +28,16 @@ from vllm_graft.seams.ledger.whole import LEDGER
 UNKNOWN = "unknown: "
 """What the found text begins with where source files do not tell."""
 
-__all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
+__all__ = [
+    "LEDGER",
+    "TESTED_VLLM",
+    "Kind",
+    "Seam",
+    "SeamReport",
+    "check_seams",
+    "provable",
+    "require_seams",
+]
 
 
 @dataclass(frozen=True)
@@ -58,14 +67,6 @@ class SeamReport:
         """Whether there is no such symbol, or none that can be inspected."""
         return self.found.startswith(("nothing", UNKNOWN, "something that"))
 
-    @property
-    def provable(self) -> bool:
-        """Whether a proof may stand in: the symbol is there and is called as before, its text alone
-        is another."""
-        if self.ok or self.is_missing or self.seam.kind not in ("source", "order"):
-            return False
-        return head_of(self.found)[0] == head_of(self.seam.expected)[0]
-
     def differing(self) -> tuple[list[str], list[str]]:
         """What the notation has on one side alone: expected, found."""
         if self.is_missing:
@@ -77,6 +78,16 @@ class SeamReport:
         if self.seam.kind == "order":
             del gone[1:]  # What stands behind a text that is gone was not looked for.
         return gone, [piece for piece in found if piece not in expected]
+
+
+def provable(report: SeamReport) -> bool:
+    """Whether a proof may stand in for a row that has moved.
+
+    It may where the symbol is there and takes what it took, and its text alone is another.
+    """
+    if report.ok or report.is_missing or report.seam.kind not in ("source", "order"):
+        return False
+    return head_of(report.found)[0] == head_of(report.seam.expected)[0]
 
 
 def _pieces(seam: Seam, form: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import textwrap
 
-from vllm_graft.seams.compare import SeamReport
+from vllm_graft.seams.compare import SeamReport, provable
 from vllm_graft.seams.sources import Sources
 
 _LONGEST = 24
@@ -24,7 +24,7 @@ def difference(report: SeamReport, known: Sources | None, other: Sources) -> lis
     """
     if report.ok or report.is_missing:
         return []
-    lines = _of_texts(report.seam.path, known, other) if report.provable and known else []
+    lines = _of_texts(report.seam.path, known, other) if provable(report) and known else []
     if not lines:
         gone, new = report.differing()
         lines = [*(f"- {piece}" for piece in gone), *(f"+ {piece}" for piece in new)]

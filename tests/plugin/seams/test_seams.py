@@ -16,7 +16,7 @@ import pytest
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams import compare as seams
 from vllm_graft.seams import form
-from vllm_graft.seams.compare import Kind, Seam, SeamReport, check_seams, require_seams
+from vllm_graft.seams.compare import Kind, Seam, SeamReport, check_seams, provable, require_seams
 from vllm_graft.seams.ledger.entry import items
 
 FakeModule = Callable[..., ModuleType]
@@ -206,7 +206,7 @@ def test_parameters_that_fit(found: str, wanted: str, fits: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected", "found", "provable"),
+    ("kind", "expected", "found", "stands"),
     [
         ("source", "(a), 0123", "(a), 4567", True),
         ("order", "(a), one(, two(", "(a), one(", True),
@@ -223,9 +223,9 @@ def test_parameters_that_fit(found: str, wanted: str, fits: bool) -> None:
     ],
 )
 def test_a_proof_stands_in_for_texts_alone(
-    kind: Kind, expected: str, found: str, provable: bool
+    kind: Kind, expected: str, found: str, stands: bool
 ) -> None:
-    assert SeamReport(_seam("x", kind, expected), found).provable is provable
+    assert provable(SeamReport(_seam("x", kind, expected), found)) is stands
 
 
 def test_a_source_hash_ignores_what_does_nothing() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams import versions
-from vllm_graft.seams.compare import SeamReport, ledger_at, vllm_version
+from vllm_graft.seams.compare import SeamReport, ledger_at, provable, vllm_version
 from vllm_graft.seams.difference import difference
 from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
 from vllm_graft.seams.sources import Sources, is_unknown, read_seams
@@ -219,7 +219,7 @@ EAGLE = "v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "instead", "told", "provable"),
+    ("module", "text", "instead", "told", "stands"),
     [
         ("v1.worker.gpu.dp_utils", "need_eager: bool", "eager: bool", "need_eager=", False),
         ("v1.worker.gpu.model_runner", ".postprocess_sampled(", ".end(", "postprocess_s", True),
@@ -229,12 +229,12 @@ EAGLE = "v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
     ],
 )
 def test_a_change_that_breaks_us_is_seen(
-    installed: Sources, module: str, text: str, instead: str, told: str, provable: bool
+    installed: Sources, module: str, text: str, instead: str, told: str, stands: bool
 ) -> None:
     """A proof may stand in for a text alone, never for a name."""
     moved = planted(installed, module, text, instead)
     assert told in moved[0].problem
-    assert any(report.provable for report in moved) is provable
+    assert any(map(provable, moved)) is stands
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -16,7 +17,15 @@ from vllm_graft.base.values import reason_of, shown
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health, TargetFamily
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
-from vllm_graft.seams.compare import SeamReport, check_seams, ledger_at, vllm_version
+from vllm_graft.seams.compare import (
+    SeamReport,
+    check_seams,
+    is_tested,
+    ledger_at,
+    provable,
+    vllm_version,
+)
+from vllm_graft.seams.difference import difference
 from vllm_graft.seams.sources import Sources, is_unknown, read_seams
 from vllm_graft.seams.versions import Support, support_of
 
@@ -26,6 +35,8 @@ SUPPORT = "support"
 """The check whose detail is a value of `Support`."""
 _STATE = {True: "ok     ", False: "PROBLEM"}
 _STYLES = {_STATE[True]: "green", _STATE[False]: "bold red"}
+_NO_PARTS = {"metrics", "plan", "bench", "testing"}
+"""Whose rows stop nothing: where they have moved, a tool fails, or a server lacks numbers."""
 NOT_TESTED = 3
 """Exit status where nothing is to mend, but vLLM's version was not tested."""
 
@@ -61,8 +72,23 @@ def diagnose_wheel(path: Path) -> list[Finding]:
         SeamError: if its version cannot be read.
     """
     sources = Sources(path)
-    reports = read_seams(ledger_at(sources.version), sources)
-    return [Finding("vllm", True, sources.version), *_compared(sources.version, reports)]
+    version = sources.version
+    reports = read_seams(ledger_at(version), sources)
+    moved = [report for report in reports if report.problem]
+    known = _tested_sources() if moved else None
+    return [
+        Finding("vllm", True, version),
+        *_compared(version, reports, lambda report: difference(report, known, sources)),
+    ]
+
+
+def _tested_sources() -> Sources | None:
+    """The installed vLLM, if the ledger was tested with it; it is not imported."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return None
+    sources = Sources(Path(found.origin).parents[1])
+    return sources if is_tested(sources.version) else None
 
 
 def exit_status(findings: list[Finding]) -> int:
@@ -148,15 +174,34 @@ def _seams_of_families(manager: Manager) -> Iterator[Finding]:
                 yield Finding(where, report.ok, report.problem or f"vllm.{report.seam.path}")
 
 
-def _compared(version: str, reports: list[SeamReport]) -> Iterator[Finding]:
+def _compared(
+    version: str,
+    reports: list[SeamReport],
+    differs: Callable[[SeamReport], list[str]] = lambda report: [],
+) -> Iterator[Finding]:
     moved = [report for report in reports if report.problem]
     if not moved:
         yield Finding("seams", True, f"{len(reports)} vLLM symbols are as expected")
     for report in moved:
         kind = "cannot be told" if is_unknown(report) else f"seam of {report.seam.part}"
-        yield Finding(kind, False, report.problem)
+        yield Finding(kind, False, "\n    ".join([report.problem, *differs(report)]))
+    for part, rows in _by_part(moved).items():
+        proof = all(provable(report) for report in rows)
+        told = f"{len(rows)} moved: "
+        if part in _NO_PARTS:
+            told += "no server needs them"
+        else:
+            told += "refuses to start" + ", unless `vllm-graft prove` passes" * proof
+        yield Finding(part, False, told)
     support = support_of(version, reports)
     yield Finding(SUPPORT, support is not Support.NOT, support.value)
+
+
+def _by_part(reports: list[SeamReport]) -> dict[str, list[SeamReport]]:
+    parts: dict[str, list[SeamReport]] = {}
+    for report in reports:
+        parts.setdefault(report.seam.part, []).append(report)
+    return parts
 
 
 def _plugins(manager: Manager) -> Iterator[Finding]:

@@ -49,7 +49,6 @@ from vllm_graft.seams.compare import require_seams
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
-    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
 Transfer = Callable[[PageKey, memoryview], bool]
 
@@ -89,10 +88,10 @@ class SegmentsTier(SecondaryTierManager):
         n_write_threads: int = 4,
         enable_kv_events: bool = False,
         locality: str | None = None,
-        backpressure_detector: BackpressureDetector | None = None,
+        **of_vllm: Any,
     ) -> None:
         require_seams("native")
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **of_vllm)
         self.locality = None if locality is None else Locality(locality)
         self.events: list[OffloadingEvent] | None = None
         if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:

@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from inspect import getattr_static
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from vllm_graft.base.errors import SeamError
+from vllm_graft.seams.form import assigned_in, described, parameters_of
 from vllm_graft.seams.ledger import TESTED_VLLM
-from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of
+from vllm_graft.seams.ledger.entry import Kind, Seam, head_of, items, minor_of
 from vllm_graft.seams.ledger.whole import LEDGER
 
-__all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam", "SeamReport", "check_seams", "require_seams"]
+UNKNOWN = "unknown: "
+"""What the found text begins with where source files do not tell."""
+
+__all__ = [
+    "LEDGER",
+    "TESTED_VLLM",
+    "Kind",
+    "Seam",
+    "SeamReport",
+    "check_seams",
+    "provable",
+    "require_seams",
+]
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,46 @@ class SeamReport:
 
     @property
     def problem(self) -> str:
-        """Empty, or one line with the symbol, what was expected and what was found."""
+        """Empty, or one line with the symbol, what was expected of it and what was found."""
         if self.ok:
             return ""
-        return f"vllm.{self.seam.path}: expected {self.seam.expected}, found {self.found}"
+        gone, new = self.differing()
+        expected, found = ", ".join(gone) or "no more", ", ".join(new) or "nothing in its place"
+        return f"vllm.{self.seam.path}: expected {expected}, found {found}"
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no such symbol, or none that can be inspected."""
+        return self.found.startswith(("nothing", UNKNOWN, "something that"))
+
+    def differing(self) -> tuple[list[str], list[str]]:
+        """What the notation has on one side alone: expected, found."""
+        if self.is_missing:
+            return ["it" if self.seam.kind in ("has", "order") else self.seam.expected], [
+                self.found
+            ]
+        expected, found = _pieces(self.seam, self.seam.expected), _pieces(self.seam, self.found)
+        gone = [piece for piece in expected if piece not in found]
+        if self.seam.kind == "order":
+            del gone[1:]  # What stands behind a text that is gone was not looked for.
+        return gone, [piece for piece in found if piece not in expected]
+
+
+def provable(report: SeamReport) -> bool:
+    """Whether a proof may stand in for a row that has moved.
+
+    It may where the symbol is there and takes what it took, and its text alone is another.
+    """
+    if report.ok or report.is_missing or report.seam.kind not in ("source", "order"):
+        return False
+    return head_of(report.found)[0] == head_of(report.seam.expected)[0]
+
+
+def _pieces(seam: Seam, form: str) -> list[str]:
+    if seam.kind != "order":
+        return items(form)
+    head, rest = head_of(form)
+    return [*([] if head is None else [f"({head})"]), *(rest.split(", ") if rest else ())]
 
 
 def check_seams(
@@ -112,11 +161,11 @@ def _inspect(seam: Seam) -> str:
             found = importlib.util.find_spec(f"vllm.{seam.path}")
             return "present" if found is not None else "nothing"
         if seam.kind == "def":
-            return _written_parameters(seam.path)
-        return _describe(seam, _locate(seam.path))
+            return described(seam, _Written(seam.path))
+        return described(seam, _Imported(_locate(seam.path)))
     except (ImportError, AttributeError) as error:
         return f"nothing ({error})"
-    except (TypeError, OSError, ValueError) as error:
+    except (TypeError, OSError, ValueError, SyntaxError) as error:
         return f"something that cannot be inspected ({error})"
 
 
@@ -128,74 +177,71 @@ def _locate(path: str) -> Any:
         module = ".".join(names[:index])
         if hasattr(found, "__path__") and importlib.util.find_spec(module) is not None:
             found = importlib.import_module(module)
-        elif isinstance(found, ModuleType):
-            # Not statically: some modules make their attributes when they are asked for.
-            found = getattr(found, name)
         else:
-            found = inspect.getattr_static(found, name)
+            found = _member(found, name)
+    return found
+
+
+def _member(owner: Any, name: str) -> Any:
+    # Not statically: some modules make their attributes when they are asked for.
+    found = getattr(owner, name) if isinstance(owner, ModuleType) else getattr_static(owner, name)
     return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
 
 
-def _describe(seam: Seam, symbol: Any) -> str:
-    if seam.kind == "class":
-        return ", ".join(base.__name__ for base in symbol.__bases__)
-    if seam.kind == "call":
-        return _parameters(symbol)
-    if seam.kind == "source":
-        return normalized_hash(_source(symbol))
-    if seam.kind == "has":
-        names = _attributes(symbol)
-        return ", ".join(name for name in seam.expected.split(", ") if name in names)
-    if seam.kind == "order":
-        return ", ".join(in_order(_source(symbol), seam.expected.split(", ")))
-    return "present"
+class _Imported:
+    """The form of an imported symbol."""
+
+    def __init__(self, symbol: Any) -> None:
+        self._symbol = symbol
+
+    def bases(self) -> list[str]:
+        return [base.__name__ for base in getattr(self._symbol, "__bases__", ())]
+
+    def parameters(self) -> list[str]:
+        shown = []
+        for parameter in inspect.signature(self._symbol).parameters.values():
+            bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+            shown.append(f"{bare}{'' if parameter.default is parameter.empty else '='}")
+        return shown
+
+    def source(self) -> str:
+        return _source(self._symbol)
+
+    def has(self, name: str) -> bool:
+        if isinstance(self._symbol, ModuleType):
+            return hasattr(self._symbol, name)
+        return name in self._names
+
+    @functools.cached_property
+    def _names(self) -> set[str]:
+        return _attributes(self._symbol)
+
+    def member(self, name: str) -> _Imported:
+        return _Imported(_member(self._symbol, name))
+
+    def unknown(self, missing: Sequence[str]) -> str:
+        return ""
+
+
+class _Written(_Imported):
+    """A function in the file of ``vllm.<module>``, which is not imported."""
+
+    def __init__(self, path: str) -> None:
+        module, _, self._name = path.rpartition(".")
+        file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
+        super().__init__(file.with_suffix(".py"))
+        self._module = module
+
+    def parameters(self) -> list[str]:
+        for node in ast.parse(self._symbol.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == self._name:
+                return parameters_of(node)
+        raise AttributeError(f"{self._module} defines no {self._name}")
 
 
 @functools.cache
 def _source(symbol: Any) -> str:
     return inspect.getsource(symbol)
-
-
-def _parameters(function: Any) -> str:
-    shown = []
-    for parameter in inspect.signature(function).parameters.values():
-        bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
-        shown.append(f"{bare}{'' if parameter.default is parameter.empty else '='}")
-    return ", ".join(shown) or "no parameter"
-
-
-def _written_parameters(path: str) -> str:
-    """Read a function's parameters in the file of ``vllm.<module>``, which is not imported."""
-    module, _, name = path.rpartition(".")
-    file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
-    for node in ast.parse(file.with_suffix(".py").read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return parameters_of(node)
-    raise AttributeError(f"{module} defines no {name}")
-
-
-def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """A function's parameters, in the ledger's notation."""
-    given = node.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
-    shown = [f"{each.arg}{'=' if default else ''}" for each, default in zip(positional, defaults)]
-    if given.vararg:
-        shown.append(f"*{given.vararg.arg}")
-    shown += [
-        f"{each.arg}{'=' if default else ''}"
-        for each, default in zip(given.kwonlyargs, given.kw_defaults)
-    ]
-    if given.kwarg:
-        shown.append(f"**{given.kwarg.arg}")
-    return ", ".join(shown) or "no parameter"
-
-
-def normalized_hash(source: str) -> str:
-    """Twelve hex digits over a source without comment lines, blank lines and indentation."""
-    lines = (line.strip() for line in source.splitlines())
-    kept = "\n".join(line for line in lines if line and not line.startswith("#"))
-    return hashlib.sha256(kept.encode()).hexdigest()[:12]
 
 
 def _attributes(cls: type) -> set[str]:
@@ -213,26 +259,3 @@ def _attributes(cls: type) -> set[str]:
 def _assigned(cls: type) -> frozenset[str]:
     """Cached per class: its source is long, and each part asks about the same few."""
     return assigned_in(ast.parse(textwrap.dedent(inspect.getsource(cls))))
-
-
-def assigned_in(tree: ast.AST) -> frozenset[str]:
-    """Names that a class's methods assign to ``self``."""
-    return frozenset(
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
-
-
-def in_order(source: str, wanted: list[str]) -> Iterator[str]:
-    """Yield the ``wanted`` texts that ``source`` holds in this order, up to the first missing."""
-    start = 0
-    for text in wanted:
-        start = source.find(text, start)
-        if start < 0:
-            return
-        yield text
-        start += len(text)

@@ -10,18 +10,13 @@ from __future__ import annotations
 import ast
 import functools
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams.compare import (
-    SeamReport,
-    assigned_in,
-    in_order,
-    normalized_hash,
-    parameters_of,
-)
+from vllm_graft.seams.compare import UNKNOWN, SeamReport
+from vllm_graft.seams.form import assigned_in, described, parameters_of
 from vllm_graft.seams.ledger.entry import Seam
 
 _PACKAGE = "vllm"
@@ -47,7 +42,7 @@ class Sources:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = _texts_of_wheel(path) if path.is_file() else _texts_of_folder(path)
+        self._files, self._read = _wheel(path) if path.is_file() else _folder(path)
         if f"{_PACKAGE}/__init__.py" not in self._files:
             raise ConfigError(
                 f"{str(path)!r} holds no vLLM: name a wheel of vLLM, or a folder with "
@@ -84,7 +79,7 @@ class Sources:
         name = self.file(module)
         if name is None:
             raise LookupError(f"No module named 'vllm.{module}'")
-        return self._files[name]
+        return self._read(name)
 
     def find(self, path: str) -> Found:
         """The definition of ``vllm.<path>``: the longest module, then names in it.
@@ -95,6 +90,16 @@ class Sources:
             LookupError: if it cannot be found.
         """
         return self._find(path, _DEPTH)
+
+    def member(self, found: Found, name: str) -> Found:
+        """A member of a class or module, where it is defined.
+
+        Raises:
+            LookupError: if it cannot be found.
+        """
+        if found.node is None:
+            return self._in_module(found.module, [name], _DEPTH)
+        return self._member(found, [name], _DEPTH)
 
     def segment(self, found: Found) -> str:
         """Source of a definition, with its decorators, as ``inspect.getsource`` gives it."""
@@ -201,18 +206,20 @@ def name_of(expression: ast.expr) -> str:
     return expression.id if isinstance(expression, ast.Name) else ast.unparse(expression)
 
 
-def _texts_of_wheel(path: Path) -> dict[str, str]:
+def _wheel(path: Path) -> tuple[Collection[str], Callable[[str], str]]:
+    """Names of the files of a wheel, and what reads one."""
     try:
-        with zipfile.ZipFile(path) as wheel:
-            names = [name for name in wheel.namelist() if _is_source(name)]
-            return {name: wheel.read(name).decode() for name in names}
+        wheel = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{str(path)!r} cannot be read as a wheel: {error}") from None
+    return frozenset(filter(_is_source, wheel.namelist())), lambda name: wheel.read(name).decode()
 
 
-def _texts_of_folder(path: Path) -> dict[str, str]:
+def _folder(path: Path) -> tuple[Collection[str], Callable[[str], str]]:
+    """Likewise of a folder."""
     files = (file for file in (path / _PACKAGE).rglob("*.py"))
-    return {file.relative_to(path).as_posix(): file.read_text() for file in files}
+    names = frozenset(file.relative_to(path).as_posix() for file in files)
+    return names, lambda name: (path / name).read_text()
 
 
 def _is_source(name: str) -> bool:
@@ -260,10 +267,6 @@ def _lazy_target(tree: ast.Module, name: str) -> list[str] | None:
     return None
 
 
-UNKNOWN = "unknown: "
-"""What the found text begins with where the source files do not tell."""
-
-
 def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:
     """Each seam, and what the source files have in its place."""
     return [SeamReport(seam, _inspect(seam, sources)) for seam in seams]
@@ -278,45 +281,58 @@ def _inspect(seam: Seam, sources: Sources) -> str:
     try:
         if seam.kind == "module":
             return "present" if sources.file(seam.path) else "nothing"
-        found = sources.find(seam.path)
+        return described(seam, _Read(sources.find(seam.path), sources))
     except LookupError as error:
         return f"nothing ({error})"
-    if seam.kind == "name":
-        return "present"
-    if seam.kind in ("call", "def"):
-        return _parameters(found, sources)
-    if found.node is None:
-        return "a module"
-    if seam.kind == "class":
-        return ", ".join(_base_names(found, sources))
-    if seam.kind == "source":
-        return normalized_hash(sources.segment(found))
-    if seam.kind == "order":
-        wanted = seam.expected.split(", ")
-        return ", ".join(in_order(sources.segment(found), wanted))
-    return _members(found, seam.expected.split(", "), sources)
 
 
-def _base_names(found: Found, sources: Sources) -> Iterator[str]:
-    if not isinstance(found.node, ast.ClassDef):
-        yield "no class"
-        return
-    yield from (name_of(base) for base in found.node.bases)
-    if not found.node.bases:
-        yield "object"
+class _Read:
+    """The form of a symbol in a file."""
 
+    def __init__(self, found: Found, sources: Sources) -> None:
+        self._found, self._sources = found, sources
 
-def _parameters(found: Found, sources: Sources) -> str:
-    node = found.node
-    if isinstance(node, ast.ClassDef):
+    def bases(self) -> list[str]:
+        node = self._found.node
+        if not isinstance(node, ast.ClassDef):
+            return []
+        return [name_of(base) for base in node.bases] or ["object"]
+
+    def parameters(self) -> list[str]:
+        node = self._found.node
+        if isinstance(node, ast.ClassDef):
+            try:
+                return self.member("__init__").parameters()[1:]
+            except LookupError:
+                return list(_fields(self._found, self._sources))
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return [f"{UNKNOWN}no function"]
+        return parameters_of(node)
+
+    def source(self) -> str:
+        return self._sources.segment(self._found)
+
+    def has(self, name: str) -> bool:
+        if self._found.node is not None:
+            return name in self._collected[0]
         try:
-            init = sources._member(found, ["__init__"], _DEPTH)
+            return bool(self.member(name))
         except LookupError:
-            return ", ".join(_fields(found, sources)) or "no parameter"
-        return _parameters(init, sources).removeprefix("self, ").replace("self", "no parameter")
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return f"{UNKNOWN}no function"
-    return parameters_of(node)
+            return False
+
+    def member(self, name: str) -> _Read:
+        return _Read(self._sources.member(self._found, name), self._sources)
+
+    def unknown(self, missing: Sequence[str]) -> str:
+        foreign = ", ".join(sorted(self._collected[1]))
+        return f"{UNKNOWN}{', '.join(missing)} may be members of {foreign}" if foreign else ""
+
+    @functools.cached_property
+    def _collected(self) -> tuple[set[str], set[str]]:
+        names: set[str] = set()
+        foreign: set[str] = set()
+        _collect(self._found, self._sources, names, foreign, _DEPTH)
+        return names, foreign
 
 
 def _fields(found: Found, sources: Sources) -> Iterator[str]:
@@ -334,23 +350,12 @@ def _fields(found: Found, sources: Sources) -> Iterator[str]:
             yield f"{node.target.id}{'' if node.value is None else '='}"
 
 
-def _members(found: Found, wanted: Sequence[str], sources: Sources) -> str:
-    names: set[str] = set()
-    foreign: list[str] = []
-    _collect(found, sources, names, foreign, depth=12)
-    missing = [name for name in wanted if name not in names]
-    if missing and foreign:
-        bases = ", ".join(sorted(set(foreign)))
-        return f"{UNKNOWN}{', '.join(missing)} may be members of {bases}"
-    return ", ".join(name for name in wanted if name in names)
-
-
 _PLAIN_BASES = frozenset({"ABC", "Generic", "Protocol", "object", "Enum"})
 """Bases that bring no member that the ledger could mean."""
 
 
 def _collect(
-    found: Found, sources: Sources, names: set[str], foreign: list[str], depth: int
+    found: Found, sources: Sources, names: set[str], foreign: set[str], depth: int
 ) -> None:
     """Add the members of a class and of its bases, and what its methods assign to ``self``."""
     if not isinstance(found.node, ast.ClassDef) or depth == 0:
@@ -367,4 +372,4 @@ def _collect(
         if isinstance(base, Found):
             _collect(base, sources, names, foreign, depth - 1)
         elif base not in _PLAIN_BASES:
-            foreign.append(base)
+            foreign.add(base)

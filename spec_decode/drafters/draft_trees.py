@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,8 +271,12 @@ def launch_growth(
         # The dummy batch of a rank without requests is as large as the graph, padding included;
         # since vLLM 0.33 the ranks agree on the most requests that any of them has.
         num_reqs = min(num_reqs, dp_sync_state.num_reqs)
-        dp_sync_state, num_rows = drafter._build_uniform_batch_dp_sync(
-            dp_sync_state, num_reqs, num_query_per_req=width
+        num_rows = dp_sync_state.num_reqs * width
+        dp_sync_state = replace(
+            dp_sync_state,
+            num_tokens_across_dp=torch.full_like(dp_sync_state.num_tokens_across_dp, num_rows),
+            uniform_token_count=width,
+            eager=False,
         )
     desc, sync = dispatch_cg_and_sync_dp(
         runner,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-    TargetDependentARSpeculator,
-)
 
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
@@ -24,14 +21,21 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 
-class TargetDependentTrees(TreeDrafting, TargetDependentARSpeculator):
-    """Mixed into one of vLLM's `TargetDependentARSpeculator` classes.
+class TargetDependentTrees(TreeDrafting):
+    """Mixed into one of vLLM's speculators that draft from the target's states.
+
+    What they share comes from a base of theirs that vLLM has renamed before: it is not named here.
 
     The first pass is vLLM's own extend pass over the rows that the target has accepted. It leaves
     the root's state instead of one token, and `LevelGrowth` drafts all levels from there.
     """
 
     has_window = True
+    # VLLM's.
+    advance_draft_positions: bool
+    prefill_cudagraph_manager: CudaGraphManager | None
+    on_multi_step_decode_begin: Callable[[int], None]
+    on_multi_step_decode_end: Callable[[int], None]
 
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]

@@ -7,6 +7,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,12 +45,34 @@ def test_a_missing_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_moved_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     seam = Seam("tree", "a.b", "name", "present", "why", "until")
     monkeypatch.setattr(doctor, "check_seams", lambda: [SeamReport(seam, "nothing")])
-    finding, support = doctor._seams()
+    finding, part, support = doctor._seams()
     assert not finding.ok
+    assert (part.check, part.detail) == ("tree", "1 moved: refuses to start")
     assert (support.ok, support.detail) == (False, "not supported")
     assert "vllm.a.b: expected present, found nothing" in finding.detail
     monkeypatch.setattr(doctor, "check_seams", lambda: [SeamReport(seam, "present")])
     assert _lines(doctor._seams()) == [("seams", True), ("support", True)]
+
+
+def test_moved_seams_say_what_differs_and_what_may_stand_in() -> None:
+    text = SeamReport(Seam("tree", "a.b", "order", "one(, two(", "why", "until"), "one(")
+    name = SeamReport(Seam("vit", "a.c", "name", "present", "why", "until"), "nothing")
+    tool = SeamReport(Seam("plan", "a.d", "call", "a", "why", "until"), "b")
+    found = doctor._compared("0.33.0", [text, name, tool], lambda report: [f"- {report.seam.path}"])
+    told = [finding.detail for finding in found]
+    assert told[0] == "vllm.a.b: expected two(, found nothing in its place\n    - a.b"
+    assert told[3:] == [
+        "1 moved: refuses to start, unless `vllm-graft prove` passes",
+        "1 moved: refuses to start",
+        "1 moved: no server needs them",
+        "not supported",
+    ]
+    # One row that nothing stands in for is enough.
+    both = doctor._compared("0.33.0", [text, replace(text, found="nothing (x has no b)")])
+    assert [finding.detail for finding in both][2:] == [
+        "2 moved: refuses to start",
+        "not supported",
+    ]
 
 
 class Plugin:
@@ -210,7 +233,7 @@ def test_a_wheel_of_the_next_minor_version(
     assert cli.main(["doctor", "--wheel", str(next_wheel), "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     wrong = [finding for finding in answer["findings"] if not finding["ok"]]
-    assert [finding["check"] for finding in wrong] == ["seam of tree", "support"]
+    assert [finding["check"] for finding in wrong] == ["seam of tree", "tree", "support"]
     assert "has no dispatch_cg_and_sync_dp" in wrong[0]["detail"]
 
 

@@ -25,6 +25,26 @@ def minor_of(version: str) -> Minor:
         raise SeamError(f"vLLM calls itself {version!r}, which is no version") from None
 
 
+def items(listing: str) -> list[str]:
+    """What commas outside of parentheses part."""
+    found, depth, start = [], 0, 0
+    for place, letter in enumerate(listing):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and depth == 0:
+            found.append(listing[start:place].strip())
+            start = place + 1
+    last = listing[start:].strip()
+    return [*found, last] if last else found
+
+
+def head_of(expected: str) -> tuple[str | None, str]:
+    """What stands in parentheses at the beginning, and what follows it; None if nothing does."""
+    if not expected.startswith("("):
+        return None, expected
+    head, _, rest = expected[1:].partition(")")
+    return head, rest.removeprefix(", ")
+
+
 @dataclass(frozen=True)
 class Seam:
     """One upstream symbol.
@@ -33,11 +53,15 @@ class Seam:
         part: who needs it, as ``tree`` or ``hicache``; ``native``: our parts of the host KV cache
             in vLLM's own connector.
         path: dotted path, below ``vllm.``.
-        kind: how it is compared. ``class``: the names of its bases; ``call``: parameter names,
-            ``=`` after those with a default; ``def``: the same, read from the file of a module that
-            cannot be imported everywhere; ``source``: hash of its source; ``order``: texts that its
-            source holds in this order; ``has``: members, fields or attributes of a class that we
-            read; ``name``: it exists; ``module``: it is there, and is not imported to look.
+        kind: how it is compared. ``class``: the names of its bases; ``call``: the parameters that
+            are required and, with ``=`` behind them, those optional ones that we pass by name;
+            ``no other`` at their end: ours stands in its place and would not know what is added;
+            ``def``: as ``call``, read from the file of a module that cannot be imported everywhere;
+            ``has``: members, fields or attributes of a class or module, and ``name(...)`` for the
+            parameters of one, as for ``call``; ``order``: texts that its source holds in this
+            order; ``source``: hash of its source, where nothing else can tell; ``name``: it exists;
+            ``module``: it is there, and is not imported to look. In parentheses, ``has``, ``order``
+            and ``source`` may begin with a class's bases or a function's parameters.
         expected: what ``kind`` yields on the oldest vLLM that we know.
         why: what we do with it.
         until: what would make it unnecessary.
@@ -72,5 +96,5 @@ def seams(part: str, until: str, prefix: str, *rows: Row) -> Iterator[Seam]:
     for path, kind, expected, why in rows:
         forms = {"0.0": expected} if isinstance(expected, str) else expected
         (since, first), *later = ((minor_of(minor), form) for minor, form in forms.items())
-        whole = f"{prefix}.{path}" if prefix else path
+        whole = ".".join(filter(None, (prefix, path)))
         yield Seam(part, whole, kind, first, why, until, tuple(later), since)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention import MLAAttention
 
+from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.compare import require_seams
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
 from vllm_graft.spec_decode.targets.dense.draft_window import refuse_window
@@ -17,6 +18,7 @@ from vllm_graft.spec_decode.targets.latent.latent_layer import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
@@ -45,5 +47,16 @@ class LatentFamily:
     def state(
         self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> DenseState:
-        caches = {name: layer.kv_cache.unsqueeze(1) for name, layer in layers.items()}
+        caches = {name: _latents(name, layer.kv_cache) for name, layer in layers.items()}
         return DenseState.of(caches, kv_cache_config, block_tables)
+
+
+def _latents(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """A layer's latents as K/V of one head, ``[blocks, 1, block_size, rank + rope]``."""
+    if cache.dim() != 3:
+        raise SeamError(
+            f"vLLM bound the latents of {name} as {list(cache.shape)}, and vllm-graft reads them "
+            "as [blocks, block_size, rank + rope]: remove the keys of "
+            "--additional-config.graft.tree, and report this with vLLM's version"
+        )
+    return cache.unsqueeze(1)

@@ -13,7 +13,9 @@ import pytest
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams import compare as seams
-from vllm_graft.seams.compare import Kind, Seam, SeamReport, check_seams, require_seams
+from vllm_graft.seams import form
+from vllm_graft.seams.compare import Kind, Seam, SeamReport, check_seams, provable, require_seams
+from vllm_graft.seams.ledger.entry import items
 
 FakeModule = Callable[..., ModuleType]
 
@@ -81,6 +83,9 @@ def _seam(path: str, kind: Kind, expected: str, part: str = "tree") -> Seam:
         ("thing.Fields", "has", "first, second"),
         ("thing.ordered", "order", "_upstream(1), _Child()"),
         ("thing.ordered", "call", "no parameter"),
+        ("thing.ordered", "order", "(), _Child()"),
+        ("thing.Child", "has", "(dict), method(self, one), maker(cls, one), assigned"),
+        ("thing", "has", "Fields, upstream(first)"),
         ("thing", "module", "present"),
     ],
 )
@@ -103,7 +108,7 @@ def test_a_function_of_a_module_that_cannot_be_imported(
     for name in ("one", "two", "three"):
         monkeypatch.setattr(seams, "LEDGER", [_seam(f"folder.module.{name}", "def", "a")])
         found += [report.found for report in check_seams()]
-    assert found == ["a, b=, c, d=", "a", "nothing (folder.module defines no three)"]
+    assert found == ["a, c", "a", "nothing (folder.module defines no three)"]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +148,14 @@ def test_only_the_parts_asked_for_are_checked(ledger: Callable[..., None]) -> No
 
 
 def test_a_source_hash_ignores_comments_and_indentation() -> None:
-    plain = seams.normalized_hash("def f():\n    return 1\n")
-    assert seams.normalized_hash("    def f():\n        # a comment\n\n        return 1\n") == plain
-    assert seams.normalized_hash("def f():\n    return 2\n") != plain
+    plain = form.normalized_hash("def f():\n    return 1\n")
+    assert form.normalized_hash("    def f():\n        # a comment\n\n        return 1\n") == plain
+    assert form.normalized_hash("def f():\n    return 2\n") != plain
 
 
 def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
-    paths = [seam.path for seam in seams.LEDGER]
-    assert len(set(paths)) == len(paths)
+    rows = [(seam.part, seam.path, seam.kind) for seam in seams.LEDGER]
+    assert len(set(rows)) == len(rows)
     parts = "core tree mtp gemma4 ngram block recurrent draft vit fused pixtral phi4mm kimi hicache"
     parts += " native metrics plan bench testing"
     assert {seam.part for seam in seams.LEDGER} == {*parts.split()}
@@ -158,20 +163,80 @@ def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "expected", "found"),
+    ("path", "kind", "expected", "told"),
     [
-        ("thing.Child", "has", "assigned, gone, method", "assigned, method"),
-        ("thing.Fields", "has", "first, third", "first"),
-        ("thing.ordered", "order", "_Child(), _upstream(1)", "_Child()"),
-        ("thing.ordered", "order", "_upstream(1), gone(, _Child()", "_upstream(1)"),
+        ("Child", "has", "assigned, gone, method", "expected gone, found nothing in its place"),
+        ("Fields", "has", "first, third", "expected third, found nothing in its place"),
+        ("Child", "has", "method(self)", "expected method(self), found method(self, one)"),
+        ("ordered", "order", "_Child(), _upstream(1)", "expected _upstream(1), found nothing in"),
+        ("ordered", "order", "_upstream(1), gone(, _Child()", "expected gone(, found nothing in"),
+        ("ordered", "order", "(one), _upstream(1)", "expected (one), found ()"),
+        ("Gone", "has", "first", "expected it, found nothing ("),
     ],
 )
-def test_what_is_left_is_told(
-    ledger: Callable[..., None], path: str, kind: Kind, expected: str, found: str
+def test_the_piece_that_differs_is_told(
+    ledger: Callable[..., None], path: str, kind: Kind, expected: str, told: str
 ) -> None:
-    ledger(_seam(path, kind, expected))
-    with pytest.raises(SeamError, match=re.escape(f"expected {expected}, found {found}") + "$"):
+    ledger(_seam(f"thing.{path}", kind, expected))
+    with pytest.raises(SeamError, match=re.escape(told)):
         require_seams("tree")
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "fits"),
+    [
+        ("self, a, b=", "self, a", True),  # An option that nobody passes.
+        ("self, a, *more, **rest", "self, a", True),
+        ("self, a, c=, b=", "self, a, b=", True),
+        ("self, a=", "self, a", True),  # It may be left out, and is not.
+        ("self, a, b", "self, a", False),  # Nobody passes what is required.
+        ("self, b, a", "self, a, b", False),
+        ("self, a", "self, a, b=", False),
+        ("self, other", "self, a", False),
+        ("self, a", "self, a, no other", True),
+        ("self, a, b=", "self, a, no other", False),  # Ours would not know it.
+        ("self, a=", "self, a, no other", False),
+    ],
+)
+def test_parameters_that_fit(found: str, wanted: str, fits: bool) -> None:
+    expected = wanted.split(", ")
+    assert (form.fitting(found.split(", "), expected) == expected) is fits
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "found", "stands"),
+    [
+        ("source", "(a), 0123", "(a), 4567", True),
+        ("order", "(a), one(, two(", "(a), one(", True),
+        ("order", "one(, two(", "", True),
+        ("order", "one(", "one(", False),  # Nothing has moved.
+        ("source", "(a), 0123", "(b), 4567", False),
+        ("order", "(a), one(", "(a, b)", False),
+        ("order", "one(", "nothing (vllm.x has no y)", False),
+        ("source", "0123", "unknown: no function", False),
+        ("has", "one, two", "one", False),
+        ("call", "a", "b", False),
+        ("class", "A", "B", False),
+        ("name", "present", "nothing", False),
+    ],
+)
+def test_a_proof_stands_in_for_texts_alone(
+    kind: Kind, expected: str, found: str, stands: bool
+) -> None:
+    assert provable(SeamReport(_seam("x", kind, expected), found)) is stands
+
+
+def test_a_source_hash_ignores_what_does_nothing() -> None:
+    plain = form.normalized_hash("def f(a, b=1):\n    x = a\n    return f'{x}'\n")
+    typed = """def f(a: int, b: int = 1) -> str:
+        '''Says it.'''
+        x: int = (
+            a  # why not
+        )
+        return f'so {x}'
+    """
+    assert form.normalized_hash(typed) == plain
+    assert form.normalized_hash(typed.replace("= 1", "= 2")) != plain
 
 
 # These names only look like modules of vLLM.
@@ -193,6 +258,9 @@ def _named_symbols(source: str) -> set[str]:
 
 def _unlisted(names: set[str]) -> set[str]:
     paths = [seam.path for seam in seams.LEDGER]
+    for seam in seams.LEDGER:
+        if seam.kind == "has":
+            paths += [f"{seam.path}.{item.partition('(')[0]}" for item in items(seam.expected)]
     return {n for n in names if not any(p == n or p.startswith(f"{n}.") for p in paths)}
 
 

@@ -1,5 +1,6 @@
 """Layers with MLA: which rows tree attention computes, and that they are those of K and V."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from tests.support.references.prefix_reference import prefix_latents_reference
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, SeamError
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
 from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes, TwoPass
@@ -239,6 +240,14 @@ def test_other_batches_are_the_platform_s(ops: Any) -> None:
 def test_what_can_t_be_read_is_refused(backend: str, changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LatentFamily().attach("one", mla(backend, **changed), Context(), is_draft=False)
+
+
+def test_latents_of_another_shape_are_refused() -> None:
+    """A level's K/V is written where the rows of one head lie, so the axes have to be known."""
+    for shape in ((3, 1, 16, 24), (3, 24)):
+        layers = {"one": SimpleNamespace(kv_cache=torch.zeros(shape))}
+        with pytest.raises(SeamError, match=re.escape(f"latents of one as {list(shape)}")):
+            LatentFamily().state(layers, Any, Any)  # type: ignore[arg-type]
 
 
 def test_an_output_in_another_format_is_refused() -> None:

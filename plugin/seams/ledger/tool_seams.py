@@ -58,6 +58,8 @@ TOOL = (
         ("config.set_current_vllm_config", "call", "vllm_config, check_compile=, prefix=", "a tower without an engine"),
         ("distributed.init_distributed_environment", "call", "world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=", "likewise"),
         ("distributed.initialize_model_parallel", "name", "present", "likewise"),
+        ("model_executor.model_loader.register_model_loader", "call", "load_format", "random weights of a proof"),
+        ("model_executor.model_loader.base_loader.BaseModelLoader", "has", "download_model, load_weights", "likewise"),
         ("entrypoints.cli.main", "module", "present", "`vllm serve` in a process of its own"),
         ("lora.request.LoRARequest", "name", "present", "requests with an adapter"),
         ("model_executor.models.qwen2_5_vl", "name", "present", "likewise: windowed attention"),

@@ -51,6 +51,9 @@ class CachePart:
         """Why a preset leaves it off: nobody but the user can say how much memory it may take."""
         return NOT_BY_PRESET
 
+    def seams(self, asked: Asked, vllm_config: Any) -> tuple[str, ...]:
+        return "core", self.name
+
     def fill_in(self, asked: Asked, vllm_config: Any) -> None:
         """Give each connector the nonce by which this engine's processes find its host memory."""
         stamp(vllm_config)

@@ -24,7 +24,7 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.rank.worker import HiCacheWorker, hook_early_loads
 from vllm_graft.hicache.setup import make_injector, make_scheduler, require_storage_room
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -29,6 +29,7 @@ from vllm_graft.config import GraftConfig, read
 from vllm_graft.hooks import manager
 from vllm_graft.metrics.wiring import Wiring
 from vllm_graft.parts import PARTS
+from vllm_graft.seams.permission import admit
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import MARK, is_hooked, wrap
 
@@ -99,11 +100,14 @@ def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
 
     Raises:
         ConfigError: a wrong key or value, an unknown entry, or an unsupported combination.
+        SeamError: a vLLM that was neither tested nor proven.
     """
     config = settle(read(vllm_config), vllm_config)
     asked = sections_of(config, vllm_config)
     for part, section in asked:
         refuse(part, section, vllm_config)
+    seams = {room for part, section in asked for room in part.seams(section, vllm_config)}
+    admit(sorted(seams), vllm_config)
     if config is not None:
         manager.manager().configure(config)
     for part, section in asked:

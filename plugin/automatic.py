@@ -21,7 +21,7 @@ from vllm_graft.base.refusal import facts
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
-from vllm_graft.seams.versions import moved
+from vllm_graft.seams.permission import refused
 
 _FILLED_IN = (
     f"{SPECULATIVE}.num_speculative_tokens",
@@ -103,7 +103,8 @@ def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
         given = copy.copy(vllm_config)
         given.speculative_config = offer.speculative
     # The seams come last, as they are read from source files.
-    return _ruled_out(part, offer.section, given) or moved(*offer.seams) or offer
+    seams = part.seams(offer.section, given)
+    return _ruled_out(part, offer.section, given) or refused(seams, vllm_config) or offer
 
 
 def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:

@@ -23,7 +23,11 @@ ABOUT = (
     "cache, switched on by flags of `vllm serve`. These commands say what runs and measure it."
 )
 
-APART = {"bench": "vllm_graft.bench", "plan": "vllm_graft.plan.command"}
+APART = {
+    "bench": "vllm_graft.bench",
+    "plan": "vllm_graft.plan.command",
+    "prove": "vllm_graft.proof.command",
+}
 """Commands that read their own flags, by the module that has their ``main``."""
 
 NOT_ASKED = 3
@@ -90,6 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--wheel", type=Path, metavar="FILE", help=told)
     told = "say what `vllm serve` would run with its flags; status 1: refused, 3: nothing of ours"
     add("plan", told)
+    told = "show that the parts of such flags work with this vLLM and this device; status 1: not"
+    add("prove", told)
     told = "ask a running server which parts are on; status 1: one is not as asked, 3: no answer"
     info = add("info", told, _info)
     told = "address of the server (default: %(default)s)"

@@ -14,7 +14,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hooks import manager
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator
 from vllm_graft.spec_decode import prompt_logprobs
@@ -50,7 +50,11 @@ class ChainPart:
         if speculative is None or speculative.method != "draft_model":
             return ""
         says = f"graphs of a draft model's chain of {speculative.num_speculative_tokens}"
-        return Offer(DraftConfig(), says, ("core", "tree", NAME))
+        return Offer(DraftConfig(), says)
+
+    def seams(self, asked: DraftConfig, vllm_config: Any) -> tuple[str, ...]:
+        # The graph runner's symbols stand under the part that had it first.
+        return "core", "tree", NAME
 
     def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None: ...
 

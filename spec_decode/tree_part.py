@@ -26,13 +26,11 @@ from typing import Any
 
 from vllm_graft.base.decision import Preset, decision_of, gave_drafts
 from vllm_graft.base.errors import HookError
-from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import Refusal, sentences
-from vllm_graft.base.version import __version__
 from vllm_graft.hooks import entries, manager
-from vllm_graft.seams.compare import is_tested, require_seams, tested_text, vllm_version
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs
@@ -98,6 +96,9 @@ class TreePart:
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         return tree_preset.offer(preset, vllm_config)
+
+    def seams(self, asked: TreeConfig, vllm_config: Any) -> tuple[str, ...]:
+        return tree_preset.rooms(vllm_config)
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
         """Give vLLM the number of nodes, and ``shape: auto`` its numbers, unless the user did.
@@ -179,11 +180,6 @@ class TreePart:
             return stock
         manager.manager().tell(vllm_config)
         require_seams("core", NAME)
-        if not is_tested(vllm_version()):
-            warning_once(
-                f"vLLM {vllm_version()} is not a {tested_text()} that vllm-graft {__version__} was "
-                "tested with; every symbol that it touches is as expected"
-            )
         entry = chosen(config, vllm_config.speculative_config).entry
         drafter: type[Any] = entry.resolve()
         if not (isinstance(drafter, type) and issubclass(drafter, stock)):

@@ -23,7 +23,8 @@ from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
 from vllm_graft.graph_runners.vision.vision_metrics import METRICS
 from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
 from vllm_graft.hooks import manager
-from vllm_graft.seams.compare import require_seams, vllm_version
+from vllm_graft.seams.compare import vllm_version
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, is_hooked, wrap
 
@@ -60,7 +61,10 @@ class VisionPart:
         if model is not None and model.multimodal_config is None:
             return ""
         says = f"vision graphs in {VitConfig().memory} MiB of the device's memory"
-        return Offer(VitConfig(), says, ("core", NAME))
+        return Offer(VitConfig(), says)
+
+    def seams(self, asked: VitConfig, vllm_config: Any) -> tuple[str, ...]:
+        return "core", NAME
 
     def fill_in(self, asked: VitConfig, vllm_config: Any) -> None:
         """Nothing follows from it so early."""

@@ -45,7 +45,7 @@ from vllm_graft.hicache.pages.namespace import Engine
 from vllm_graft.hicache.pages.page_key import SALT_BYTES, PageKey, salted
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec

@@ -22,13 +22,11 @@ class Offer:
     Attributes:
         section: what a user would have written to have it.
         says: the values that were filled in, for the log.
-        seams: rooms of the ledger that it needs.
         speculative: vLLM's speculative config that it needs where the user gave none.
     """
 
     section: Section
     says: str
-    seams: tuple[str, ...]
     speculative: Any = None
 
 
@@ -75,6 +73,9 @@ class Part(Protocol):
         It is called before vLLM plans its CUDA graphs. What :meth:`refuses` says of the offer need
         not be looked at here.
         """
+
+    def seams(self, asked: Any, vllm_config: Any) -> Sequence[str]:
+        """Rooms of the ledger that it needs, as far as the configuration tells."""
 
     def fill_in(self, asked: Any, vllm_config: Any) -> None:
         """Set what follows from the section, before vLLM plans its CUDA graphs."""

@@ -108,29 +108,34 @@ def support_of(version: str, reports: Sequence[SeamReport]) -> Support:
 
 
 @functools.cache
-def moved(*parts: str) -> str:
-    """Why parts can't run on the installed vLLM, from its source files; empty if they can.
+def differing(*parts: str) -> list[SeamReport] | str:
+    """Symbols of the installed vLLM that are not as parts expect them, from its source files; why
+    they can't be told if so.
 
     Nothing of vLLM is imported: the frontend has no use for most of these modules.
     """
     import vllm
 
     try:
-        return moved_in(Path(str(vllm.__file__)).parents[1], str(vllm.__version__), parts)
+        return differing_in(Path(str(vllm.__file__)).parents[1], str(vllm.__version__), parts)
     except Exception as error:
         # What can't be told is not run. It must not stop an engine that would run without us.
         return f"vLLM can't be compared with the ledger: {reason_of(error)}"
 
 
-def moved_in(path: Path, version: str, parts: Collection[str]) -> str:
-    """The first symbol of the vLLM at a path that is not as some parts expect it; empty if none.
+def differing_in(path: Path, version: str, parts: Collection[str]) -> list[SeamReport]:
+    """Symbols of the vLLM at a path that are not as some parts expect them.
 
     Raises:
         GraftError: if there is no vLLM, or one that is too old.
     """
     engine_for(version)
     asked = [seam for seam in ledger_at(version) if seam.part in parts]
-    problems = [report.problem for report in read_seams(asked, Sources(path)) if report.problem]
-    if not problems:
+    return [report for report in read_seams(asked, Sources(path)) if report.problem]
+
+
+def moved_text(version: str, parts: Collection[str], reports: Sequence[SeamReport]) -> str:
+    """The first symbol that is not as some parts expect it, in a sentence; empty if all are."""
+    if not reports:
         return ""
-    return f"vLLM {version} is not what {', '.join(parts)} were written for: {problems[0]}."
+    return f"vLLM {version} is not what {', '.join(parts)} were written for: {reports[0].problem}."

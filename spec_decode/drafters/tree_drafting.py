@@ -17,8 +17,8 @@ from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
-from vllm_graft.seams.compare import require_seams
 from vllm_graft.seams.kept_memory import kept_memory
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.wrap import compose
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees

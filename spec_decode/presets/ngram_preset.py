@@ -9,7 +9,7 @@ from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import facts
 from vllm_graft.base.values import human
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
-from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import grows_by_levels
 from vllm_graft.spec_decode.refusals.engine_refusals import shape_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
@@ -81,7 +81,7 @@ def fitted(preset: Preset, vllm_config: Any) -> Offer | str:
         f"steps {depth}, shape auto, prompt_lookup_min {speculative.prompt_lookup_min}, "
         f"prompt_lookup_max {speculative.prompt_lookup_max}"
     )
-    return Offer(tree, says, ("core", NAME, "ngram"))
+    return Offer(tree, says)
 
 
 def ngram_room(vllm_config: Any) -> NgramConfig | str:

@@ -73,8 +73,10 @@ _STATES = "The target has recurrent layers with the gated delta rule, on which t
 
 _UNMEASURED = f" Nobody measured yet how fast its trees are: ask for {flag(NAME)} by name."
 
-_SEAMS = {"mtp": ("mtp",), "dflash": ("block",), "dspark": ("block",)}
-"""Parts of the ledger that drafters rely on beside that of all trees, by method."""
+_SEAMS = {
+    "mtp": "mtp", "dflash": "block", "dspark": "block", "ngram": "ngram", "ngram_gpu": "ngram",
+}  # fmt: skip
+"""Rooms of the ledger that drafters rely on beside that of all trees, by method."""
 
 _OWN_TABLE = (
     "speculative_config.num_speculative_tokens_per_batch_size counts drafts of a chain: drop it, "
@@ -194,15 +196,21 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
     tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)
     if (hot := hot_size(vllm_config)) is not None:
         tree = tree.model_copy(update={"hot_tokens": hot})
-    more = _SEAMS.get(vllm_config.speculative_config.method, ())
-    if has_delta_rule(target_of(vllm_config)):
-        # Nobody measured n-grams there.
-        more = (*more, "recurrent")
-    elif isinstance(ngrams := ngram_preset.ngram_room(vllm_config), NgramConfig):
+    # Nobody measured n-grams on the gated delta rule.
+    delta = has_delta_rule(target_of(vllm_config))
+    ngrams = "" if delta else ngram_preset.ngram_room(vllm_config)
+    if isinstance(ngrams, NgramConfig):
         tree = tree.model_copy(update={"ngram": ngrams})
     elif ngrams:
         notes = [*notes, ngrams]
-    return Offer(tree, _told(tree, [*notes, *narrow, *heads]), ("core", NAME, *more))
+    return Offer(tree, _told(tree, [*notes, *narrow, *heads]))
+
+
+def rooms(vllm_config: Any) -> tuple[str, ...]:
+    """Rooms of the ledger that trees need with a draft on a target."""
+    own = _SEAMS.get(vllm_config.speculative_config.method)
+    found = ["core", NAME, *([own] if own else [])]
+    return (*found, "recurrent") if has_delta_rule(target_of(vllm_config)) else tuple(found)
 
 
 def hot_size(vllm_config: Any) -> int | None:

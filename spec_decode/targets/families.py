@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
 from vllm_graft.hooks.feature import Feature, if_model_has
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.spec_decode.models.attention_classes import own_attention
 from vllm_graft.spec_decode.targets.base import TargetState
 from vllm_graft.spec_decode.targets.dense.dense_features import DENSE

@@ -135,7 +135,7 @@ def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
 
     def choose(platform: Any, batch_invariant: bool = False) -> None:
         envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=batch_invariant)
-        fake_module("vllm", envs=envs)
+        fake_module("vllm", envs=envs, __version__="0.33.0")
         fake_module("vllm.platforms", current_platform=platform)
 
     return choose

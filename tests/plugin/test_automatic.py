@@ -29,7 +29,7 @@ from vllm_graft.parts import PARTS
 @pytest.fixture
 def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``, on a Hopper."""
-    monkeypatch.setattr(automatic, "moved", lambda *parts: "")
+    monkeypatch.setattr(automatic, "refused", lambda *_: "")
     log.info_once.cache_clear()
     log.warning_once.cache_clear()
     info.clear()
@@ -645,7 +645,7 @@ def test_a_draft_with_mla_gets_trees(config: Any) -> None:
 
 
 def test_a_vllm_that_has_moved(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "moved", lambda *parts: f"moved: {parts}")
+    monkeypatch.setattr(automatic, "refused", lambda parts, _: f"moved: {parts}")
     assert start(config).off["tree"] == "moved: ('core', 'tree')"
     assert drafts(config) == 7
 

@@ -12,7 +12,7 @@ import pytest
 from vllm_graft import bench, cli
 from vllm_graft.base.text_table import Table
 
-ORDER = ["doctor", "plan", "info", "bench", "new-plugin", "support", "hooks", "metrics"]
+ORDER = ["doctor", "plan", "prove", "info", "bench", "new-plugin", "support", "hooks", "metrics"]
 
 
 def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,14 @@ def test_bench_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["plan", "--help"], ["bench", "--help"], ["support"], ["metrics", "--json"]],
+    [
+        ["--help"],
+        ["plan", "--help"],
+        ["prove", "--help"],
+        ["bench", "--help"],
+        ["support"],
+        ["metrics", "--json"],
+    ],
     ids=" ".join,
 )
 def test_a_reader_that_leaves_ends_it_quietly(arguments: list[str]) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.worker.encoder_cudagraph_defs import EncoderCudaGraphConfig
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item, Pieces, Tower
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 
 _ATTRIBUTE = "_graft_vision_adapter"
 

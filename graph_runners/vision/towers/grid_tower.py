@@ -15,7 +15,7 @@ from vllm_graft.base.errors import SeamError
 from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, Pieces, Tower
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 
 if TYPE_CHECKING:
     from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks

@@ -62,6 +62,8 @@ TOOL = (
         ("SamplingParams", "name", "present", "requests of the harness"),
         ("distributed", "has", "cleanup_dist_env_and_memory(), init_distributed_environment(world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=), initialize_model_parallel", "cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel: between two engines"),
         ("config.set_current_vllm_config", "call", "vllm_config", "a tower without an engine"),
+        ("model_executor.model_loader.register_model_loader", "call", "load_format", "random weights of a proof"),
+        ("model_executor.model_loader.base_loader.BaseModelLoader", "has", "download_model, load_weights", "likewise"),
         ("entrypoints.cli.main", "module", "present", "`vllm serve` in a process of its own"),
         ("lora.request.LoRARequest", "name", "present", "requests with an adapter"),
         ("model_executor.models.qwen2_5_vl", "name", "present", "likewise: windowed attention"),

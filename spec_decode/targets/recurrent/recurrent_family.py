@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams.compare import require_seams
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import (
     TreeDeltaRule,
     TreeKeyDecays,

@@ -14,6 +14,7 @@ COMMANDS = (
     "plugin/bench",
     "plugin/metrics/server_info.py",
     "plugin/plan",
+    "plugin/proof",
     "plugin/scaffold",
     "plugin/seams/sources",
     "plugin/testing",
@@ -29,7 +30,7 @@ BOUNDED = {
         plugin/metrics/board.py:Series._children plugin/metrics/relay.py:Increments._known
         plugin/metrics/relay.py:Relay._reported plugin/seams/compare.py:_assigned
         plugin/seams/compare.py:_source
-        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:moved
+        plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing
         plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/models/attention_classes.py:_declared
         spec_decode/targets/dense/window.py:_keeping

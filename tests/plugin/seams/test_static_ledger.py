@@ -266,16 +266,17 @@ def test_an_entry_by_version() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize("parts", [("core", "vit"), ("core", "tree", "draft")])
 def test_the_installed_vllm_is_what_presets_turn_on_parts_for(parts: tuple[str, ...]) -> None:
-    assert versions.moved(*parts) == ""
+    assert versions.differing(*parts) == []
 
 
 def test_a_symbol_that_moved_keeps_a_part_off(tmp_path: Path) -> None:
     """Negative control, with the reason that a preset's line of the log has."""
-    said = versions.moved_in(made_up(tmp_path), "0.33.0", ("core", "tree"))
+    reports = versions.differing_in(made_up(tmp_path), "0.33.0", ("core", "tree"))
+    said = versions.moved_text("0.33.0", ("core", "tree"), reports)
     assert said.startswith("vLLM 0.33.0 is not what core, tree were written for: vllm.")
     assert "found nothing" in said
     # Parts that no symbol is asked of have nothing to miss.
-    assert versions.moved_in(made_up(tmp_path), "0.33.0", ()) == ""
+    assert versions.differing_in(made_up(tmp_path), "0.33.0", ()) == []
 
 
 def test_a_vllm_that_cannot_be_read_stops_nobody(
@@ -283,5 +284,5 @@ def test_a_vllm_that_cannot_be_read_stops_nobody(
 ) -> None:
     for version in ("0.33.0", "0.1.0", "no version"):
         fake_module("vllm", __version__=version, __file__=str(tmp_path / "vllm" / "__init__.py"))
-        said = versions.moved.__wrapped__("tree")
+        said = versions.differing.__wrapped__("tree")
         assert said.startswith("vLLM can't be compared with the ledger: ")

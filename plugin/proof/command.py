@@ -1,0 +1,132 @@
+"""The command line of ``vllm-graft prove``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.base.errors import GraftError
+
+HELP = """usage: vllm-graft prove MODEL [--json] [flags of vllm serve]
+
+Show that the parts that these flags ask for work with the vLLM and the device of this machine. A
+tiny model of the same family, with random weights, answers with these parts and without: greedy
+and seeded requests, in chunks, on shared prefixes, preempted, and from the host cache if there is
+one. Answers have to be the same. MODEL's config.json is read, and no weights.
+
+The result is kept in ~/.cache/vllm-graft/proofs, or below XDG_CACHE_HOME, where a start with a
+vLLM that was never tested looks for it. It stands for these flags, this device, and the versions
+of vLLM and vllm-graft, and as long as vLLM's symbols look as they did.
+
+  --json                print the proof as JSON
+
+Exit status: 0 if the answers are the same, 1 if not, 2 if vLLM doesn't know a flag, 3 if nothing of
+ours would run."""
+
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+NOTHING = 3
+MOST = 12
+"""Differences that are printed; all are kept."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        print(HELP)
+        return 0 if arguments else 2
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    given = [each for each in arguments if each != "--json"]
+    try:
+        proof = prove(given)
+    except GraftError as error:
+        sys.exit(str(error))
+    if proof is None:
+        print(
+            "Nothing that a proof can show would run with these flags: `vllm-graft plan` says what "
+            "would. Images, and host caches of recurrent states, have no proof."
+        )
+        return NOTHING
+    kept = proof.keep()
+    if len(given) < len(arguments):
+        print(json.dumps(asdict(proof)))
+    else:
+        print(f"{render(proof)}\nkept: {kept}")
+    return 0 if proof.passed else 1
+
+
+def prove(arguments: Sequence[str]) -> Any:
+    """Run both engines; None if the flags turn nothing of ours on.
+
+    Returns:
+        a `vllm_graft.seams.proofs.Proof`, not kept yet.
+
+    Raises:
+        GraftError: if the flags are refused.
+    """
+    from vllm_graft.activation import asked_for
+    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import Request
+    from vllm_graft.proof import engine_process, verdict
+    from vllm_graft.proof.arms import make_arms
+    from vllm_graft.proof.questions import rounds
+    from vllm_graft.seams.permission import proving
+    from vllm_graft.seams.proofs import Machine, Proof, flags_of
+
+    began = time.monotonic()
+    with proving(), inspecting():
+        request = Request.parse(arguments)
+        vllm_config = request.create()
+    parts = {part.name for part, _ in asked_for(vllm_config)}
+    # An image needs the served model's own processor.
+    parts -= {"vit", "hicache"} if vllm_config.model_config.is_hybrid else {"vit"}
+    if not parts:
+        return None
+    with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:
+        arms = make_arms(request.engine, vllm_config, parts, Path(folder))
+        asked = list(rounds(cache="hicache" in parts))
+        pipes = [
+            engine_process.start(arms.target, arms.alone, asked, told=True),
+            engine_process.start(arms.target, arms.asked, asked, told=False),
+        ]
+        alone, ours = map(engine_process.finish, pipes)
+    if alone.error:
+        raise GraftError(f"The tiny model does not run without our parts: {alone.error}")
+    wrong = [f"the engine with our parts fails: {ours.error}"] if ours.error else []
+    if not wrong:
+        wrong += verdict.differences(asked, ours.answers, alone.answers, arms.dtype)
+        wrong += verdict.undone(ours.counts, arms.wanted)
+    shown = {what: ours.counts.get(name, 0.0) for name, what in arms.wanted.items()}
+    seconds = round(time.monotonic() - began, 1)
+    command = shlex.join(["vllm-graft", "prove", *arguments])
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    flags = flags_of(vllm_config)
+    return Proof(
+        Machine.here(), flags, sorted(parts), ours.rows, wrong, shown, command, now, seconds
+    )
+
+
+def render(proof: Any) -> str:
+    """The report for people."""
+    machine = proof.machine
+    versions = f"vLLM {machine.vllm}, vllm-graft {machine.graft}"
+    lines = [
+        f"{versions}, {machine.device} {machine.driver}".strip(),
+        f"parts: {', '.join(proof.parts)}",
+        *(f"{count:g} {what}" for what, count in proof.shown.items()),
+        *(f"differs from tested versions: vllm.{path}" for path in sorted(proof.rows)),
+        *(f"WRONG: {each}" for each in proof.differences[:MOST]),
+    ]
+    if (more := len(proof.differences) - MOST) > 0:
+        lines.append(f"and {more} differences more")
+    said = "passed: answers are those without our parts" if proof.passed else "FAILED"
+    return "\n".join([*lines, f"{said} ({proof.seconds:g} s)"])

@@ -1,0 +1,158 @@
+"""What both engines are asked, and their answers with what they did for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_graft.base.errors import GraftError
+from vllm_graft.proof.tiny_config import TEXT_TOKENS, VOCABULARY
+
+BATCH_TOKENS = 128
+"""Tokens of a step: longer prompts are computed in chunks."""
+
+MODEL_LENGTH = 384
+REQUESTS = 4
+"""Requests that run at once."""
+
+_TOKENS = 16
+_MOST_STEPS = 2000
+_LONG = 200
+_PREFIX = 160
+
+Logprobs = list[dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt of token ids; `seed` None is greedy; `told` asks for logprobs, too."""
+
+    prompt: tuple[int, ...]
+    seed: int | None = None
+    told: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """Questions that are asked at once.
+
+    Attributes:
+        name: what they show.
+        questions: in their order.
+        preempt_at: the steps after which all running requests are preempted.
+        forget: whether the device's prefix cache is emptied before.
+    """
+
+    name: str
+    questions: tuple[Question, ...]
+    preempt_at: tuple[int, ...] = ()
+    forget: bool = False
+
+
+@dataclass
+class Answer:
+    """Tokens, and the log-probabilities of all tokens at each place; none if nobody asked."""
+
+    tokens: list[int]
+    logprobs: Logprobs = field(default_factory=list)
+
+
+def rounds(*, cache: bool) -> Iterator[Round]:
+    """The questions: greedy and seeded, in chunks, on shared prefixes, preempted.
+
+    Args:
+        cache: whether a host cache is asked to bring back what the device has forgotten.
+    """
+    numbers = random.Random(0)
+
+    def prompt(length: int) -> tuple[int, ...]:
+        return tuple(numbers.choices(TEXT_TOKENS, k=length))
+
+    long = prompt(_LONG)
+    first = (Question(prompt(3), told=True), Question(long), Question(prompt(40), told=True))
+    shared = tuple(Question(long[:_PREFIX] + prompt(size), told=size > 9) for size in (1, 17))
+    again = (*shared, Question(long, told=True))
+    yield Round("prompts", first)
+    yield Round("prefixes", again)
+    seeds = tuple(Question(prompt(9 + seed), seed, told=seed % 2 == 0) for seed in range(REQUESTS))
+    yield Round("seeds", seeds)
+    yield Round("preemption", (*first, seeds[1]), preempt_at=(4, 7))
+    if cache:
+        others = [tuple(Question(prompt(_LONG)) for _ in range(2)) for _ in range(3)]
+        yield Round("host cache", again, forget=True)
+        # Whole prefixes are the same to attention in any order of their blocks, parts are not.
+        part = Question(long[: _PREFIX // 2] + prompt(2), told=True)
+        yield Round("parts of what was loaded", (part,))
+        for number, other in enumerate(others):
+            yield Round(f"eviction {number}", other)
+        yield Round("after evictions", (*again, *others[0]), forget=True)
+        yield Round("prefixes of the host cache", (*others[1], *others[2]), forget=True)
+
+
+class Asking:
+    """Asks an engine of this process.
+
+    Args:
+        llm: a ``vllm.LLM`` whose engine core runs in this process.
+        told: whether all logprobs are asked for, as of the engine that the other is judged by.
+    """
+
+    def __init__(self, llm: Any, *, told: bool) -> None:
+        self._llm, self._told = llm, told
+
+    def ask(self, asked: Sequence[Round]) -> list[list[Answer]]:
+        """The answers to each round's questions, from an engine that remembers nothing."""
+        self._forget(reset_connector=True)
+        return [list(self._round(each)) for each in asked]
+
+    def _round(self, asked: Round) -> Iterator[Answer]:
+        engine = self._llm.llm_engine
+        if asked.forget:
+            self._forget()
+        for number, question in enumerate(asked.questions):
+            prompt = {"prompt_token_ids": list(question.prompt)}
+            engine.add_request(str(number), prompt, self._params(question))
+        found: dict[str, Any] = {}
+        for step in range(_MOST_STEPS):
+            if not engine.has_unfinished_requests():
+                break
+            if step in asked.preempt_at:
+                self._llm.reset_prefix_cache(reset_running_requests=True)
+            found |= {each.request_id: each.outputs[0] for each in engine.step()}
+        else:
+            raise GraftError(f"{asked.name}: no end after {_MOST_STEPS} steps")
+        for number in range(len(asked.questions)):
+            answer = found[str(number)]
+            places = [{t: p.logprob for t, p in place.items()} for place in answer.logprobs or ()]
+            yield Answer(list(answer.token_ids), places)
+
+    def _forget(self, **more: bool) -> None:
+        for _ in range(_MOST_STEPS):
+            if self._llm.reset_prefix_cache(**more):
+                return
+            # The last blocks are still written to the host.
+            self._llm.llm_engine.step()
+        raise GraftError("the prefix cache can't be emptied: some request keeps its blocks")
+
+    def _params(self, question: Question) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0.0 if question.seed is None else 1.0,
+            seed=question.seed,
+            max_tokens=_TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=VOCABULARY if self._told or question.told else None,
+        )
+
+    def counts(self) -> dict[str, float]:
+        """vLLM's counters and ours, summed over what they are split by."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                found[metric.name] = found.get(metric.name, 0.0) + float(value)
+        return found

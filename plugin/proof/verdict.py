@@ -1,0 +1,84 @@
+"""Whether two engines gave the same answers, and did the work that is to be proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+from vllm_graft.proof.questions import Answer, Round
+
+TOLERANCES = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.4}
+"""By how much log-probabilities may differ in nats, and how near a tie may fall otherwise, by the
+dtype that is computed in."""
+
+_SEEDED_ALIKE = 0.6
+"""Share of the seeded tokens that are compared in 16 bits, where near ties with noise fall
+otherwise; in float32 all have to be equal."""
+
+
+def differences(
+    asked: Sequence[Round],
+    found: Sequence[Sequence[Answer]],
+    expected: Sequence[Sequence[Answer]],
+    dtype: str,
+) -> Iterator[str]:
+    """A sentence for each answer that is not the expected one, but for rounding.
+
+    Args:
+        asked: the rounds of questions.
+        found: answers by round, of the engine that is judged.
+        expected: those of the engine without our parts, which have all log-probabilities.
+        dtype: that both computed in, a key of `TOLERANCES`.
+    """
+    near = TOLERANCES[dtype]
+    alike = total = 0
+    for each, mine, theirs in zip(asked, found, expected, strict=True):
+        for number, question in enumerate(each.questions):
+            at = _parts_at(mine[number].tokens, theirs[number].tokens)
+            where = f"{each.name}, request {number}"
+            tied = dtype != "float32" and question.seed is not None
+            if question.seed is not None:
+                alike += at
+                total += len(theirs[number].tokens)
+            yield from _told(where, mine[number], theirs[number], at, near)
+            if at < len(theirs[number].tokens) and not tied:
+                yield from _departed(where, mine[number], theirs[number], at, near)
+    if alike < _SEEDED_ALIKE * total:
+        yield f"seeds: only {alike} of {total} tokens are those without our parts"
+
+
+def undone(counts: Mapping[str, float], wanted: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each counter that is 0: what it counts was not shown to work.
+
+    Args:
+        counts: counters of the engine that is judged.
+        wanted: the counters that have to be above 0, and what each counts.
+    """
+    for name, what in wanted.items():
+        if not counts.get(name):
+            yield f"nothing was shown of {what} ({name} is 0)"
+
+
+def _parts_at(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = enumerate(zip_longest(mine, theirs))
+    return next((at for at, (a, b) in pairs if a != b), len(theirs))
+
+
+def _told(where: str, mine: Answer, theirs: Answer, at: int, near: float) -> Iterator[str]:
+    for place, (found, expected) in enumerate(zip(mine.logprobs, theirs.logprobs)):
+        if place > at:
+            return
+        worst = max(abs(found.get(token, 0.0) - expected[token]) for token in expected)
+        if worst > near:
+            yield f"{where}: log-probabilities of token {place} differ by {worst:.2g}"
+            return
+
+
+def _departed(where: str, mine: Answer, theirs: Answer, at: int, near: float) -> Iterator[str]:
+    if at >= len(mine.tokens):
+        yield f"{where}: it ends after {at} tokens"
+        return
+    expected, found = theirs.tokens[at], mine.tokens[at]
+    gap = theirs.logprobs[at][expected] - theirs.logprobs[at].get(found, float("-inf"))
+    if gap > near:
+        yield f"{where}: token {at} is {found}, which is {gap:.2g} nats behind {expected}"

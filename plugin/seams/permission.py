@@ -1,0 +1,119 @@
+"""Whether parts may run with the installed vLLM: as tested, or as proven on this machine.
+
+A proof stands in for symbols that exist and whose text alone differs. It never does for one that is
+missing or takes other parameters, nor for a symbol that looks otherwise than while it ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from vllm_graft.base.errors import SeamError
+from vllm_graft.base.log import info_once, warning_once
+from vllm_graft.base.values import several
+from vllm_graft.seams import compare, proofs
+from vllm_graft.seams.compare import is_tested, provable, tested_text, vllm_version
+from vllm_graft.seams.ledger.entry import Seam
+from vllm_graft.seams.proofs import Proof
+from vllm_graft.seams.versions import differing, moved_text
+
+_seen: dict[str, str] | None = None
+"""While something is proven in this process: symbols that differ, as they are found."""
+
+
+@contextlib.contextmanager
+def proving() -> Iterator[dict[str, str]]:
+    """Let parts run that a proof may stand in for; yields the symbols that differ, by path."""
+    global _seen
+    _seen = {}
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
+def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
+    """Refuse to go on with a vLLM that ``parts`` were neither written for nor proven with.
+
+    Raises:
+        SeamError: names each symbol, what was expected and found, and vLLM's version.
+    """
+    reports = [] if is_tested(vllm_version()) else compare.check_seams(parts, ledger)
+    differ = [report for report in reports if report.problem]
+    if not differ or not all(map(provable, differ)):
+        if differ or not reports:
+            compare.require_seams(*parts, ledger=ledger)
+        return
+    rows = {report.seam.path: report.found for report in differ}
+    if _seen is not None:
+        _seen.update(rows)
+    elif not any(_stands_for(proof, rows) for proof in proofs.of_this_machine()):
+        compare.require_seams(*parts, ledger=ledger)
+
+
+def refused(parts: Collection[str], vllm_config: Any) -> str:
+    """Why parts can't run on the installed vLLM with these flags, in the frontend; empty if they
+    can."""
+    differ = differing(*parts)
+    if isinstance(differ, str):
+        return differ
+    missing = [report for report in differ if not provable(report)]
+    if missing or (_seen is None and is_tested(vllm_version())):
+        return moved_text(vllm_version(), parts, missing or differ)
+    if _seen is not None:
+        return ""
+    proof = proofs.find(vllm_config)
+    rows = {report.seam.path: report.found for report in differ}
+    if proof is not None and not proof.passed:
+        head = f"The proof with vLLM {vllm_version()} of {proof.date} failed:"
+        return several([head, *(f"  {each}" for each in proof.differences)])
+    if not rows or (proof is not None and _stands_for(proof, rows)):
+        return ""
+    what = (
+        "none of these flags is kept"
+        if proof is None
+        else "the one that is kept has not seen these"
+    )
+    return (
+        f"vLLM {vllm_version()} was not tested (vLLM {tested_text()} was), and {len(rows)} of its "
+        f"symbols have another text than there: {', '.join(sorted(rows))}. A proof stands in for "
+        f"that, but {what}. Run `{how()}`, which takes a minute or two."
+    )
+
+
+def admit(parts: Collection[str], vllm_config: Any) -> None:
+    """Refuse parts that were asked for by name, and say what stands in for tests.
+
+    Raises:
+        SeamError: with what differs, and with the command that may prove that it does no harm.
+    """
+    if _seen is not None or not parts or is_tested(vllm_version()):
+        return
+    if why := refused(parts, vllm_config):
+        raise SeamError(why)
+    proof, here = proofs.find(vllm_config), f"vLLM {vllm_version()} was not tested"
+    if proof is None:
+        warning_once(
+            f"{here} (vLLM {tested_text()} was); every symbol that these parts touch is as "
+            f"expected. `{how()}` shows in a minute or two whether they work."
+        )
+    else:
+        info_once(
+            f"{here}, but {', '.join(proof.parts)} were proven on this {proof.machine.device} at "
+            f"{proof.date}: answers are those of an engine without them. {len(proof.rows)} symbols "
+            "have another text than in tested versions"
+        )
+
+
+def how() -> str:
+    """The command that proves what this process was asked to serve."""
+    serves = sys.argv[1:2] == ["serve"]
+    return f"vllm-graft prove {shlex.join(sys.argv[2:]) if serves else 'MODEL [its flags]'}"
+
+
+def _stands_for(proof: Proof, rows: dict[str, str]) -> bool:
+    return proof.passed and rows.items() <= proof.rows.items()

@@ -1,0 +1,174 @@
+"""Proofs that our parts work with a vLLM that they were never tested with, as this user keeps them.
+
+``vllm-graft prove`` writes them, and a start looks for one (`permission`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vllm_graft.base.decision import decision_of, gave_drafts, preset_in
+from vllm_graft.base.options import KEY, target_of
+from vllm_graft.base.version import __version__
+from vllm_graft.seams.compare import vllm_version
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_OF_MACHINE = frozenset({"host_bytes", "storage", "prefetch", "weights", "staging_bytes"})
+"""Keys of the host cache that say how much and where, and of whose code the proof runs all."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a proof is bound to, beside the flags."""
+
+    vllm: str
+    graft: str
+    device: str
+    driver: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This process's; no device is started."""
+        from vllm.platforms import current_platform
+
+        driver = _DRIVER.read_text().partition("\n")[0] if _DRIVER.is_file() else ""
+        device = str(current_platform.get_device_name())
+        return cls(vllm_version(), __version__, device, driver)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What ``vllm-graft prove`` has found.
+
+    Attributes:
+        machine: the versions and the device that it ran with.
+        flags: what of the flags matters, from `flags_of`.
+        parts: names of our parts that ran.
+        rows: vLLM's symbols that differed from the ledger while it ran, by path, as they were.
+        differences: why it failed, a sentence each; empty if it passed.
+        shown: how often what was to be shown happened, by what it is.
+        command: the command line.
+        date: day and time of its end, in ISO 8601.
+        seconds: how long it took.
+    """
+
+    machine: Machine
+    flags: dict[str, Any]
+    parts: list[str]
+    rows: dict[str, str]
+    differences: list[str]
+    shown: dict[str, float]
+    command: str
+    date: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the answers were the same, and all that was asked for was shown."""
+        return not self.differences
+
+    @property
+    def file(self) -> Path:
+        """The file that it is kept in; a later proof of the same takes its place."""
+        return _file(self.machine, self.flags)
+
+    def keep(self) -> Path:
+        """Write the file, whole or not at all, and return its path."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        written = self.file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        written.replace(self.file)
+        return self.file
+
+
+def folder() -> Path:
+    """The folder of kept proofs."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "vllm-graft" / "proofs"
+
+
+def find(vllm_config: Any) -> Proof | None:
+    """The proof of a configuration on this machine; None if there is none."""
+    return _read(_file(Machine.here(), flags_of(vllm_config)))
+
+
+def of_this_machine() -> Iterator[Proof]:
+    """All proofs with this process's versions and device."""
+    here = Machine.here()
+    for file in sorted(folder().glob("*.json")):
+        proof = _read(file)
+        if proof is not None and proof.machine == here:
+            yield proof
+
+
+def flags_of(vllm_config: Any) -> dict[str, Any]:
+    """What of a configuration decides which code of vLLM's and ours runs.
+
+    It is the same before and after vLLM and presets fill in what the user left open, and in
+    configurations that vLLM derives for the draft.
+    """
+    model, speculative = target_of(vllm_config), vllm_config.speculative_config
+    drafts = None
+    if speculative is not None and not gave_drafts(vllm_config):
+        draft = getattr(speculative.draft_model_config, "model", None)
+        drafts = {"method": speculative.method, "model": draft}
+    ranks = vllm_config.parallel_config
+    return {
+        "model": getattr(model, "model", None),
+        "dtype": str(getattr(model, "dtype", None)),
+        "drafts": drafts,
+        "graft": _asked(vllm_config),
+        "cache": _cache(vllm_config.kv_transfer_config),
+        "attention": str(vllm_config.attention_config.backend),
+        "ranks": [ranks.tensor_parallel_size, ranks.pipeline_parallel_size],
+    }
+
+
+def _asked(vllm_config: Any) -> Any:
+    decided = decision_of(vllm_config)
+    if decided is not None:
+        return decided.preset
+    additional = vllm_config.additional_config
+    sections = additional.get(KEY) if isinstance(additional, Mapping) else None
+    return preset_in(vllm_config) or sections
+
+
+def _cache(transfer: Any) -> Any:
+    if transfer is None:
+        return None
+    return {"connector": transfer.kv_connector, **_kept(transfer.kv_connector_extra_config or {})}
+
+
+def _kept(given: Any) -> Any:
+    """A connector's keys and those of connectors below it, without sizes, places and nonces."""
+    if isinstance(given, (list, tuple)):
+        return [_kept(each) for each in given]
+    if not isinstance(given, Mapping):
+        return given
+    kept = {
+        name: _kept(each)
+        for name, each in given.items()
+        if name not in _OF_MACHINE and not name.startswith("_")
+    }
+    return {**kept, "storage": True} if given.get("storage") else kept
+
+
+def _file(machine: Machine, flags: Mapping[str, Any]) -> Path:
+    identity = json.dumps([asdict(machine), flags], sort_keys=True, default=str)
+    return folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file: Path) -> Proof | None:
+    """A kept proof; None where there is none, or none that this version wrote."""
+    try:
+        read = json.loads(file.read_text())
+        machine = Machine(**read.pop("machine"))
+        return Proof(machine, **{each.name: read[each.name] for each in fields(Proof)[1:]})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

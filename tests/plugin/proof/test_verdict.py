@@ -1,0 +1,210 @@
+"""The judge of a proof, and the command around it, without engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugin.plan.stranger_models import LLAMA, write_models
+from vllm_graft.base.errors import GraftError
+from vllm_graft.plan.inspecting import inspecting
+from vllm_graft.plan.request import Request
+from vllm_graft.proof import arms, command, engine_process
+from vllm_graft.proof.engine_process import Outcome
+from vllm_graft.proof.questions import Answer, Question, Round, rounds
+from vllm_graft.proof.verdict import TOLERANCES, differences, undone
+from vllm_graft.seams import permission, proofs
+
+GREEDY = Round("greedy", (Question((2, 3)), Question((4,))))
+SEEDED = Round("seeds", tuple(Question((2,), seed=seed) for seed in range(5)))
+
+
+def answer(*tokens: int, gap: float = 2.0, shift: float = 0.0) -> Answer:
+    """Tokens of 0 and 1, of which 0 is `gap` nats more likely everywhere."""
+    places = [{0: -0.1 + shift, 1: -0.1 - gap + shift} for _ in tokens]
+    return Answer([*tokens], places)
+
+
+def judged(
+    asked: Round, found: list[Answer], dtype: str = "float32", gap: float = 2.0
+) -> list[str]:
+    expected = [answer(0, 0, 0, 0, gap=gap) for _ in asked.questions]
+    return list(differences([asked], [found], [expected], dtype))
+
+
+def test_equal_answers_pass() -> None:
+    assert judged(GREEDY, [answer(0, 0, 0, 0), answer(0, 0, 0, 0)]) == []
+    # Nobody asked for logprobs.
+    assert judged(GREEDY, [Answer([0] * 4), Answer([0] * 4)]) == []
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_what_is_no_rounding_fails(dtype: str) -> None:
+    near, same = TOLERANCES[dtype], answer(0, 0, 0, 0)
+    [line] = judged(GREEDY, [Answer([0, 0, 1, 0]), same], dtype)
+    assert line == "greedy, request 0: token 2 is 1, which is 2 nats behind 0"
+    assert (
+        "log-probabilities of token 0 differ"
+        in judged(GREEDY, [same, answer(0, 0, 0, 0, shift=1.1 * near)], dtype)[0]
+    )
+    assert "it ends after 3 tokens" in judged(GREEDY, [Answer([0, 0, 0]), same], dtype)[0]
+    # Rounding, and a near tie that falls otherwise, after which the contexts are others.
+    tied = Answer([0, 1, 1, 1], answer(0, 0, gap=0.9 * near, shift=0.09 * near).logprobs)
+    alike = answer(0, 0, 0, 0, gap=0.9 * near)
+    assert judged(GREEDY, [tied, alike], dtype, gap=0.9 * near) == []
+
+
+def test_seeds_have_to_be_equal_but_for_ties_with_noise() -> None:
+    same, other = answer(0, 0, 0, 0), Answer([1, 1, 1, 1])
+    found = [same, same, same, same, other]
+    assert judged(SEEDED, found, "bfloat16") == []
+    assert judged(SEEDED, found, "float32") != []
+    assert judged(SEEDED, [other] * 5, "bfloat16") == [
+        "seeds: only 0 of 20 tokens are those without our parts"
+    ]
+
+
+def test_what_was_not_shown_is_told() -> None:
+    wanted = {"evictions": "evictions", "hits": "hits"}
+    assert list(undone({"evictions": 3.0, "hits": 0.0}, wanted)) == [
+        "nothing was shown of hits (hits is 0)"
+    ]
+    assert len(list(undone({}, wanted))) == 2
+
+
+def test_questions_are_the_same_in_each_process() -> None:
+    assert list(rounds(cache=True)) == list(rounds(cache=True))
+    assert [each.name for each in rounds(cache=False)] == [
+        "prompts", "prefixes", "seeds", "preemption",
+    ]  # fmt: skip
+
+
+class Engines:
+    """Stands in for both processes: each answers the same, but for what is changed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options: list[dict[str, Any]] = []
+        self.outcomes: list[Outcome] = []
+        monkeypatch.setattr(engine_process, "start", self.start)
+        monkeypatch.setattr(engine_process, "finish", lambda number: self.outcomes[number])
+
+    def start(
+        self, target: Path, options: dict[str, Any], asked: list[Round], *, told: bool
+    ) -> int:
+        self.options.append(options)
+        answers = [[answer(0, 0, 0, 0) for _ in each.questions] for each in asked]
+        counts = {"vllm:num_preemptions": 1.0, "vllm:spec_decode_num_accepted_tokens": 2.0}
+        self.outcomes.append(Outcome(answers, counts, {"a.b": "0123"}))
+        return len(self.outcomes) - 1
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engines:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return Engines(monkeypatch)
+
+
+FLAGS = [
+    LLAMA, "--skip-tokenizer-init", "--max-model-len", "1024", "--speculative-config",
+    '{"method": "eagle3", "model": "EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 5}',
+    "--additional-config.graft.tree.nodes", "63",
+]  # fmt: skip
+
+
+def test_the_command_keeps_what_it_found(engines: Engines, capsys: Any) -> None:
+    assert command.main([*FLAGS, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    [file] = proofs.folder().iterdir()
+    assert json.loads(file.read_text()) == told
+    assert told["parts"] == ["tree"]
+    assert told["rows"] == {"a.b": "0123"}
+    assert told["flags"]["drafts"]["method"] == "eagle3"
+    alone, asked = engines.options
+    assert "speculative_config" not in alone
+    assert asked["additional_config"] == {"graft": {"tree": {"nodes": 15, "topk": 8, "steps": 4}}}
+    assert {key: asked[key] for key in alone} == alone
+
+
+def test_a_failure_is_kept_and_told(engines: Engines, capsys: Any, monkeypatch: Any) -> None:
+    stock = engines.start
+
+    def start(*args: Any, told: bool) -> int:
+        number = stock(*args, told=told)
+        if not told:
+            engines.outcomes[number].answers[0][1].tokens[2] = 1
+        return number
+
+    monkeypatch.setattr(engine_process, "start", start)
+    assert command.main(FLAGS) == 1
+    text = capsys.readouterr().out
+    assert "WRONG: prompts, request 1: token 2 is 1" in text
+    assert "FAILED" in text
+    [proof] = proofs.of_this_machine()
+    assert not proof.passed
+
+
+def test_what_does_not_run_is_no_proof(engines: Engines, monkeypatch: Any) -> None:
+    def finish(number: int) -> Outcome:
+        return Outcome(error="RuntimeError: boom") if number else engines.outcomes[0]
+
+    monkeypatch.setattr(engine_process, "finish", finish)
+    assert command.main(FLAGS) == 1
+    [proof] = proofs.of_this_machine()
+    assert proof.differences == ["the engine with our parts fails: RuntimeError: boom"]
+    monkeypatch.setattr(engine_process, "finish", lambda _: Outcome(error="boom"))
+    with pytest.raises(GraftError, match="does not run without our parts: boom"):
+        command.prove(FLAGS)
+
+
+def test_flags_without_drafts_prove_nothing(engines: Engines, capsys: Any) -> None:
+    model = [LLAMA, "--skip-tokenizer-init", "--max-model-len", "1024"]
+    graft = ["--additional-config", '{"graft": {}}']
+    assert command.main([*model, *graft]) == command.NOTHING
+    assert "Nothing that a proof can show" in capsys.readouterr().out
+    assert not engines.options
+
+
+def test_sizes_of_a_host_cache_are_small(engines: Engines) -> None:
+    cache = {
+        "kv_connector": "HiCacheConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_bytes": "64MiB", "load": "layerwise"},
+    }
+    command.main([*FLAGS, "--kv-transfer-config", json.dumps(cache)])
+    _, asked = engines.options
+    extra = asked["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["load"] == "layerwise"
+    assert extra["host_bytes"] == arms._HOST_TOKENS * 6 * 2 * 128 * 4
+
+
+CACHE = [
+    "--kv-transfer-config",
+    '{"kv_connector": "HiCacheConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"host_bytes": "64MiB"}}',
+]
+
+
+@pytest.mark.parametrize(
+    "flags", [FLAGS, [*FLAGS[:-2], *CACHE, "--additional-config.graft", "auto"], [LLAMA, *CACHE]]
+)
+def test_a_start_looks_for_the_proof_of_its_flags(
+    engines: Engines, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is looked for early, in the middle of vLLM's own checks, is what `prove` has written."""
+    seen: list[Any] = []
+    monkeypatch.setattr(permission, "vllm_version", lambda: "0.34.0")
+    monkeypatch.setattr(permission, "differing", lambda *rooms: [])
+    monkeypatch.setattr(proofs, "find", lambda config: seen.append(proofs.flags_of(config)))
+    with inspecting():
+        config = Request.parse([*flags, "--skip-tokenizer-init"]).create()
+    assert len(seen) > 1
+    assert seen == [proofs.flags_of(config)] * len(seen)
+    # Another start of the same.
+    with inspecting():
+        again = Request.parse([*flags, "--skip-tokenizer-init"]).create()
+    assert proofs.flags_of(again) == seen[0]

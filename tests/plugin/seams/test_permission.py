@@ -1,0 +1,259 @@
+"""The rule of the start with a made-up vLLM 0.34: what a proof stands in for, and what not."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graft.base.errors import SeamError
+from vllm_graft.base.log import info_once, warning_once
+from vllm_graft.seams import compare, proofs, versions
+from vllm_graft.seams.compare import Kind, Seam
+from vllm_graft.seams.permission import admit, proving, refused, require_seams
+from vllm_graft.seams.proofs import Machine, Proof
+
+COPY = '''
+def copy(blocks, slots):
+    """Moves blocks."""
+    return blocks
+'''
+OTHER_TEXT = COPY.replace("return blocks", "moved = blocks\n    return moved")
+STORE = "\n\ndef store(key, value):\n    return key\n"
+
+
+class MadeUp:
+    """Files of a vLLM, and the ledger's rows for it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "vllm"
+        self.root.mkdir()
+        (self.root / "platforms.py").write_text(
+            "class current_platform:\n"
+            "    @staticmethod\n"
+            "    def get_device_name():\n        return 'paper'\n"
+        )
+
+    def write(self, thing: str = COPY + STORE, version: str = "0.34.0") -> None:
+        """Install it with such a module."""
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
+        (self.root / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        (self.root / "thing.py").write_text(thing)
+        importlib.invalidate_caches()
+        sys.dont_write_bytecode = True
+        compare._source.cache_clear()
+        versions.differing.cache_clear()
+        for told in (info_once, warning_once):
+            told.cache_clear()
+        import linecache
+
+        linecache.clearcache()
+
+
+def _row(path: str, kind: Kind, expected: str) -> Seam:
+    return Seam("tree", path, kind, expected, "why", "until")
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUp]:
+    """Put a made-up vLLM in the place of the installed one, with a ledger that fits it."""
+    held = {name: each for name, each in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    written = sys.dont_write_bytecode
+    rows = (
+        _row("thing.copy", "source", compare.normalized_hash(COPY)),
+        _row("thing.store", "call", "key, value"),
+    )
+    monkeypatch.setattr(compare, "LEDGER", rows)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["/bin/vllm", "serve", "llama 8b", "--seed", "1"])
+    monkeypatch.syspath_prepend(tmp_path)
+    made = MadeUp(tmp_path)
+    made.write()
+    yield made
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.update(held)
+    sys.dont_write_bytecode = written
+    compare._source.cache_clear()
+    versions.differing.cache_clear()
+
+
+@pytest.fixture
+def config() -> Any:
+    return make_config()
+
+
+def make_config(model: str = "llama 8b", **sections: Any) -> Any:
+    target = SimpleNamespace(model=model, dtype="torch.bfloat16")
+    draft = SimpleNamespace(model="eagle")
+    return SimpleNamespace(
+        model_config=target,
+        speculative_config=SimpleNamespace(
+            method="eagle3", draft_model_config=draft, target_model_config=target
+        ),
+        additional_config={"graft": {"tree": {"topk": 4}, **sections}},
+        kv_transfer_config=None,
+        attention_config=SimpleNamespace(backend=None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+
+
+def proof_of(config: Any, rows: dict[str, str], *differences: str) -> Proof:
+    flags = proofs.flags_of(config)
+    return Proof(
+        Machine.here(), flags, ["tree"], rows, list(differences), {}, "", "2026-11-28", 1.0
+    )
+
+
+def found() -> dict[str, str]:
+    """The rows that differ, as a proof that runs now sees them."""
+    with proving() as rows:
+        require_seams("tree")
+    return rows
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, logger="vllm.graft")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_all_as_expected_starts_and_says_how_to_prove_it(
+    vllm: MadeUp, config: Any, lines: Callable[[], list[str]]
+) -> None:
+    admit(["tree"], config)
+    require_seams("tree")
+    [line] = lines()
+    assert "vLLM 0.34.0 was not tested" in line
+    assert "vllm-graft prove 'llama 8b' --seed 1`" in line
+
+
+def test_another_text_needs_a_proof(
+    vllm: MadeUp, config: Any, lines: Callable[[], list[str]]
+) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    with pytest.raises(SeamError, match=r"thing.copy.*Run `vllm-graft prove 'llama 8b' --seed 1`"):
+        admit(["tree"], config)
+    with pytest.raises(SeamError, match=r"vllm\.thing\.copy: expected"):
+        require_seams("tree")
+    rows = found()
+    assert list(rows) == ["thing.copy"]
+    proof_of(config, rows).keep()
+    admit(["tree"], config)
+    require_seams("tree")
+    [line] = lines()
+    assert "but tree were proven on this paper at 2026-11-28" in line
+    assert "1 symbols have another text" in line
+    # Parts that need other rooms are not concerned.
+    admit(["hicache"], make_config("other"))
+
+
+def test_a_failed_proof_is_told(vllm: MadeUp, config: Any) -> None:
+    for text in (OTHER_TEXT, COPY):
+        vllm.write(text + STORE)
+        proof_of(config, found(), "prompts, request 1: token 3 is 5").keep()
+        with pytest.raises(SeamError, match="prompts, request 1: token 3 is 5"):
+            admit(["tree"], config)
+    vllm.write(OTHER_TEXT + STORE)
+    with pytest.raises(SeamError):
+        require_seams("tree")
+
+
+def test_a_proof_is_void_when_a_symbol_changes_again(vllm: MadeUp, config: Any) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    proof_of(config, found()).keep()
+    vllm.write(OTHER_TEXT.replace("moved", "again") + STORE)
+    with pytest.raises(SeamError, match="the one that is kept has not seen these"):
+        admit(["tree"], config)
+    with pytest.raises(SeamError, match=r"thing\.copy"):
+        require_seams("tree")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (OTHER_TEXT + STORE.replace("key, value", "key, values"), "thing.store: .* key, values"),
+        (OTHER_TEXT, "thing.store: .*found nothing"),
+        (STORE, "thing.copy: .*found nothing"),
+    ],
+)
+def test_a_proof_never_stands_for_what_is_missing(
+    vllm: MadeUp, config: Any, text: str, says: str
+) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    rows = found()
+    vllm.write(text)
+    proof_of(config, {**rows, "thing.store": "key, values", "thing.copy": "nothing"}).keep()
+    with pytest.raises(SeamError, match=says):
+        admit(["tree"], config)
+    with pytest.raises(SeamError, match=says):
+        require_seams("tree")
+    # Nor does it run.
+    with proving(), pytest.raises(SeamError, match=says):
+        require_seams("tree")
+    with proving():
+        assert "not what tree were written for" in refused(["tree"], config)
+
+
+def test_a_proof_is_bound_to_flags_device_and_versions(vllm: MadeUp, config: Any) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    proof = proof_of(config, found())
+    here = proof.machine
+    others = [
+        replace(proof, machine=replace(here, device="stone")),
+        replace(proof, machine=replace(here, vllm="0.34.1")),
+        replace(proof, machine=replace(here, graft="0.1")),
+        replace(proof, machine=replace(here, driver="550")),
+    ]
+    for other in others:
+        other.keep()
+        assert refused(["tree"], config)
+        with pytest.raises(SeamError):
+            require_seams("tree")
+    proof.keep()
+    assert not refused(["tree"], config)
+    for flags in (make_config("llama 70b"), make_config(tree={"topk": 8}), make_config(vit={})):
+        assert "none of these flags is kept" in refused(["tree"], flags)
+
+
+def test_a_tested_version_takes_no_proof(vllm: MadeUp, config: Any) -> None:
+    vllm.write(OTHER_TEXT + STORE, version="0.33.1")
+    proof_of(config, {"thing.copy": compare.normalized_hash(OTHER_TEXT)}).keep()
+    assert "thing.copy" in refused(["tree"], config)
+    with pytest.raises(SeamError, match=r"thing\.copy"):
+        require_seams("tree")
+    # The worker says so, as ever.
+    admit(["tree"], config)
+
+
+def test_what_is_no_proof_is_none(vllm: MadeUp, config: Any) -> None:
+    file = proof_of(config, {}).keep()
+    assert proofs.find(config) is not None
+    for text in ("", "[]", "{}", '{"machine": {}}', file.read_text().replace('"rows"', '"row"')):
+        file.write_text(text)
+        assert proofs.find(config) is None
+        assert list(proofs.of_this_machine()) == []
+
+
+def test_sizes_of_a_host_cache_are_no_other_flags(vllm: MadeUp, config: Any) -> None:
+    def with_cache(**extra: Any) -> dict[str, Any]:
+        config.kv_transfer_config = SimpleNamespace(
+            kv_connector="HiCacheConnector", kv_connector_extra_config=extra
+        )
+        return proofs.flags_of(config)
+
+    one = with_cache(host_bytes="1GiB", storage={"path": "/a"})
+    assert with_cache(host_bytes="2GiB", storage={"path": "/b"}) == one
+    assert with_cache(host_bytes="1GiB", storage={"path": "/a"}, _graft_nonce="a") == one
+    assert with_cache(host_bytes="1GiB") != one
+    assert with_cache(host_bytes="1GiB", storage={"path": "/a"}, load="layerwise") != one
+    several = [with_cache(connectors=[{"host_bytes": size}, {"x": 1}]) for size in "12"]
+    assert several[0] == several[1] != with_cache(connectors=[{"host_bytes": "1"}, {"x": 2}])

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_graft.spec_decode.trees.owner import NOBODY, Owner
+
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
@@ -24,12 +26,14 @@ class Reference(NamedTuple):
         tokens: tokens by source, for the metrics.
         declines: reasons why there is none, or not all of it.
         teaches: whether what is learned from texts may count this request's.
+        owner: whose text the request's is in a memory.
     """
 
     row: Sequence[int] = array("i")
     tokens: Mapping[str, int] = {}
     declines: tuple[str, ...] = ()
     teaches: bool = True
+    owner: Owner = NOBODY
 
 
 NONE = Reference()

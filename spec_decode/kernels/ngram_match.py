@@ -9,23 +9,11 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.memory_write import (
-    BEFORE,
     BEHIND,
-    IN_BUCKET,
-    INDICES,
-    MOST,
-    OF_PROMPT,
-    PROMPT,
     ROW,
-    SCOPE,
     SIZE,
-    WRITER,
-    cell_of,
-    hashed,
-    length_of,
-    seed_of,
 )
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
 
 PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
@@ -159,86 +147,6 @@ def best_key(key, following):
 
 
 @triton.jit
-def _search_memory(
-    source,
-    history,
-    copied,
-    slot,
-    total,
-    memory,
-    segments,
-    cells,
-    writers,
-    head,
-    rates,
-    keys,
-    columns,
-    MIN_N: tl.constexpr,
-    MAX_N: tl.constexpr,
-    MAX_N_PAD: tl.constexpr,
-    MATCHES: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-):
-    """Write the keys of the best matches in the memory of a text's scope."""
-    i = tl.arange(0, INDICES * IN_BUCKET)
-    index = i // IN_BUCKET
-    length = length_of(index)
-    scope = tl.load(writers + slot * WRITER + SCOPE)
-    prompt = tl.load(writers + slot * WRITER + PROMPT)
-    value = seed_of(scope, prompt, index.to(tl.int64))
-    for back in tl.static_range(1, MOST + 1):
-        last = _tokens(source, history, total - back, copied, columns, total >= back, REFERENCE)
-        value = tl.where(back <= length, hashed(value, last), value)
-    known = (length <= total) & (scope != 0)
-    address = tl.load(cells + cell_of(value, i % IN_BUCKET, BUCKETS), mask=known, other=0)
-
-    # What the cells say may be long gone, or another's.
-    oldest = tl.load(head) - SEGMENTS
-    serial = address // SIZE
-    known = known & (serial > 0) & (serial >= oldest)
-    own = (serial % SEGMENTS).to(tl.int32)
-    known = known & (tl.load(segments + own * ROW + SCOPE, mask=known, other=0) == scope)
-    theirs = tl.load(segments + own * ROW + PROMPT, mask=known, other=0)
-    known = known & ((index != OF_PROMPT) | (theirs == prompt))
-    before = tl.load(segments + own * ROW + BEFORE, mask=known, other=0)
-    before = tl.where(before >= oldest, before, 0)
-    start = own * SIZE + (address % SIZE).to(tl.int32)
-    back = tl.arange(0, MAX_N_PAD)[None, :]
-    place = (start % SIZE)[:, None] - 1 - back
-    there = known[:, None] & (back < MAX_N) & (back < total)
-    there = there & ((place >= 0) | (before > 0)[:, None])
-    segment = tl.where(place >= 0, own[:, None], (before % SEGMENTS).to(tl.int32)[:, None])
-    found = tl.load(memory + segment * SIZE + (place + SIZE) % SIZE, mask=there, other=END)
-    at = total - 1 - back
-    mine = _tokens(source, history, at, copied, columns, (back < MAX_N) & (at >= 0), REFERENCE)
-    n = tl.min(tl.where(there & (found == mine), MAX_N, back), 1)
-    known = known & (n >= tl.minimum(length, MAX_N)) & (n >= MIN_N)
-
-    # How many of an index's occurrences go on alike; each occurrence counts once.
-    one = known[:, None] & known[None, :]
-    token = tl.load(memory + start, mask=known, other=END)
-    together = one & (index[:, None] == index[None, :])
-    alike = tl.sum((together & (token[:, None] == token[None, :])).to(tl.int32), 1)
-    count = tl.sum(together.to(tl.int32), 1)
-    share = tl.where(3 * alike >= count, 1, 0) + tl.where(3 * alike >= 2 * count, 1, 0)
-    share += tl.where((3 * alike >= 2 * count) & (alike >= 3), 1, 0)
-    size = tl.where(n >= 5, 1, 0) + tl.where(n >= 8, 1, 0) + tl.where(n >= 16, 1, 0)
-    kind = 1 + share + 4 * size + 16 * (theirs == prompt).to(tl.int32)
-    twice = one & (address[:, None] == address[None, :]) & (i[None, :] < i[:, None])
-    known = known & (tl.max(twice.to(tl.int32), 1) == 0)
-    key = tl.where(known, (kind << PLACE_BITS) | (columns + start - 1), 0)
-    key = in_order(key, rates, columns, REFERENCE, LENGTHS, SEGMENTS)
-    later = tl.arange(0, ALIKE)[None, :]
-    following = remembered(memory, segments, start[:, None], later, known[:, None], SEGMENTS)
-    for m in range(MATCHES):
-        best, key = best_key(key, following)
-        tl.store(keys + m, best.to(tl.int32))
-
-
-@triton.jit
 def _clear(keys, MATCHES: tl.constexpr):
     for i in range(MATCHES):
         tl.store(keys + i, 0)
@@ -253,26 +161,16 @@ def _match_kernel(
     history,
     notes,
     keys,
-    rates,
-    memory,
-    segments,
-    cells,
-    writers,
-    head,
     source_stride,
     history_stride,
+    keys_stride,
     MIN_N: tl.constexpr,
     MAX_N: tl.constexpr,
-    MAX_N_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     MATCHES: tl.constexpr,
     REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BUCKETS: tl.constexpr,
 ):
-    """Write the keys of the best matches that end in one block of one request's history, and in the
-    last program those of the memory."""
+    """Write the keys of the best matches that end in one block of one request's history."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     slot = tl.load(idx_mapping + row)
@@ -280,41 +178,11 @@ def _match_kernel(
     total = tl.load(total_len + slot, mask=used, other=0)
     width = history_stride - REFERENCE
     total = tl.minimum(total, width)
-    keys += (row * tl.num_programs(1) + block) * MATCHES
+    keys += row * keys_stride + block * MATCHES
     searched = block * BLOCK < total
     if REFERENCE > 0:
         searched = searched | (used & (block * BLOCK + BLOCK > width))
-    of_memory = block < 0
-    if SEGMENTS > 0:
-        of_memory = block == tl.num_programs(1) - 1
-    if of_memory:
-        if used & (total > 0):
-            _search_memory(
-                source + slot * source_stride,
-                history + slot * history_stride,
-                tl.load(notes + 4 * slot),
-                slot,
-                total,
-                memory,
-                segments,
-                cells,
-                writers,
-                head,
-                rates,
-                keys,
-                history_stride,
-                MIN_N,
-                MAX_N,
-                MAX_N_PAD,
-                MATCHES,
-                REFERENCE,
-                LENGTHS,
-                SEGMENTS,
-                BUCKETS,
-            )
-        else:
-            _clear(keys, MATCHES)
-    elif searched:
+    if searched:
         source += slot * source_stride
         history += slot * history_stride
         copied = tl.load(notes + 4 * slot)
@@ -378,8 +246,6 @@ def match_ngrams(
     of each block are found whose next `ALIKE` tokens differ. The text is scanned in blocks, one
     program each; new tokens of `source`, vLLM's host memory, are copied to the device in passing.
 
-    With a memory one more program looks up the text's last tokens there: `MemoryState`.
-
     Args:
         state: ``keys`` and the texts in ``history`` are written.
         source: i32 ``[max_reqs, >= width]`` by request-state index, the texts.
@@ -389,29 +255,21 @@ def match_ngrams(
     if num_reqs == 0:
         return
     columns = state.history.shape[1]
-    block, memory = scan_block(columns), state.memory
-    _match_kernel[(num_reqs, cdiv(columns, block) + (memory is not None))](
+    block = scan_block(columns)
+    _match_kernel[(num_reqs, cdiv(columns, block))](
         source,
         total_len,
         idx_mapping,
         state.history,
         state.notes,
         state.keys,
-        state.rates,
-        *state.remembered,
-        None if memory is None else memory.cells,
-        None if memory is None else memory.writers,
-        None if memory is None else memory.head,
         source.stride(0),
         columns,
+        state.keys.shape[1],
         MIN_N=state.min_n,
         MAX_N=state.max_n,
-        MAX_N_PAD=next_power_of_2(state.max_n),
         BLOCK=block,
         MATCHES=state.matches,
         REFERENCE=state.reference,
-        LENGTHS=state.lengths,
-        SEGMENTS=state.segments,
-        BUCKETS=1 if memory is None else len(memory.cells),
         num_warps=4 if block > 512 else 1,
     )

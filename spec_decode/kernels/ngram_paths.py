@@ -118,8 +118,8 @@ def _paths_kernel(
     best_n = tl.sum(tl.where(path == 0, n, 0), 0)
     keep_note(note, used, best_start, best_n, total)
     if SEGMENTS > 0:
-        own = (n > 0) & is_remembered(start, history_stride)
-        tl.store(sources + row, tl.sum(own.to(tl.int32) << path, 0))
+        from_memory = ((n > 0) & is_remembered(start, history_stride)).to(tl.int32)
+        tl.store(sources + row, tl.sum(from_memory << path, 0))
 
     is_match = n > 0
     rate = tl.load(rates + rate_of(n, start, history_stride, REFERENCE, LENGTHS))

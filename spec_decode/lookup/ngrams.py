@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
+from vllm_graft.spec_decode.kernels.memory_match import search_memory
 from vllm_graft.spec_decode.kernels.memory_write import write_memory
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
@@ -68,7 +69,7 @@ class Ngrams:
     that all ranks agree.
 
     With a memory (`MemoryState`) the end of a text is looked for in the texts of other requests of
-    its scope as well, in the same launches. Two more per step add to it what was emitted, also in
+    its scope as well, by a third launch. Two more per step add to it what was emitted, also in
     steps without drafts.
 
     Args:
@@ -166,6 +167,7 @@ class Ngrams:
         """Put what followed the matches of each request into the table; see `Extra.add`."""
         slots = drafter.idx_mapping[:num_reqs]
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
+        search_memory(self.state, self._lengths, slots, num_reqs)
         self._insert(candidates, slots, num_reqs, levels=levels, first=first, num_nodes=num_nodes)
 
     def _insert(

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.references.memory_reference import Found, PlainMemory, begin_of
 from tests.support.references.ngram_reference import Trie, check_nodes, continuation, nodes_in
+from vllm_graft.spec_decode.kernels.memory_match import search_memory
 from vllm_graft.spec_decode.kernels.memory_write import write_memory
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
@@ -95,6 +96,7 @@ class World:
         source, total = self.tensors()
         index = torch.tensor(slots, device=DEVICE)
         match_ngrams(self.state, source, total, index, len(slots))
+        search_memory(self.state, total, index, len(slots))
         found = self.state.keys[: len(slots), -self.state.matches :].tolist()
         rates = self.state.rates.tolist()
         for row, slot in zip(found, slots, strict=True):
@@ -268,7 +270,9 @@ def test_what_only_looks_alike_is_not_drafted() -> None:
 def search(here: World, slot: int) -> list[list[int]]:
     """What the kernel finds, whatever the reference does."""
     source, total = here.tensors()
-    match_ngrams(here.state, source, total, torch.tensor([slot], device=DEVICE), 1)
+    slots = torch.tensor([slot], device=DEVICE)
+    match_ngrams(here.state, source, total, slots, 1)
+    search_memory(here.state, total, slots, 1)
     found: list[list[int]] = here.state.keys[:1, -here.state.matches :].tolist()
     return found
 
@@ -319,6 +323,7 @@ def test_one_path_beside_a_draft(levels: int) -> None:
     slots = torch.tensor([1], device=DEVICE)
     options: dict[str, Any] = {"levels": levels, "first": first, "depth": 6, "vocab_size": 1000}
     match_ngrams(here.state, source, total, slots, 1)
+    search_memory(here.state, total, slots, 1)
     insert_ngrams(table, here.state, total, slots, 1, **options)
     assert table.tokens[0, first : first + 5].tolist() == SECRET[1:6]
     rate = here.state.rates[2 * here.state.lengths + kind].log()
@@ -331,6 +336,7 @@ def test_one_path_beside_a_draft(levels: int) -> None:
     here.texts[1] += [*SECRET[:3], 1]
     source, total = here.tensors()
     match_ngrams(here.state, source, total, slots, 1)
+    search_memory(here.state, total, slots, 1)
     insert_ngrams(table, here.state, total, slots, 1, **options)
     assert here.state.pending[2 * here.state.lengths + kind].tolist() == [4, 3]
 

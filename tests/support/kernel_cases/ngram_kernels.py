@@ -17,35 +17,53 @@ _TEXTS = dict.fromkeys(("total_len", "history", "notes", "pending", "keys"), "*i
     "history_stride": "i32",
 }
 _MATCH = {
-    **{name: kind for name, kind in _TEXTS.items() if name != "pending"},
+    **{name: kind for name, kind in _TEXTS.items() if name not in ("pending", "rates")},
     "source": "*i32",
     "source_stride": "i32",
+    "keys_stride": "i32",
 }
 _MEMORY = {"memory": "*i32", "segments": "*i64"}
 _INDEX = {"cells": "*i64", "writers": "*i64", "head": "*i64"}
 _TABLE = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
 
 
-def _match_case(state: NgramState, name: str) -> KernelCase:
+def _match_cases(state: NgramState, name: str) -> list[KernelCase]:
     block, memory = scan_block(state.history.shape[1]), state.memory
-    return KernelCase(
+    sizes = {
+        "MIN_N": state.min_n,
+        "MAX_N": state.max_n,
+        "MATCHES": state.matches,
+        "REFERENCE": state.reference,
+    }
+    match = KernelCase(
         name=f"match {name}",
         function=f"{_KERNELS}.ngram_match:_match_kernel",
-        signature={**_MATCH, **({**_MEMORY, **_INDEX} if memory else {})},
-        constexprs={
-            **({} if memory else dict.fromkeys((*_MEMORY, *_INDEX))),
-            "MIN_N": state.min_n,
-            "MAX_N": state.max_n,
-            "MAX_N_PAD": next_power_of_2(state.max_n),
-            "BLOCK": block,
-            "MATCHES": state.matches,
-            "REFERENCE": state.reference,
-            "LENGTHS": state.lengths,
-            "SEGMENTS": state.segments,
-            "BUCKETS": len(memory.cells) if memory else 1,
-        },
+        signature={**_MATCH},
+        constexprs={**sizes, "BLOCK": block},
         options={"num_warps": 4 if block > 512 else 1},
     )
+    if memory is None:
+        return [match]
+    left_out = ("notes", "pending")
+    search = KernelCase(
+        name=f"search {name}",
+        function=f"{_KERNELS}.memory_match:_search_kernel",
+        signature={
+            **{name: kind for name, kind in _TEXTS.items() if name not in left_out},
+            **_MEMORY,
+            **_INDEX,
+            "keys_stride": "i32",
+        },
+        constexprs={
+            **sizes,
+            "MAX_N_PAD": next_power_of_2(state.max_n),
+            "LENGTHS": state.lengths,
+            "SEGMENTS": state.segments,
+            "BUCKETS": len(memory.cells),
+        },
+        options={"num_warps": 1},
+    )
+    return [match, search]
 
 
 def _sources(state: NgramState) -> tuple[dict[str, str], dict[str, None]]:
@@ -82,7 +100,7 @@ def _path_cases(
         },
         options={"num_warps": warps(count)},
     )
-    return [_match_case(state, name), insert]
+    return [*_match_cases(state, name), insert]
 
 
 def _ngram_cases(
@@ -121,7 +139,7 @@ def _ngram_cases(
         constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
         options={"num_warps": 1},
     )
-    return [_match_case(state, name), insert, learn]
+    return [*_match_cases(state, name), insert, learn]
 
 
 def _memory_cases(size: int, max_reqs: int) -> list[KernelCase]:

@@ -118,6 +118,9 @@ class Ngrams:
         """Read the texts where the engine keeps them; both tensors have fixed addresses."""
         self._texts: torch.Tensor = req_states.all_token_ids.gpu
         self._lengths: torch.Tensor = req_states.total_len.gpu
+        if (memory := self.state.memory) is not None and memory.tokens.device.type != "meta":
+            # Compile now what the first step would wait for; nobody's text is added.
+            write_memory(memory, self._texts, self._lengths, memory.head - 1, 1)
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
         """Note a new request of this index: its text is to be copied anew, and its reference."""

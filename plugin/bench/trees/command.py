@@ -8,7 +8,8 @@ each in a process of its own with its share of the GPU's memory, and take turns 
 and batch size, `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
-- `graft`, the preset `auto` without a draft model, which grows trees of n-grams;
+- `graft`, the preset `auto` without a draft model, which grows trees of n-grams; `graft+memory`,
+  the same with `graft.tree.memory`;
 - `chain:K`, stock vLLM with K drafts, the likeliest; `sampled:K`, stock vLLM with K sampled
   drafts; `block:K`, with sampled drafts that are verified as a block; `adaptive:K`, like that and
   with vLLM's adaptive verification. `chain:3,5,7` is one engine that is told each length in turn;
@@ -19,8 +20,8 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 
 `+fp8` behind a name asks for a draft in FP8, `+pdl` for kernels of PyTorch's compiler that begin
 before the ones before them have ended (programmatic dependent launch). Behind a tree, `+fp8head`
-asks for its output head alone in FP8, `+ngram` for `graft.tree.ngram`, `+hot8192` for
-`graft.tree.hot_tokens`, `+window2048` for `graft.tree.draft_window`, and `+states` for
+asks for its output head alone in FP8, `+ngram` for `graft.tree.ngram`, `+memory` for this and
+`graft.tree.memory`, `+hot8192` for `graft.tree.hot_tokens`, `+window2048` for `graft.tree.draft_window`, and `+states` for
 `graft.tree.recurrent_form`. `--fp8-target` puts the target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near

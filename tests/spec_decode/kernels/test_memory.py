@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,19 @@ import torch
 
 from tests.support.references.memory_reference import Found, PlainMemory, begin_of
 from tests.support.references.ngram_reference import Trie, check_nodes, continuation, nodes_in
+from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.memory_match import search_memory
 from vllm_graft.spec_decode.kernels.memory_write import write_memory
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.memory_state import SEGMENT, MemoryState, least_bytes, most_bytes
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.owner import NOBODY, Owner
 from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.topology import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALIKE, FIRST = 4, 3
@@ -69,7 +73,7 @@ class World:
 
     def write(self, slots: list[int]) -> None:
         source, total = self.tensors()
-        index = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+        index = torch.tensor(slots, device=DEVICE)
         write_memory(self.memory, source, total, index, len(slots))
         self.plain.write(self.texts, slots)
         self.check_tokens()
@@ -171,12 +175,12 @@ def run(seed: int, steps: int = 45, **options: Any) -> World:
     rng = here.rng
     for slot in range(here.slots):
         here.add(slot, Owner(5 + slot % 2, rng.choice([7, 8])), here.random(12))
-    for _ in range(steps):
+    while steps := steps - 1:
         slots = [*rng.sample(range(here.slots), rng.randint(1, here.slots)), -1]
         rng.shuffle(slots)
         here.write(slots)
         here.match(slots)
-        here.grow(slots, rng.choice([1, 2, 3, 2, 3, 4, 5, 63]))
+        here.grow(slots, 63 if steps == 3 else rng.randint(1, 3))
         learn_rates(here.state)
         for slot in slots:
             if slot < 0:
@@ -194,7 +198,7 @@ def test_everything_equals_the_reference(seed: int) -> None:
     here = run(seed, matches=[1, 3, 8][seed])
     assert here.seen > 40
     assert here.nodes > 100
-    assert here.deepest > 40
+    assert here.deepest > 10
     # The ring went around, and rates of classes were learned.
     assert here.plain.head > 2 * here.memory.size
     learned = here.state.rates[2 * here.state.lengths :]
@@ -302,6 +306,38 @@ def test_the_same_prompt_and_frequent_answers_come_first() -> None:
     assert int(here.memory.tokens.flatten()[key % MAX_PLACE + 1 - columns]) == 8
 
 
+def test_nodes_of_the_memory_are_counted_apart() -> None:
+    """Of 3 paths the second and the third are from there; each has a node at each of 2 depths."""
+    table = CandidateTable.allocate(1, 7, 1, DEVICE, extra=6)
+    table.scores[0] = torch.tensor([-9.0] * 7 + [-1, -2, -3, -4, -5, -6])
+    table.tokens[0] = torch.tensor([0, 50, 51, 52, 53, 54, 55, 1, 2, 3, 4, 5, 6])
+    table.parents[0] = torch.tensor([-1] * 10 + [7, 8, 9])
+    tree, slots = TreeState.allocate(2, 7, DEVICE), torch.tensor([1], device=DEVICE)
+    drafts = torch.zeros(1, 7, dtype=torch.int64, device=DEVICE)
+    nodes = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    paths = torch.tensor([0b110], dtype=torch.int32, device=DEVICE)
+    finish_tree(
+        table, 1, 1, 7, slots, tree, drafts, num_extra=6, extra_nodes=nodes, of_memory=(paths, 3)
+    )
+    assert drafts[0].tolist() == [1, 2, 3, 4, 5, 6, 0]
+    # The last node is the draft's; nodes 2, 3, 5 and 6 are from the memory.
+    assert nodes.tolist() == [[0, 0b01111110], [0, 0b01101100]]
+    counts = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    walk_tree(
+        torch.tensor([2, 9, 5, 9, 9, 7, 9, 9], device=DEVICE),
+        torch.tensor([9, *drafts[0].tolist()], device=DEVICE),
+        torch.tensor([0, 8], dtype=torch.int32, device=DEVICE),
+        slots,
+        tree,
+        torch.zeros(1, 8, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, 8, dtype=torch.int32, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        extra_nodes=nodes,
+        extra_counts=counts,
+    )
+    assert counts.tolist() == [6, 2, 4, 2]
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 def test_one_path_beside_a_draft(levels: int) -> None:
     """It joins what the draft has found, is counted, and teaches the rate of its class."""
@@ -359,8 +395,9 @@ def test_a_long_text_takes_several_steps_and_a_lost_segment_none() -> None:
 
 def test_a_memory_that_is_too_small_or_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="for 64 requests has at least"):
-        MemoryState.allocate(least_bytes(64) - 1, 64, "meta")
-    assert MemoryState.allocate(least_bytes(64), 64, "meta").size == 128
-    large = MemoryState.allocate(most_bytes(MAX_PLACE, 1), 1, "meta")
+        MemoryState.allocate(least_bytes(64) - 1, 64, DEVICE)
+    small = MemoryState.allocate(least_bytes(64), 64, DEVICE)
+    assert (small.size, small.num_bytes) == (128, least_bytes(64))
+    large = replace(small, tokens=small.tokens[:1].expand(MAX_PLACE // SEGMENT, SEGMENT))
     with pytest.raises(ValueError, match="a text and the memory"):
-        NgramState.allocate(1, 2, 1, 8, "meta", memory=large)
+        NgramState.allocate(1, 2, 1, 8, DEVICE, memory=large)

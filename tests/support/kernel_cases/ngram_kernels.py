@@ -145,7 +145,7 @@ def _ngram_cases(
 def _memory_cases(size: int, max_reqs: int) -> list[KernelCase]:
     """What is added to a memory."""
     memory = MemoryState.allocate(size, max_reqs, "cpu")
-    common = {"idx_mapping": "*i32", "writers": "*i64", "turns": "*i64"}
+    common = {"idx_mapping": "*i64", "writers": "*i64", "turns": "*i64"}
     turns = KernelCase(
         name=f"turns of {max_reqs} requests",
         function=f"{_KERNELS}.memory_write:_turns_kernel",

@@ -101,7 +101,9 @@ def agents(cells: int, sessions: int, turns: int, characters: int, kept: int) ->
     return load
 
 
-def repeats(asked: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> tuple[float, float]:
+def repeats(
+    asked: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> tuple[float, float]:
     """Parts of the answers' tokens that repeat their own text, and the answers before."""
     others: set[tuple[int, ...]] = set()
     own = theirs = total = 0

@@ -22,6 +22,7 @@ FLAG = f"--kv-transfer-config.{EXTRA}"
 
 _flag: ContextVar[str] = ContextVar("flag of the extra config", default=FLAG)
 
+
 def _folder(value: object) -> object:
     if not isinstance(value, (str, PurePath)):
         return value

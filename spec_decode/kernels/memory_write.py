@@ -65,7 +65,14 @@ def cell_of(value, way, BUCKETS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_reqs"])
 def _turns_kernel(
-    total_len, idx_mapping, writers, turns, head, num_reqs, PAD: tl.constexpr, SEGMENTS: tl.constexpr
+    total_len,
+    idx_mapping,
+    writers,
+    turns,
+    head,
+    num_reqs,
+    PAD: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     """Give segments to the requests of a batch, in its order."""
     r = tl.arange(0, PAD)

@@ -33,7 +33,9 @@ def requests(pair: Pair) -> list[Request]:
     """Greedy and seeded ones; their prompts repeat nothing."""
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7, "temperature": 0.5}]
     return [
-        Request(prompt, {"max_tokens": TOKENS, **kind}) for prompt in pair.prompts[:2] for kind in kinds
+        Request(prompt, {"max_tokens": TOKENS, **kind})
+        for prompt in pair.prompts[:2]
+        for kind in kinds
     ]
 
 

@@ -13,7 +13,9 @@ from vllm_graft.spec_decode.trees.owner import NOBODY
 from vllm_graft.spec_decode.trees.reference import NONE, reference_in
 
 
-def request(salt: str | None = None, adapter: str | None = None, prompt: tuple[int, ...] = (1,)) -> Any:
+def request(
+    salt: str | None = None, adapter: str | None = None, prompt: tuple[int, ...] = (1,)
+) -> Any:
     lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
     return SimpleNamespace(
         cache_salt=salt,
@@ -39,7 +41,11 @@ def test_a_tenant_is_a_salt_and_an_adapter() -> None:
 
 def test_prompts_are_told_apart_within_a_scope() -> None:
     owners = Owners("server")
-    first, same, other = owners.of(request()), owners.of(request("a")), owners.of(request(prompt=(1, 2)))
+    first, same, other = (
+        owners.of(request()),
+        owners.of(request("a")),
+        owners.of(request(prompt=(1, 2))),
+    )
     assert first == same
     assert first.scope == other.scope
     assert first.prompt != other.prompt

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from vllm_graft.base.log import info_once
-from vllm_graft.base.options import Bytes, Section, SectionT, parse
+from vllm_graft.base.options import Section, SectionT, parse
 from vllm_graft.base.values import below, shown
 
 CONNECTOR = "HiCacheConnector"

@@ -39,27 +39,11 @@ from vllm_graft.spec_decode.trees.ngram_state import NgramState
 @Kernel
 @triton.jit
 def _search_kernel(
-    total_len,
-    idx_mapping,
-    history,
-    keys,
-    rates,
-    memory,
-    segments,
-    cells,
-    writers,
-    head,
-    history_stride,
-    keys_stride,
-    MIN_N: tl.constexpr,
-    MAX_N: tl.constexpr,
-    MAX_N_PAD: tl.constexpr,
-    MATCHES: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-):
+    total_len, idx_mapping, history, keys, rates, memory, segments, cells, writers, head,
+    history_stride, keys_stride,
+    MIN_N: tl.constexpr, MAX_N: tl.constexpr, MAX_N_PAD: tl.constexpr, MATCHES: tl.constexpr,
+    REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
     """Write the keys of the best matches of one request."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping + row)
@@ -143,25 +127,10 @@ def search_memory(
     if num_reqs == 0 or memory is None:
         return
     _search_kernel[(num_reqs,)](
-        total_len,
-        idx_mapping,
-        state.history,
-        state.keys,
-        state.rates,
-        memory.tokens,
-        memory.segments,
-        memory.cells,
-        memory.writers,
-        memory.head,
-        state.history.shape[1],
-        state.keys.shape[1],
-        MIN_N=state.min_n,
-        MAX_N=state.max_n,
-        MAX_N_PAD=next_power_of_2(state.max_n),
-        MATCHES=state.matches,
-        REFERENCE=state.reference,
-        LENGTHS=state.lengths,
-        SEGMENTS=memory.size,
-        BUCKETS=len(memory.cells),
-        num_warps=1,
-    )
+        total_len, idx_mapping, state.history, state.keys, state.rates,
+        memory.tokens, memory.segments, memory.cells, memory.writers, memory.head,
+        state.history.shape[1], state.keys.shape[1],
+        MIN_N=state.min_n, MAX_N=state.max_n, MAX_N_PAD=next_power_of_2(state.max_n),
+        MATCHES=state.matches, REFERENCE=state.reference, LENGTHS=state.lengths,
+        SEGMENTS=memory.size, BUCKETS=len(memory.cells), num_warps=1,
+    )  # fmt: skip

@@ -111,17 +111,9 @@ def _turns_kernel(
 @Kernel
 @triton.jit
 def _write_kernel(
-    source,
-    idx_mapping,
-    writers,
-    turns,
-    tokens,
-    segments,
-    cells,
-    source_stride,
-    SEGMENTS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-):
+    source, idx_mapping, writers, turns, tokens, segments, cells, source_stride,
+    SEGMENTS: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
     """Write what one request adds."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(turns + row * ROW)
@@ -152,30 +144,16 @@ def _write_kernel(
         token = tl.load(text + place, mask=added, other=0)
         tl.store(tokens + address % (SEGMENTS * SIZE), token, mask=added)
 
-        zero = address * 0
-        value_0 = seed_of(scope, prompt, zero)
-        value_1 = seed_of(scope, prompt, zero + 1)
-        value_2 = seed_of(scope, prompt, zero + 2)
-        value_3 = seed_of(scope, prompt, zero + 3)
+        index = tl.arange(0, INDICES)[:, None]
+        length = length_of(index)
+        value = seed_of(scope, prompt, index + address[None, :] * 0)
         for back in tl.static_range(1, MOST + 1):
             known = added & (place - back >= begin)
             before = tl.load(text + place - back, mask=known, other=0)
-            value_0 = hashed(value_0, before) if back <= LENGTH_0 else value_0
-            value_1 = hashed(value_1, before) if back <= LENGTH_1 else value_1
-            value_2 = hashed(value_2, before) if back <= LENGTH_2 else value_2
-            value_3 = hashed(value_3, before) if back <= LENGTH_3 else value_3
-        way = serial % IN_BUCKET
-        for index in tl.static_range(INDICES):
-            if index == 0:
-                value = value_0
-            elif index == 1:
-                value = value_1
-            elif index == 2:
-                value = value_2
-            else:
-                value = value_3
-            whole = added & (place - length_of(index) >= begin)
-            tl.atomic_max(cells + cell_of(value, way, BUCKETS), address, mask=whole)
+            value = tl.where(back <= length, hashed(value, before[None, :]), value)
+        cell = cell_of(value, (serial % IN_BUCKET)[None, :], BUCKETS)
+        whole = added[None, :] & (place[None, :] - length >= begin)
+        tl.atomic_max(cells + cell, index * 0 + address[None, :], mask=whole)
 
 
 def write_memory(
@@ -198,25 +176,11 @@ def write_memory(
     if num_reqs == 0:
         return
     _turns_kernel[(1,)](
-        total_len,
-        idx_mapping,
-        memory.writers,
-        memory.turns,
-        memory.head,
-        num_reqs,
-        PAD=next_power_of_2(len(memory.turns)),
-        SEGMENTS=memory.size,
-    )
+        total_len, idx_mapping, memory.writers, memory.turns, memory.head, num_reqs,
+        PAD=next_power_of_2(len(memory.turns)), SEGMENTS=memory.size,
+    )  # fmt: skip
     _write_kernel[(num_reqs,)](
-        source,
-        idx_mapping,
-        memory.writers,
-        memory.turns,
-        memory.tokens,
-        memory.segments,
-        memory.cells,
-        source.stride(0),
-        SEGMENTS=memory.size,
-        BUCKETS=len(memory.cells),
-        num_warps=2,
-    )
+        source, idx_mapping, memory.writers, memory.turns, memory.tokens, memory.segments,
+        memory.cells, source.stride(0), SEGMENTS=memory.size, BUCKETS=len(memory.cells),
+        num_warps=4,
+    )  # fmt: skip

@@ -25,20 +25,9 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 @triton.jit
 def observe(
-    text,
-    memory,
-    segments,
-    pending,
-    note,
-    used,
-    total,
-    d,
-    columns,
-    DEPTH: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-):
+    text, memory, segments, pending, note, used, total, d, columns,
+    DEPTH: tl.constexpr, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
     """Compare what the noted match predicted with the tokens that have come since."""
     start = tl.load(note + 1, mask=used, other=0)
     n = tl.load(note + 2, mask=used, other=0)
@@ -113,20 +102,9 @@ def _insert_kernel(
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
     observe(
-        text,
-        memory,
-        segments,
-        pending,
-        note,
-        used,
-        total,
-        d,
-        history_stride,
-        DEPTH,
-        REFERENCE,
-        LENGTHS,
-        SEGMENTS,
-    )
+        text, memory, segments, pending, note, used, total, d, history_stride,
+        DEPTH, REFERENCE, LENGTHS, SEGMENTS,
+    )  # fmt: skip
 
     b = tl.arange(0, BLOCKS_PAD)
     found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)

@@ -8,11 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.memory_write import (
-    BEHIND,
-    ROW,
-    SIZE,
-)
+from vllm_graft.spec_decode.kernels.memory_write import BEHIND, ROW, SIZE
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
 
@@ -66,12 +62,7 @@ def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
 
 @triton.jit
 def in_order(
-    key,
-    rates,
-    columns,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    key, rates, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr
 ):
     """Keys whose order is that of their matches.
 
@@ -101,17 +92,9 @@ def remembered(memory, segments, start, d, mask, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def tokens_behind(
-    text,
-    memory,
-    segments,
-    start,
-    d,
-    total,
-    columns,
-    mask,
-    REFERENCE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-):
+    text, memory, segments, start, d, total, columns, mask,
+    REFERENCE: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
     """Tokens of a history that is copied, or of the memory; `END` where there is none."""
     place = place_behind(start, d, total, columns, REFERENCE)
     found = tl.load(text + place, mask=mask & (place < columns), other=END)

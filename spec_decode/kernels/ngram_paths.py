@@ -74,20 +74,9 @@ def _paths_kernel(
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
     observe(
-        text,
-        memory,
-        segments,
-        pending,
-        note,
-        used,
-        total,
-        d,
-        history_stride,
-        DEPTH,
-        REFERENCE,
-        LENGTHS,
-        SEGMENTS,
-    )
+        text, memory, segments, pending, note, used, total, d, history_stride,
+        DEPTH, REFERENCE, LENGTHS, SEGMENTS,
+    )  # fmt: skip
 
     # The best matches of all blocks.
     k = tl.arange(0, KEYS_PAD)
@@ -95,17 +84,9 @@ def _paths_kernel(
     start = (key & PLACE_MASK) + 1
     later, found = tl.arange(0, ALIKE)[None, :], (key > 0)[:, None]
     following = tokens_behind(
-        text,
-        memory,
-        segments,
-        start[:, None],
-        later,
-        total,
-        history_stride,
-        found,
-        REFERENCE,
-        SEGMENTS,
-    )
+        text, memory, segments, start[:, None], later, total, history_stride, found,
+        REFERENCE, SEGMENTS,
+    )  # fmt: skip
     key = in_order(key, rates, history_stride, REFERENCE, LENGTHS, SEGMENTS)
     path = tl.arange(0, PATHS_PAD)
     kept = tl.zeros([PATHS_PAD], tl.int32)
@@ -134,17 +115,9 @@ def _paths_kernel(
     ended = ~is_match
     for depth in range(DEPTH):
         token = tokens_behind(
-            text,
-            memory,
-            segments,
-            start,
-            depth,
-            total,
-            history_stride,
-            is_match,
-            REFERENCE,
-            SEGMENTS,
-        )
+            text, memory, segments, start, depth, total, history_stride, is_match,
+            REFERENCE, SEGMENTS,
+        )  # fmt: skip
         ended = ended | (token < 0) | (token >= vocab_size)
         token = tl.where(ended, 0, token)
         siblings = one & earlier

@@ -7,7 +7,7 @@ import os
 from array import array
 from typing import TYPE_CHECKING
 
-from vllm_graft.spec_decode.trees.owner import Owner
+from vllm_graft.spec_decode.trees.reference import Owner
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -25,7 +25,7 @@ from vllm_graft.spec_decode.models.draft_facts import (
 from vllm_graft.spec_decode.refusals.engine_refusals import BUFFERS, too_many_rows
 from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
 from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
-from vllm_graft.spec_decode.trees.memory_state import least_bytes, most_bytes
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT, bytes_of
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
 
 _ONE_MODULE = "MTPSpeculator"
@@ -385,9 +385,9 @@ def _beside(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     f"set `{flag('tree', 'ngram')}` to true",
 )
 def _memory(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if tree.memory is not None and tree.ngram is None:
-        if has_model(tree, vllm_config.speculative_config):
-            yield f"{flag('tree', 'memory')} is given, and {flag('tree', 'ngram')} is not"
+    alone = not has_model(tree, vllm_config.speculative_config)
+    if tree.memory is not None and tree.ngram is None and not alone:
+        yield f"{flag('tree', 'memory')} is given, and {flag('tree', 'ngram')} is not"
 
 
 @DRAFTS.row(
@@ -400,9 +400,9 @@ def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     if tree.memory is None:
         return
     key, requests = flag("tree", "memory", "bytes"), vllm_config.scheduler_config.max_num_seqs
-    least, given = least_bytes(requests), int(tree.memory.bytes)
+    least, given = bytes_of(2 * requests, requests), int(tree.memory.bytes)
     texts = vllm_config.model_config.max_model_len + MAX_REFERENCE
-    most = most_bytes(MAX_PLACE - texts, requests)
+    most = bytes_of((MAX_PLACE - texts) // SEGMENT, requests)
     if not least <= given <= most:
         yield Found(
             f"{key} is {given}, with --max-num-seqs {requests}",

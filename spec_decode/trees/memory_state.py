@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.owner import Owner
+    from vllm_graft.spec_decode.trees.reference import Owner
 
 SEGMENT = 64
 """Tokens of a segment. No tree is deeper, and no match is longer: what belongs to a place is in its
@@ -44,11 +44,11 @@ class MemoryState:
     replaced segments are told from others by their serials alone.
 
     The index is a table of hashes without probing. The address of each token is put to where the
-    hash of the `LENGTHS` tokens before it leads, into one of `WAYS` cells, which one the segment's
-    serial decides: cells hold a sample of the recent occurrences in different segments, in which
-    frequent continuations are frequent. A cell keeps the largest address, so that the order in which programs write does not
-    matter, and all ranks agree. A cell proves nothing: whoever reads it compares the very tokens
-    and the scope.
+    hash of the `LENGTHS` tokens before it leads, into one of `WAYS` cells, which one its segment
+    decides: cells hold a sample of the recent occurrences in different segments, in which frequent
+    continuations are frequent. A cell keeps the largest address, so that the order in which
+    programs write does not matter, and all ranks agree. A cell proves nothing: whoever reads it
+    compares the very tokens and the scope.
 
     Attributes:
         tokens: i32 ``[segments, SEGMENT]``, `BORDER` behind the end of a text.
@@ -77,11 +77,11 @@ class MemoryState:
         Raises:
             ValueError: if each request could not have a few segments.
         """
-        count = num_segments(max_bytes, max_reqs)
+        count = (max_bytes - bytes_of(0, max_reqs)) // _SEGMENT_BYTES
         if count < 2 * max_reqs:
+            least = bytes_of(2 * max_reqs, max_reqs)
             raise ValueError(
-                f"a memory for {max_reqs} requests has at least {least_bytes(max_reqs)} bytes, not "
-                f"{max_bytes}"
+                f"a memory for {max_reqs} requests has at least {least} bytes, not {max_bytes}"
             )
 
         def zeros(*size: int) -> torch.Tensor:
@@ -114,19 +114,9 @@ class MemoryState:
         return sum(each.nbytes for each in vars(self).values())
 
 
-def num_segments(max_bytes: int, max_reqs: int) -> int:
-    """Segments of a memory of so many bytes."""
-    return max(0, max_bytes - 8 * (10 * max_reqs + 1)) // _SEGMENT_BYTES
-
-
-def least_bytes(max_reqs: int) -> int:
-    """Bytes of the smallest memory."""
-    return 8 * (10 * max_reqs + 1) + 2 * max_reqs * _SEGMENT_BYTES
-
-
-def most_bytes(tokens: int, max_reqs: int) -> int:
-    """Bytes of the largest memory of at most so many tokens."""
-    return 8 * (10 * max_reqs + 1) + tokens // SEGMENT * _SEGMENT_BYTES
+def bytes_of(segments: int, max_reqs: int) -> int:
+    """Bytes of a memory of so many segments; each request needs two."""
+    return 8 * (10 * max_reqs + 1) + segments * _SEGMENT_BYTES
 
 
 def first_rates() -> Sequence[float]:

@@ -6,13 +6,27 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graft.spec_decode.trees.owner import NOBODY, Owner
-
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 KEY = "graft_prediction"
 """The key of ``SamplingParams.extra_args``, which are ``vllm_xargs`` in a request over HTTP."""
+
+
+class Owner(NamedTuple):
+    """Whose text a request's is in a memory: numbers of 63 bits, 0 for nobody, whose text is not
+    kept and finds nothing.
+
+    Attributes:
+        scope: requests of one scope read each other's texts, and nobody else's.
+        prompt: requests with the same prompt have the same one.
+    """
+
+    scope: int
+    prompt: int
+
+
+NOBODY = Owner(0, 0)
 
 
 class Reference(NamedTuple):

@@ -21,8 +21,9 @@ and batch size, `--rounds` times; the table has the medians. An arm is
 `+fp8` behind a name asks for a draft in FP8, `+pdl` for kernels of PyTorch's compiler that begin
 before the ones before them have ended (programmatic dependent launch). Behind a tree, `+fp8head`
 asks for its output head alone in FP8, `+ngram` for `graft.tree.ngram`, `+memory` for this and
-`graft.tree.memory`, `+hot8192` for `graft.tree.hot_tokens`, `+window2048` for `graft.tree.draft_window`, and `+states` for
-`graft.tree.recurrent_form`. `--fp8-target` puts the target and the K/V of all arms into FP8.
+`graft.tree.memory`, `+hot8192` for `graft.tree.hot_tokens`, `+window2048` for
+`graft.tree.draft_window`, and `+states` for `graft.tree.recurrent_form`. `--fp8-target` puts the
+target and the K/V of all arms into FP8.
 
 `--answers N` first compares N greedy answers of each arm with those of the first, and says how near
 to a tie the first arm was where another differs.

@@ -19,9 +19,9 @@ from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, MemoryState, least_bytes, most_bytes
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT, MemoryState, bytes_of
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
-from vllm_graft.spec_decode.trees.owner import NOBODY, Owner
+from vllm_graft.spec_decode.trees.reference import NOBODY, Owner
 from vllm_graft.spec_decode.trees.shape import num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState
 
@@ -38,7 +38,7 @@ class World:
     ) -> None:  # fmt: skip
         self.rng, self.vocab, self.width, self.slots = random.Random(seed), vocab, width, slots
         rows = slots + 1
-        size = most_bytes(SEGMENT * segments, rows)
+        size = bytes_of(segments, rows)
         self.memory = MemoryState.allocate(size, rows, DEVICE)
         assert (self.memory.size, self.memory.num_bytes) == (segments, size)
         self.state = NgramState.allocate(
@@ -395,9 +395,9 @@ def test_a_long_text_takes_several_steps_and_a_lost_segment_none() -> None:
 
 def test_a_memory_that_is_too_small_or_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match="for 64 requests has at least"):
-        MemoryState.allocate(least_bytes(64) - 1, 64, DEVICE)
-    small = MemoryState.allocate(least_bytes(64), 64, DEVICE)
-    assert (small.size, small.num_bytes) == (128, least_bytes(64))
+        MemoryState.allocate(bytes_of(128, 64) - 1, 64, DEVICE)
+    small = MemoryState.allocate(bytes_of(128, 64), 64, DEVICE)
+    assert (small.size, small.num_bytes) == (128, bytes_of(128, 64))
     large = replace(small, tokens=small.tokens[:1].expand(MAX_PLACE // SEGMENT, SEGMENT))
     with pytest.raises(ValueError, match="a text and the memory"):
         NgramState.allocate(1, 2, 1, 8, DEVICE, memory=large)

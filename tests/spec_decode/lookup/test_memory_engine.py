@@ -11,15 +11,15 @@ from tests.support.engines.pairs import Answer, Pair, Request, answer_all, count
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.spec_decode.lookup.owners import Owners
-from vllm_graft.spec_decode.trees.memory_state import least_bytes
+from vllm_graft.spec_decode.trees.memory_state import bytes_of
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
-from vllm_graft.spec_decode.trees.owner import Owner
+from vllm_graft.spec_decode.trees.reference import Owner
 from vllm_graft.testing import cpu_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS, REQUESTS = 20, 3
-SMALL = {"bytes": least_bytes(REQUESTS)}
+SMALL = {"bytes": bytes_of(2 * REQUESTS, REQUESTS)}
 CROWDED: dict[str, Any] = {
     "max_num_seqs": REQUESTS,
     "max_num_batched_tokens": 72,

@@ -9,8 +9,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_graft.spec_decode.lookup.owners import Owners
 from vllm_graft.spec_decode.lookup.served_references import carry
-from vllm_graft.spec_decode.trees.owner import NOBODY
-from vllm_graft.spec_decode.trees.reference import NONE, reference_in
+from vllm_graft.spec_decode.trees.reference import NOBODY, NONE, reference_in
 
 
 def request(
@@ -28,8 +27,8 @@ def request(
 def test_a_tenant_is_a_salt_and_an_adapter() -> None:
     owners = Owners("tenant")
     tenants = [
-        request(), request("a"), request("b"), request(None, "a"), request("a", "a"), request("None"),
-        request(None, "None"), request("a", "b"),
+        request(), request("a"), request("b"), request(None, "a"), request("a", "a"),
+        request("None"), request(None, "None"), request("a", "b"),
     ]  # fmt: skip
     scopes = [owners.of(each).scope for each in tenants]
     assert len(set(scopes)) == len(scopes)

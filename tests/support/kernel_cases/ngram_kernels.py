@@ -165,7 +165,7 @@ def _memory_cases(size: int, max_reqs: int) -> list[KernelCase]:
             "source_stride": "i32",
         },
         constexprs={"SEGMENTS": memory.size, "BUCKETS": len(memory.cells)},
-        options={"num_warps": 2},
+        options={"num_warps": 4},
     )
     return [turns, write]
 

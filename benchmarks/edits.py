@@ -7,8 +7,9 @@ same time and take turns. There are two workloads:
 
 - `edit`: each prompt is a part of a module of the standard library and an instruction to rename a
   name in it; the answer is that part with the name changed. A small target can't follow
-  instructions, so the answer is *replayed*: wherever the target draws, the answer's token has by far
-  the largest logit. All passes run as ever, and the draft proposes what it would for such a text;
+  instructions, so the answer is *replayed*: wherever the target draws, the answer's token has by
+  far the largest logit. All passes run as ever, and the draft proposes what it would for such a
+  text;
 - `prose`: the pair's own prompts, with the target's own answers. Here n-grams should cost nothing.
 """
 

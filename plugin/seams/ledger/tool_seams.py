@@ -59,7 +59,6 @@ TOOL = (
         ("distributed.init_distributed_environment", "call", "world_size=, rank=, distributed_init_method=, local_rank=, backend=, timeout=", "likewise"),
         ("distributed.initialize_model_parallel", "name", "present", "likewise"),
         ("entrypoints.cli.main", "module", "present", "`vllm serve` in a process of its own"),
-        ("lora.request.LoRARequest", "name", "present", "requests with an adapter"),
         ("model_executor.models.qwen2_5_vl", "name", "present", "likewise: windowed attention"),
         ("model_executor.models.qwen3_vl", "name", "present", "likewise: deepstack"),
         ("model_executor.models.registry._run_in_subprocess", "call", "fn", "models are inspected in this process"),

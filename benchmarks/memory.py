@@ -110,12 +110,13 @@ def repeats(
     for prompt, answer in zip(asked, answers, strict=True):
         text = [*prompt, *answer]
         grams = list(zip(*(text[k:] for k in range(_CONTEXT + 1))))
-        behind = len(prompt) - _CONTEXT
+        behind = max(0, len(prompt) - _CONTEXT)
         seen = set(grams[:behind])
         for gram in grams[behind:]:
-            own, theirs, total = own + (gram in seen), theirs + (gram in others), total + 1
+            own, theirs = own + (gram in seen), theirs + (gram in others)
             seen.add(gram)
         others.update(grams[behind:])
+        total += len(answer)
     return own / max(1, total), theirs / max(1, total)
 
 

@@ -14,7 +14,7 @@ from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.presets.ngram_preset import DEPTH, MATCHES
+from vllm_graft.spec_decode.presets.ngram_preset import ALONE_MIN, DEPTH, MATCHES
 
 NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
@@ -29,7 +29,7 @@ _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
         "speculative_config": {
             "method": "ngram_gpu",
             "num_speculative_tokens": DEPTH,
-            "prompt_lookup_min": NgramConfig().min,
+            "prompt_lookup_min": ALONE_MIN,
             "prompt_lookup_max": NgramConfig().max,
         },
         "additional_config": {

@@ -19,9 +19,8 @@ import torch
 from pydantic import ByteSize, TypeAdapter
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-from vllm_graft.spec_decode.kernels.memory_match import search_memory
-from vllm_graft.spec_decode.kernels.memory_write import write_memory
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
+from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
 from vllm_graft.spec_decode.trees.memory_state import MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import Owner

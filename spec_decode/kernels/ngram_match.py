@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.memory_write import BEHIND, ROW, SIZE
 from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
 
 PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
@@ -26,6 +26,9 @@ value that it doesn't know a text meets it again with a single token."""
 
 END = tl.constexpr(BORDER)
 """What ends a piece of a reference."""
+
+SIZE, ROW, BEHIND = tl.constexpr(SEGMENT), tl.constexpr(4), tl.constexpr(3)
+"""Tokens of a memory's segment, numbers that are kept of each, and which the next one's is."""
 
 
 @triton.jit

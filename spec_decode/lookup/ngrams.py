@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
-from vllm_graft.spec_decode.kernels.memory_match import search_memory
-from vllm_graft.spec_decode.kernels.memory_write import write_memory
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
 from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import reference_in

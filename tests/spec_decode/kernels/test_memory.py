@@ -12,11 +12,10 @@ import torch
 from tests.support.references.memory_reference import Found, PlainMemory, begin_of
 from tests.support.references.ngram_reference import Trie, check_nodes, continuation, nodes_in
 from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.memory_match import search_memory
-from vllm_graft.spec_decode.kernels.memory_write import write_memory
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.memory_state import SEGMENT, MemoryState, bytes_of

@@ -47,7 +47,7 @@ def _match_cases(state: NgramState, name: str) -> list[KernelCase]:
     left_out = ("notes", "pending")
     search = KernelCase(
         name=f"search {name}",
-        function=f"{_KERNELS}.memory_match:_search_kernel",
+        function=f"{_KERNELS}.text_memory:_search_kernel",
         signature={
             **{name: kind for name, kind in _TEXTS.items() if name not in left_out},
             **_MEMORY,
@@ -148,14 +148,14 @@ def _memory_cases(size: int, max_reqs: int) -> list[KernelCase]:
     common = {"idx_mapping": "*i64", "writers": "*i64", "turns": "*i64"}
     turns = KernelCase(
         name=f"turns of {max_reqs} requests",
-        function=f"{_KERNELS}.memory_write:_turns_kernel",
+        function=f"{_KERNELS}.text_memory:_turns_kernel",
         signature={**common, "total_len": "*i32", "head": "*i64", "num_reqs": "i32"},
         constexprs={"PAD": next_power_of_2(max_reqs), "SEGMENTS": memory.size},
         options={},
     )
     write = KernelCase(
         name=f"write to {memory.size} segments",
-        function=f"{_KERNELS}.memory_write:_write_kernel",
+        function=f"{_KERNELS}.text_memory:_write_kernel",
         signature={
             **common,
             "source": "*i32",

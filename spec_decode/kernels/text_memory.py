@@ -72,15 +72,9 @@ def cell_of(value, way, BUCKETS: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["num_reqs"])
 def _turns_kernel(
-    total_len,
-    idx_mapping,
-    writers,
-    turns,
-    head,
-    num_reqs,
-    PAD: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-):
+    total_len, idx_mapping, writers, turns, head, num_reqs,
+    PAD: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
     """Give segments to the requests of a batch, in its order."""
     r = tl.arange(0, PAD)
     slot = tl.load(idx_mapping + r, mask=r < num_reqs, other=-1).to(tl.int64)

@@ -24,6 +24,7 @@ from vllm_graft.base.options import Section, bounds_of, section_type
 from vllm_graft.cli import main
 from vllm_graft.config import GraftConfig
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
+from vllm_graft.spec_decode.config.memory_config import MemoryConfig
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -36,6 +37,7 @@ SECTIONS: dict[str, tuple[str, str, type[Section]]] = {
         if (section := section_type(field.annotation)) is not None
     },
     "ngram": ("configuration.md", "#### `graft.tree.ngram.", NgramConfig),
+    "memory": ("configuration.md", "#### `graft.tree.memory.", MemoryConfig),
     "hicache": ("hicache.md", "#### `", HiCacheConfig),
 }
 """The page that holds the keys of a section, between the markers of its name, and how the heading

@@ -7,11 +7,10 @@ time and take turns. There are two workloads:
 
 - `edit`: each prompt is a part of a module of the standard library and an instruction to rename a
   name in it; the answer is that part with the name changed. A small target can't follow
-  instructions, so the answer is *replayed*: wherever the target draws, its token is replaced by the
-  answer's. All passes run as ever, and the draft proposes what it would for such a text;
+  instructions, so the answer is *replayed*: wherever the target draws, the answer's token has by
+  far the largest logit. All passes run as ever, and the draft proposes what it would for such a
+  text;
 - `prose`: the pair's own prompts, with the target's own answers. Here n-grams should cost nothing.
-
-Replays replace draws, so arms are ours alone (`tree:N`, `auto:N`) or `none`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 
 from benchmarks import pair_arms
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.arm import Row, is_ours, table
+from vllm_graft.bench.common.arm import Row, table
 from vllm_graft.bench.common.closed_loop import Call
 from vllm_graft.bench.trees import command
 
@@ -81,8 +80,12 @@ def _modules() -> Iterator[str]:
         yield text
 
 
+CERTAIN = 1e4
+"""A logit that leaves all other tokens no chance, and that bfloat16 can hold."""
+
+
 class Replay:
-    """Replaces what a worker draws by given answers.
+    """Lets a worker draw given answers, whatever samples and verifies its tokens.
 
     Args:
         answers: token ids of the answer to each prompt, by the prompt's token ids.
@@ -115,23 +118,24 @@ class Replay:
         self.texts[slot].fill_(-1)
         self.texts[slot, len(prompt) : end] = text.to(self.texts.device)
 
-    def draw(
-        self, drawn: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """The tokens to emit in the place of drawn ones, ``[rows]`` each.
+    def force(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write to ``[rows, vocab]`` logits of rows at some positions of some slots, ``[rows]``.
 
         A row at a position draws the token of the next position.
         """
-        wanted = self.texts[slots.long(), positions + 1]
-        return torch.where(wanted >= 0, wanted, drawn.to(torch.int64)).to(drawn.dtype)
+        wanted = self.texts[slots.long(), positions + 1][:, None]
+        place = wanted.clamp(min=0)
+        kept = logits.gather(1, place)
+        logits.scatter_(1, place, kept.masked_fill(wanted >= 0, CERTAIN))
 
 
 def replay(worker: Any, answers: dict[tuple[int, ...], list[int]]) -> int:
     """Replay answers in an engine; this runs in its worker. Returns how many there are."""
     runner = worker.model_runner
     replayed = Replay(answers, runner.max_num_reqs, runner.max_model_len, runner.device)
-    state, sampler = runner.model_state, runner.sampler
-    add, sample = state.add_request, sampler.sample
+    state, model = runner.model_state, runner.model
+    add, sample, compute = state.add_request, runner.sample, model.compute_logits
+    batches: list[Any] = []
 
     @functools.wraps(add)
     def add_request(req_index: int, request: Any) -> None:
@@ -139,21 +143,24 @@ def replay(worker: Any, answers: dict[tuple[int, ...], list[int]]) -> int:
         replayed.add(req_index, request.prompt_token_ids)
 
     @functools.wraps(sample)
-    def sample_instead(logits: Any, slots: Any, *args: Any, **kwargs: Any) -> Any:
-        drawn, processed = sample(logits, slots, *args, **kwargs)
-        # The third of these is the position of each row.
-        return replayed.draw(drawn, slots, args[2]), processed
+    def sample_instead(hidden: Any, batch: Any, *args: Any) -> Any:
+        batches.append(batch)
+        return sample(hidden, batch, *args)
 
-    state.add_request, sampler.sample = add_request, sample_instead
-    verifier: Any = getattr(runner, "rejection_sampler", None)
-    by_temperature = getattr(verifier, "_draw_by_temperature", None)
-    if by_temperature is not None:
+    @functools.wraps(compute)
+    def compute_instead(*args: Any, **kwargs: Any) -> Any:
+        logits = compute(*args, **kwargs)
+        if batches and logits is not None:
+            batch = batches.pop()
+            positions = batch.positions[batch.logits_indices]
+            replayed.force(logits, batch.expanded_idx_mapping, positions)
+        return logits
 
-        def draw_instead(rows: Any, batch: Any, mine: slice) -> torch.Tensor:
-            drawn = by_temperature(rows, batch, mine)
-            return replayed.draw(drawn, batch.expanded_idx_mapping[mine], rows.positions[mine])
-
-        verifier._draw_by_temperature = draw_instead
+    state.add_request, runner.sample, model.compute_logits = (
+        add_request,
+        sample_instead,
+        compute_instead,
+    )
     return len(answers)
 
 
@@ -213,8 +220,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.set_defaults(requests_in_flight=[1, 16], prompt=1500)
     arguments = parser.parse_args(argv)
-    if wrong := [name for name in arguments.arms if name != "none" and not is_ours(name)]:
-        parser.error(f"--arms {wrong[0]!r}: answers can be replayed in our arms and 'none' alone")
     found: dict[str, list[Row]] = {}
     for workload in arguments.workload:
         found[workload] = measure(arguments, workload)

@@ -23,16 +23,30 @@ from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.trees.arm_flags import CHAINS, NGRAM, ranges
 from vllm_graft.config import GraftConfig
+from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.presets.ngram_preset import ALONE_MIN, DEPTH, MATCHES
 
 NAMES = (
-    "none, graft (the preset auto, without a draft), chain:K[,K...], sampled:K[,K...], "
-    "block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, tree:N@RANGES or auto:N; +fp8 or +pdl "
-    "behind a name, +ngram, +fp8head, +whole, +states, +hotN or +windowW behind tree:N or auto:N"
+    "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
+    "sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, tree:N@RANGES or "
+    "auto:N; +fp8 or +pdl behind a name, +ngram, +memory, +fp8head, +whole, +states, +hotN or "
+    "+windowW behind tree:N or auto:N"
 )
 _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
     "none": {},
     "graft": {"additional_config": {"graft": "auto"}},
+    "graft+memory": {
+        "speculative_config": {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": DEPTH,
+            "prompt_lookup_min": ALONE_MIN,
+            "prompt_lookup_max": NgramConfig().max,
+        },
+        "additional_config": {
+            "graft": {"tree": {"topk": MATCHES, "nodes": 63, "shape": "auto", "memory": True}}
+        },
+    },
 }
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""
@@ -44,6 +58,7 @@ PDL = "+pdl"
 _TREES: dict[str, dict[str, Any]] = {
     "+fp8head": {"head_dtype": "fp8"},
     "+ngram": {"ngram": True},
+    "+memory": {"ngram": True, "memory": True},
     "+whole": {"policy": "whole"},
     "+states": {"recurrent_form": "states"},
 }
@@ -94,8 +109,8 @@ def read_arm(
     if PDL in suffixes:
         inductor = {"triton.enable_pdl": True}
         options["compilation_config"] = {"inductor_compile_config": inductor}
-    if base in _WITHOUT_DRAFT and not suffixes - {PDL} and not keys:
-        return Arm(name, options | _WITHOUT_DRAFT[base])
+    if (plain := name.removesuffix(PDL)) in _WITHOUT_DRAFT:
+        return Arm(name, options | _WITHOUT_DRAFT[plain])
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in CHAINS
     known = (several and not keys) or kind in ("tree", "auto")

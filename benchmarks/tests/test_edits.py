@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.edits import Replay, answers_to, edits, main, replay
+from benchmarks.edits import Replay, answers_to, edits, replay
 from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.bench.common.report import BenchmarkError
 
@@ -33,21 +33,22 @@ def test_an_edit_renames_a_name() -> None:
 def test_draws_are_replaced_while_the_answer_lasts() -> None:
     replayed = Replay({(5, 6): [7, 8, 9]}, 2, 4, torch.device("cpu"))
     replayed.add(1, [5, 6])
-    drawn = torch.tensor([1, 1, 1, 1, 1])
     # Slot 0 has no answer, and nothing is replaced within the prompt.
     slots, positions = torch.tensor([1, 1, 1, 0, 1]), torch.tensor([1, 2, 3, 2, 0])
-    assert replayed.draw(drawn, slots, positions).tolist() == [7, 8, 9, 1, 1]
+
+    def drawn() -> list[int]:
+        logits = torch.zeros(5, 10, dtype=torch.bfloat16)
+        logits[:, 1] = 9
+        replayed.force(logits, slots, positions)
+        found: list[int] = logits.argmax(1).tolist()
+        return found
+
+    assert drawn() == [7, 8, 9, 1, 1]
     replayed.answers[1, 2] = [3]
     replayed.add(1, [1, 2])
-    assert replayed.draw(drawn, slots, positions).tolist() == [3, 1, 1, 1, 1]
+    assert drawn() == [3, 1, 1, 1, 1]
     with pytest.raises(RuntimeError, match="no answer to replay"):
         replayed.add(0, [5])
-
-
-def test_arms_that_draw_otherwise_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["tests/pair", "--arms", "tree:7", "chain:3"])
-    assert "'chain:3': answers can be replayed in our arms" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

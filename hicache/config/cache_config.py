@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ByteSize, Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import MAX_DEPTH, Count, EntryName, Number, Section, parse
+from vllm_graft.base.options import MAX_DEPTH, Bytes, Count, EntryName, Number, Section, parse
 from vllm_graft.base.values import below, shown
 from vllm_graft.hicache.config.connector_options import (
     CONNECTOR,
@@ -17,7 +17,6 @@ from vllm_graft.hicache.config.connector_options import (
     FLAG,
     MODULE,
     MULTI_CONNECTOR,
-    Bytes,
     option_flag,
 )
 from vllm_graft.hicache.config.nonce import without_nonce

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from pydantic import BeforeValidator, ByteSize
+from pydantic import BeforeValidator
 
 from vllm_graft.base.log import info_once
-from vllm_graft.base.options import MAX_INTEGER, Section, SectionT, parse
+from vllm_graft.base.options import Section, SectionT, parse
 from vllm_graft.base.values import below, shown
 
 CONNECTOR = "HiCacheConnector"
@@ -22,24 +21,6 @@ EXTRA = "kv_connector_extra_config"
 FLAG = f"--kv-transfer-config.{EXTRA}"
 
 _flag: ContextVar[str] = ContextVar("flag of the extra config", default=FLAG)
-
-_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*([A-Za-z]*)\s*")
-
-
-def _size(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    unit = ByteSize.byte_sizes.get(match[2].lower() or "b") if match else None
-    if match is None or unit is None:
-        raise ValueError('say a number of bytes, or one with a unit, as in "64GiB"')
-    number = int(match[1]) if match[1].isdigit() else float(match[1])
-    size = number * int(unit) if unit == int(unit) else number * unit
-    if size > MAX_INTEGER:
-        raise ValueError("it is too large for a size")
-    return int(size)
 
 
 def _folder(value: object) -> object:
@@ -56,9 +37,6 @@ def _folder(value: object) -> object:
         info_once(f"the relative path {shown(str(value))} stands for {path}")
     return path
 
-
-Bytes = Annotated[ByteSize, BeforeValidator(_size)]
-"""A number of bytes, or a text like ``"64GiB"``."""
 
 Folder = Annotated[Path, BeforeValidator(_folder)]
 """A directory. ``~`` is expanded, and relative paths begin at the working directory."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, StringConstraints
 from pydantic import ValidationError as PydanticError
 
 from vllm_graft.base.errors import ConfigError
@@ -34,6 +35,8 @@ MAX_TEXT = 4096
 
 MAX_INTEGER = 2**63 - 1
 
+_SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?|\.[0-9]{1,20})\s*([A-Za-z]*)\s*")
+
 
 def _not_bool(value: object) -> object:
     if isinstance(value, bool):
@@ -41,8 +44,25 @@ def _not_bool(value: object) -> object:
     return value
 
 
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return _not_bool(value)
+    match = _SIZE.fullmatch(value)
+    unit = ByteSize.byte_sizes.get(match[2].lower() or "b") if match else None
+    if match is None or unit is None:
+        raise ValueError('say a number of bytes, or one with a unit, as in "64GiB"')
+    number = int(match[1]) if match[1].isdigit() else float(match[1])
+    size = number * int(unit) if unit == int(unit) else number * unit
+    if size > MAX_INTEGER:
+        raise ValueError("it is too large for a size")
+    return int(size)
+
+
 Count = Annotated[int, BeforeValidator(_not_bool)]
 Number = Annotated[float, BeforeValidator(_not_bool)]
+Bytes = Annotated[ByteSize, BeforeValidator(_size)]
+"""A number of bytes, or a text like ``"64GiB"``."""
+
 EntryName = Annotated[str, StringConstraints(min_length=1)]
 
 

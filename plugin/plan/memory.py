@@ -175,6 +175,7 @@ def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Mem
     import torch
 
     from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+    from vllm_graft.spec_decode.trees.memory_state import MemoryState
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens
     parallel = vllm_config.parallel_config
@@ -207,12 +208,17 @@ def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Mem
             yield _window_tables(tree.draft_window, layers, vllm_config)
     alone = not has_model(tree, speculative)
     ngram = lengths_of(tree, speculative) if alone else tree.ngram
+    memory = None
+    if tree.memory is not None:
+        memory = MemoryState.allocate(tree.memory.bytes, requests, torch.device("meta"))
+        says = f"of {memory.tokens.numel()} tokens, in which n-grams are looked for"
+        yield Memory("texts of other requests", memory.num_bytes, RANK, says)
     if ngram is not None:
         room = ngram.room(vllm_config.model_config.max_model_len)
         says = f"for n-grams, with references of {room} tokens"
         yield Memory(
             "texts of the requests",
-            text_bytes(ngram, vllm_config, matches=tree.topk if alone else 1),
+            text_bytes(ngram, vllm_config, matches=tree.topk if alone else 1, memory=memory),
             RANK,
             says,
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from vllm_graft.base.options import Count, EntryName, GraftSection
+from vllm_graft.spec_decode.config.memory_config import MemoryConfig, memory_section
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, ngram_section
 from vllm_graft.spec_decode.trees.shape import MAX_NODES, num_candidates
 
@@ -98,6 +99,11 @@ class TreeConfig(GraftSection):
     ngram: Annotated[NgramConfig | None, BeforeValidator(ngram_section)] = None
     """Drafts from n-grams: where the end of a request's text has occurred in it before, what came
     then joins the tree beside what the draft model drafts. ``true``: with all defaults."""
+
+    memory: Annotated[MemoryConfig | None, BeforeValidator(memory_section)] = None
+    """N-grams of what other requests said: answers are kept on the device, and their continuations
+    join the tree as those of a request's own text do. Needs ``ngram``, or method ``ngram``.
+    ``true``: with all defaults."""
 
     recurrent: bool | None = None
     """Whether targets with recurrent layers get trees. None: those with the gated delta rule do

@@ -87,6 +87,12 @@ class Sources:
             self.unread = UnreadPredictions()
             context.watches = (*context.watches, self.unread)
 
+    @property
+    def of_memory(self) -> tuple[torch.Tensor, int] | None:
+        """The paths of each row that are from the memory, as bits, and the paths of a row."""
+        state = None if self.ngrams is None else self.ngrams.state
+        return None if state is None or state.sources is None else (state.sources, state.matches)
+
     def columns(self, num_nodes: int) -> int:
         return sum(extra.columns(num_nodes) for extra in self.extras)
 

@@ -157,6 +157,7 @@ class TreeDrafting(DraftModelSpeculator):
             self.vllm_config.model_config.get_vocab_size(),
             self.device,
             reference=config.room(self.max_model_len),
+            memory=self.config.memory,
         )
 
     @property
@@ -341,6 +342,9 @@ class TreeDrafting(DraftModelSpeculator):
             skip_attn_for_dummy_run=skip_attn_for_dummy_run,
             samples=num_speculative_tokens != 0, **kwargs,
         )  # fmt: skip
+        ngrams = None if dummy_run else self.trees.sources.ngrams
+        if ngrams is not None:
+            ngrams.remember(input_batch)
         if num_speculative_tokens == 0:
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
         if self.head.learned is not None and not dummy_run:
@@ -360,7 +364,7 @@ class TreeDrafting(DraftModelSpeculator):
             need_eager=kwargs.get("is_profile", False),
             dp_sync_state=kwargs.get("dp_sync_state"),
         )
-        if (ngrams := self.trees.sources.ngrams) is not None and not dummy_run:
+        if ngrams is not None:
             ngrams.end_step()
         drafts = self.draft_tokens[: input_batch.num_reqs]
         if not dummy_run and is_asked_for():
@@ -472,4 +476,5 @@ class TreeDrafting(DraftModelSpeculator):
             self.draft_tokens,
             num_extra=num_extra,
             extra_nodes=self.context.extra_nodes if num_extra else None,
+            of_memory=self.trees.sources.of_memory,
         )

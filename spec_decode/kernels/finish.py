@@ -60,6 +60,7 @@ def _finish_kernel(
     tree_masks,
     draft_tokens,
     extra_nodes,
+    of_memory,
     tree_stride,
     draft_stride,
     WIDTH: tl.constexpr,
@@ -68,6 +69,8 @@ def _finish_kernel(
     NODES_PAD: tl.constexpr,
     ROUNDS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
+    PATHS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tokens += row * WIDTH
@@ -102,6 +105,11 @@ def _finish_kernel(
         is_extra = is_draft & (chosen >= DRAFTED)
         bits = tl.sum(tl.where(is_extra, one << node.to(tl.int64), 0), 0)
         tl.store(extra_nodes + slot, bits, mask=slot >= 0)
+        if PATHS > 0:
+            # Column by column a path's nodes are `PATHS` apart.
+            told = tl.load(of_memory + row) >> ((chosen - DRAFTED) % PATHS)
+            bits = tl.sum(tl.where(is_extra & (told & 1 != 0), one << node.to(tl.int64), 0), 0)
+            tl.store(extra_nodes + SLOTS + slot, bits, mask=slot >= 0)
 
 
 def finish_tree(
@@ -115,6 +123,7 @@ def finish_tree(
     *,
     num_extra: int = 0,
     extra_nodes: torch.Tensor | None = None,
+    of_memory: tuple[torch.Tensor, int] | None = None,
 ) -> None:
     """Keep the best ``num_nodes`` candidates as the tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
@@ -129,6 +138,9 @@ def finish_tree(
         draft_tokens: i64 ``[>= num_reqs, >= num_nodes]`` by batch row, receives the tokens.
         extra_nodes: i64 ``[max_reqs]``, needed with `num_extra`; receives at the request-state
             indices a mask of the nodes that are other sources'.
+        of_memory: i32 ``[>= num_reqs]`` by batch row, a mask of the paths that are from a memory,
+            and how many paths take turns in the columns of other sources. Then `extra_nodes` is
+            ``[2, max_reqs]``, and its second row receives which nodes are of these.
 
     Raises:
         ValueError: if ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.
@@ -173,6 +185,7 @@ def finish_tree(
         tree.masks,
         draft_tokens,
         extra_nodes,
+        None if of_memory is None else of_memory[0],
         tree.width,
         draft_tokens.stride(0),
         WIDTH=table.scores.shape[1],
@@ -182,4 +195,6 @@ def finish_tree(
         # A path of other candidates may be deeper than the levels.
         ROUNDS=max(steps_done, min(num_nodes, steps_done + num_extra)).bit_length(),
         HAS_EXTRA=num_extra > 0,
+        PATHS=0 if of_memory is None else of_memory[1],
+        SLOTS=0 if of_memory is None or extra_nodes is None else extra_nodes.shape[1],
     )

@@ -12,7 +12,9 @@ from vllm_graft.spec_decode.kernels.ngram_match import (
     END,
     PLACE_BITS,
     PLACE_MASK,
-    is_reference,
+    in_order,
+    is_remembered,
+    rate_of,
     tokens_behind,
 )
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
@@ -22,31 +24,19 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 
 
 @triton.jit
-def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
-    """The place of the rate of a match of `n` tokens after which `start` comes."""
-    return n + tl.where(is_reference(start, columns, REFERENCE) & (n > 0), LENGTHS, 0)
-
-
-@triton.jit
 def observe(
-    text,
-    pending,
-    note,
-    used,
-    total,
-    d,
-    columns,
-    DEPTH: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-):
+    text, memory, segments, pending, note, used, total, d, columns,
+    DEPTH: tl.constexpr, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
     """Compare what the noted match predicted with the tokens that have come since."""
     start = tl.load(note + 1, mask=used, other=0)
     n = tl.load(note + 2, mask=used, other=0)
     before = tl.load(note + 3, mask=used, other=0)
     told = (n > 0) & (d < total - before) & (d < DEPTH)
-    predicted = tokens_behind(text, start, d, before, columns, told, REFERENCE)
-    # Behind the end of its piece a reference has predicted nothing.
+    predicted = tokens_behind(
+        text, memory, segments, start, d, before, columns, told, REFERENCE, SEGMENTS
+    )
+    # Behind the end of its piece a reference has predicted nothing, nor a memory behind its text's.
     told = told & (d < tl.min(tl.where(predicted == END, d, DEPTH), 0))
     actual = tl.load(text + before + d, mask=told, other=0)
     count = tl.sum(told.to(tl.int32), 0)
@@ -79,6 +69,9 @@ def _insert_kernel(
     pending,
     rates,
     keys,
+    memory,
+    segments,
+    sources,
     scores,
     tokens,
     parents,
@@ -95,6 +88,7 @@ def _insert_kernel(
     BLOCKS_PAD: tl.constexpr,
     REFERENCE: tl.constexpr,
     LENGTHS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -107,17 +101,25 @@ def _insert_kernel(
     text = history + slot * history_stride
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
-    observe(text, pending, note, used, total, d, history_stride, DEPTH, REFERENCE, LENGTHS)
+    observe(
+        text, memory, segments, pending, note, used, total, d, history_stride,
+        DEPTH, REFERENCE, LENGTHS, SEGMENTS,
+    )  # fmt: skip
 
     b = tl.arange(0, BLOCKS_PAD)
     found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)
-    key = tl.max(found, 0)
+    found = in_order(found, rates, history_stride, REFERENCE, LENGTHS, SEGMENTS)
+    key = tl.max(found, 0).to(tl.int32)
     n = key >> PLACE_BITS
     start = (key & PLACE_MASK) + 1
     keep_note(note, used, start, n, total)
+    if SEGMENTS > 0:
+        tl.store(sources + row, is_remembered(start, history_stride).to(tl.int32))
 
     copied = (n > 0) & (d < DEPTH)
-    token = tokens_behind(text, start, d, total, history_stride, copied, REFERENCE)
+    token = tokens_behind(
+        text, memory, segments, start, d, total, history_stride, copied, REFERENCE, SEGMENTS
+    )
     # Places of a prompt's embeddings may hold what is no token, as the end of a piece does.
     length = tl.min(tl.where((token >= 0) & (token < vocab_size), DEPTH_PAD, d), 0)
     log_rate = tl.log(tl.load(rates + rate_of(n, start, history_stride, REFERENCE, LENGTHS)))
@@ -210,13 +212,14 @@ def insert_ngrams(
         BLOCKS_PAD=next_power_of_2(blocks),
         REFERENCE=state.reference,
         LENGTHS=state.lengths,
+        SEGMENTS=state.segments,
         num_warps=1 if topk <= 8 else 4,
     )
 
 
 def read_and_written(
     table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor
-) -> tuple[torch.Tensor | int, ...]:
+) -> tuple[torch.Tensor | int | None, ...]:
     """The first arguments of a kernel that inserts matches."""
     return (
         total_len,
@@ -226,6 +229,8 @@ def read_and_written(
         state.pending,
         state.rates,
         state.keys,
+        *state.remembered,
+        state.sources,
         table.scores,
         table.tokens,
         table.parents,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
 
 PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
@@ -25,6 +26,9 @@ value that it doesn't know a text meets it again with a single token."""
 
 END = tl.constexpr(BORDER)
 """What ends a piece of a reference."""
+
+SIZE, ROW, BEHIND = tl.constexpr(SEGMENT), tl.constexpr(4), tl.constexpr(3)
+"""Tokens of a memory's segment, numbers that are kept of each, and which the next one's is."""
 
 
 @triton.jit
@@ -45,10 +49,64 @@ def place_behind(start, d, total, columns, REFERENCE: tl.constexpr):
 
 
 @triton.jit
-def tokens_behind(text, start, d, total, columns, mask, REFERENCE: tl.constexpr):
-    """Tokens of a history that is copied; `END` where there is none."""
+def is_remembered(place, columns):
+    """Whether a place is one of the memory, whose places are behind the history's."""
+    return place >= columns
+
+
+@triton.jit
+def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
+    """The place of the rate of a match of `n` tokens (of class `n` in a memory) after which `start`
+    comes."""
+    kind = is_reference(start, columns, REFERENCE).to(tl.int32)
+    kind += is_remembered(start, columns).to(tl.int32)
+    return n + tl.where(n > 0, kind * LENGTHS, 0)
+
+
+@triton.jit
+def in_order(
+    key, rates, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr
+):
+    """Keys whose order is that of their matches.
+
+    It is by length, unless there is a memory: then it is by what was learned, as classes of matches
+    in a memory are no lengths. The key itself is in the lower 32 bits.
+    """
+    if SEGMENTS > 0:
+        start = (key & PLACE_MASK) + 1
+        place = rate_of(key >> PLACE_BITS, start, columns, REFERENCE, LENGTHS)
+        rate = tl.load(rates + place, mask=key > 0, other=0.0).to(tl.int32, bitcast=True)
+        # Positive numbers are in the order of their bits.
+        key = (rate.to(tl.int64) << 32) | key.to(tl.int64)
+    return key
+
+
+@triton.jit
+def remembered(memory, segments, start, d, mask, SEGMENTS: tl.constexpr):
+    """Tokens of a memory that follow `start`, which is counted from the ring's first; `END` behind
+    the last one."""
+    place = start % SIZE + d
+    own = start // SIZE + d * 0
+    behind = tl.load(segments + own * ROW + BEHIND, mask=mask & (place >= SIZE), other=0)
+    mask = mask & ((place < SIZE) | (behind > 0))
+    segment = tl.where(place < SIZE, own, (behind % SEGMENTS).to(tl.int32))
+    return tl.load(memory + segment * SIZE + place % SIZE, mask=mask, other=END)
+
+
+@triton.jit
+def tokens_behind(
+    text, memory, segments, start, d, total, columns, mask,
+    REFERENCE: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Tokens of a history that is copied, or of the memory; `END` where there is none."""
     place = place_behind(start, d, total, columns, REFERENCE)
-    return tl.load(text + place, mask=mask & (place < columns), other=END)
+    found = tl.load(text + place, mask=mask & (place < columns), other=END)
+    if SEGMENTS > 0:
+        inside = is_remembered(start, columns)
+        start = tl.where(inside, start - columns, 0)
+        others = remembered(memory, segments, start, d, mask & inside, SEGMENTS)
+        found = tl.where(inside, others, found)
+    return found
 
 
 @triton.jit
@@ -91,6 +149,7 @@ def _match_kernel(
     keys,
     source_stride,
     history_stride,
+    keys_stride,
     MIN_N: tl.constexpr,
     MAX_N: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,7 +164,7 @@ def _match_kernel(
     total = tl.load(total_len + slot, mask=used, other=0)
     width = history_stride - REFERENCE
     total = tl.minimum(total, width)
-    keys += (row * tl.num_programs(1) + block) * MATCHES
+    keys += row * keys_stride + block * MATCHES
     searched = block * BLOCK < total
     if REFERENCE > 0:
         searched = searched | (used & (block * BLOCK + BLOCK > width))
@@ -192,6 +251,7 @@ def match_ngrams(
         state.keys,
         source.stride(0),
         columns,
+        state.keys.shape[1],
         MIN_N=state.min_n,
         MAX_N=state.max_n,
         BLOCK=block,

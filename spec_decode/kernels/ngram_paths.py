@@ -11,7 +11,6 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.ngram_insert import (
     keep_note,
     observe,
-    rate_of,
     read_and_written,
 )
 from vllm_graft.spec_decode.kernels.ngram_match import (
@@ -19,6 +18,9 @@ from vllm_graft.spec_decode.kernels.ngram_match import (
     PLACE_BITS,
     PLACE_MASK,
     best_key,
+    in_order,
+    is_remembered,
+    rate_of,
     tokens_behind,
 )
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
@@ -40,6 +42,9 @@ def _paths_kernel(
     pending,
     rates,
     keys,
+    memory,
+    segments,
+    sources,
     scores,
     tokens,
     parents,
@@ -55,6 +60,7 @@ def _paths_kernel(
     KEYS_PAD: tl.constexpr,
     REFERENCE: tl.constexpr,
     LENGTHS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH + FIRST
@@ -67,24 +73,34 @@ def _paths_kernel(
     text = history + slot * history_stride
     note = notes + slot * 4
     d = tl.arange(0, DEPTH_PAD)
-    observe(text, pending, note, used, total, d, history_stride, DEPTH, REFERENCE, LENGTHS)
+    observe(
+        text, memory, segments, pending, note, used, total, d, history_stride,
+        DEPTH, REFERENCE, LENGTHS, SEGMENTS,
+    )  # fmt: skip
 
     # The best matches of all blocks.
     k = tl.arange(0, KEYS_PAD)
     key = tl.load(keys + row * KEYS + k, mask=(k < KEYS) & used, other=0)
     start = (key & PLACE_MASK) + 1
     later, found = tl.arange(0, ALIKE)[None, :], (key > 0)[:, None]
-    following = tokens_behind(text, start[:, None], later, total, history_stride, found, REFERENCE)
+    following = tokens_behind(
+        text, memory, segments, start[:, None], later, total, history_stride, found,
+        REFERENCE, SEGMENTS,
+    )  # fmt: skip
+    key = in_order(key, rates, history_stride, REFERENCE, LENGTHS, SEGMENTS)
     path = tl.arange(0, PATHS_PAD)
     kept = tl.zeros([PATHS_PAD], tl.int32)
     for i in range(PATHS):
         best, key = best_key(key, following)
-        kept = tl.where(path == i, best, kept)
+        kept = tl.where(path == i, best.to(tl.int32), kept)
     start = (kept & PLACE_MASK) + 1
     n = kept >> PLACE_BITS
     best_start = tl.sum(tl.where(path == 0, start, 0), 0)
     best_n = tl.sum(tl.where(path == 0, n, 0), 0)
     keep_note(note, used, best_start, best_n, total)
+    if SEGMENTS > 0:
+        from_memory = ((n > 0) & is_remembered(start, history_stride)).to(tl.int32)
+        tl.store(sources + row, tl.sum(from_memory << path, 0))
 
     is_match = n > 0
     rate = tl.load(rates + rate_of(n, start, history_stride, REFERENCE, LENGTHS))
@@ -98,7 +114,10 @@ def _paths_kernel(
     score = tl.zeros([PATHS_PAD], tl.float32)
     ended = ~is_match
     for depth in range(DEPTH):
-        token = tokens_behind(text, start, depth, total, history_stride, is_match, REFERENCE)
+        token = tokens_behind(
+            text, memory, segments, start, depth, total, history_stride, is_match,
+            REFERENCE, SEGMENTS,
+        )  # fmt: skip
         ended = ended | (token < 0) | (token >= vocab_size)
         token = tl.where(ended, 0, token)
         siblings = one & earlier
@@ -164,6 +183,7 @@ def insert_paths(
         KEYS_PAD=next_power_of_2(count),
         REFERENCE=state.reference,
         LENGTHS=state.lengths,
+        SEGMENTS=state.segments,
         num_warps=warps(count),
     )
 

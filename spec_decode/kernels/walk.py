@@ -35,7 +35,8 @@ def _walk_kernel(
     path_stride,
     HAS_PREFILL: tl.constexpr,
     COUNTED: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    SLOTS: tl.constexpr,
     SOME_TEACH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
@@ -52,10 +53,7 @@ def _walk_kernel(
     if HAS_PREFILL:
         follow = follow & (tl.load(positions + first) >= tl.load(prefill_len + slot))
 
-    if HAS_EXTRA:
-        bits = tl.load(extra_nodes + slot)
-        is_extra = follow & (((bits >> node.to(tl.int64)) & 1) != 0)
-        accepted = slot * 0
+    taken = tl.full([WIDTH_PAD], 0, tl.int32)
     counts = slot == slot
     if SOME_TEACH:
         counts = tl.load(teaches + slot) != 0
@@ -68,15 +66,17 @@ def _walk_kernel(
         tl.store(path + req * path_stride + count, current)
         if COUNTED:
             tl.atomic_add(emitted + token, 1, mask=counts & (token >= 0))
-        if HAS_EXTRA:
-            accepted += tl.sum((is_extra & (node == current)).to(tl.int64), 0)
+        taken = tl.where(node == current, 1, taken)
         count += 1
         child = follow & (parent == current) & (draft == token)
         current = tl.min(tl.where(child, node, WIDTH_PAD), 0)
     tl.store(num_sampled + req, count)
-    if HAS_EXTRA:
-        tl.atomic_add(extra_counts, tl.sum(is_extra.to(tl.int64), 0))
-        tl.atomic_add(extra_counts + 1, accepted)
+    for kind in tl.static_range(EXTRAS):
+        bits = tl.load(extra_nodes + kind * SLOTS + slot)
+        is_extra = follow & (((bits >> node.to(tl.int64)) & 1) != 0)
+        tl.atomic_add(extra_counts + 2 * kind, tl.sum(is_extra.to(tl.int64), 0))
+        accepted = tl.sum((is_extra & (taken != 0)).to(tl.int64), 0)
+        tl.atomic_add(extra_counts + 2 * kind + 1, accepted)
     rest = (node >= count) & (node < sampled_width)
     tl.store(sampled + req * sampled_stride + node, tl.zeros_like(target), mask=rest)
 
@@ -117,9 +117,9 @@ def walk_tree(
         prefill_len: i32 ``[max_reqs]``, tokens of the prompt, needed with `positions`. The walk
             ends at a root within its prompt.
         emitted: i32 ``[vocab]``; is increased by 1 at each emitted token.
-        extra_nodes: i64 ``[max_reqs]``, from ``finish_tree``.
-        extra_counts: i64 ``[2]``, needed with `extra_nodes`; is increased by how many of them took
-            part and how many were accepted.
+        extra_nodes: i64 ``[max_reqs]`` or ``[kinds, max_reqs]``, from ``finish_tree``.
+        extra_counts: i64 ``[2 * kinds]``, needed with `extra_nodes`; is increased by how many of
+            each kind took part and how many were accepted.
         teaches: i32 ``[max_reqs]``, 0 for requests whose tokens `emitted` does not count.
     """
     num_reqs = cu_num_logits.shape[0] - 1
@@ -146,7 +146,8 @@ def walk_tree(
         path.stride(0),
         HAS_PREFILL=positions is not None,
         COUNTED=emitted is not None,
-        HAS_EXTRA=extra_nodes is not None,
+        EXTRAS=0 if extra_nodes is None else extra_nodes.numel() // extra_nodes.shape[-1],
+        SLOTS=0 if extra_nodes is None else extra_nodes.shape[-1],
         SOME_TEACH=emitted is not None and teaches is not None,
         WIDTH_PAD=next_power_of_2(tree.width),
         num_warps=1,

@@ -11,17 +11,29 @@ from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFER
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
+from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
+from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import reference_in
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.base.metric import Numbers
+    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.trees.candidates import CandidateTable
     from vllm_graft.spec_decode.trees.reference import Reference
+
+
+_COUNTED = (
+    "ngram_nodes_verified",
+    "ngram_nodes_accepted",
+    "memory_nodes_verified",
+    "memory_nodes_accepted",
+)
 
 
 class Requests(Protocol):
@@ -55,17 +67,23 @@ class Ngrams:
     launches, which a CUDA graph may hold, and one more per step. Integers alone are added up, so
     that all ranks agree.
 
+    With a memory (`MemoryState`) the end of a text is looked for in the texts of other requests of
+    its scope as well, by a third launch. Two more per step add to it what was emitted, also in
+    steps without drafts.
+
     Args:
         config: lengths of matches.
         max_reqs: most requests of a batch.
         width: most tokens of a text.
         matches: matches that are kept of each text.
         reference: tokens that the reference of a request may have; 0 for no references.
+        memory: of texts of other requests; None for none.
 
     Attributes:
         nodes: int64 ``[max_reqs]`` by request-state index, bits of nodes that n-grams alone
-            brought.
-        counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
+            brought. With a memory ``[2, max_reqs]``: the second row is of those from there.
+        counts: int64 ``[2]`` or ``[4]``: for each row how many such nodes were verified, and how
+            many accepted.
     """
 
     def __init__(
@@ -77,33 +95,62 @@ class Ngrams:
         device: torch.device,
         matches: int = 1,
         reference: int = 0,
+        memory: MemoryConfig | None = None,
     ) -> None:
         self.references = ReferenceCounts()
+        kept = None if memory is None else MemoryState.allocate(memory.bytes, max_reqs, device)
         self.state = NgramState.allocate(
-            config.min, config.max, max_reqs, width, device, matches, reference
+            config.min, config.max, max_reqs, width, device, matches, reference, kept
         )
+        self._keeps_prompts = memory is not None and memory.prompts
         self._refers = [False] * max_reqs
         self.vocab_size = vocab_size
-        self.nodes = torch.zeros(max_reqs, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._published = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        kinds = 1 if kept is None else 2
+        size = (max_reqs,) if kept is None else (kinds, max_reqs)
+        self.nodes = torch.zeros(size, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2 * kinds, dtype=torch.int64, device=device)
+        self._published = torch.zeros(
+            2 * kinds, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
 
     def attach(self, req_states: RequestState) -> None:
         """Read the texts where the engine keeps them; both tensors have fixed addresses."""
         self._texts: torch.Tensor = req_states.all_token_ids.gpu
         self._lengths: torch.Tensor = req_states.total_len.gpu
+        if (memory := self.state.memory) is not None and memory.tokens.device.type != "meta":
+            # Compile now what the first step would wait for; nobody's text is added.
+            write_memory(memory, self._texts, self._lengths, memory.head - 1, 1)
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
         """Note a new request of this index: its text is to be copied anew, and its reference."""
         self.state.notes[req_index].zero_()
+        found = reference_in(request.sampling_params)
+        if self.state.memory is not None:
+            self.state.memory.begin(req_index, found.owner, self._first(request))
         if not self.state.reference:
             return
-        found = reference_in(request.sampling_params)
         self.references.add(found)
         # Most requests have none, and follow one that had none.
         if found.row or self._refers[req_index]:
             self.state.refer(req_index, found.row)
         self._refers[req_index] = bool(found.row)
+
+    def _first(self, request: NewRequestData) -> int:
+        """The first token of a text that a memory keeps: behind it an answer is found from its
+        beginning on. What was emitted before a preemption is kept already."""
+        if self._keeps_prompts:
+            return 0
+        known = request.prefill_token_ids or request.prompt_token_ids
+        if known is None:
+            # Embeddings are no tokens.
+            return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
+        return max(0, len(known) - LONGEST)
+
+    def remember(self, batch: InputBatch) -> None:
+        """Add what a step has emitted to the memory."""
+        if (memory := self.state.memory) is not None:
+            num_reqs, slots = batch.num_reqs, batch.idx_mapping
+            write_memory(memory, self._texts, self._lengths, slots, num_reqs)
 
     def columns(self, num_nodes: int) -> int:
         """A path may be all of a tree."""
@@ -122,6 +169,7 @@ class Ngrams:
         """Put what followed the matches of each request into the table; see `Extra.add`."""
         slots = drafter.idx_mapping[:num_reqs]
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
+        search_memory(self.state, self._lengths, slots, num_reqs)
         self._insert(candidates, slots, num_reqs, levels=levels, first=first, num_nodes=num_nodes)
 
     def _insert(
@@ -152,16 +200,14 @@ class Ngrams:
         self._published.copy_(self.counts, non_blocking=True)
 
     def numbers(self) -> Numbers:
-        verified, accepted = self._published.tolist()
         return {
-            "ngram_nodes_verified": verified,
-            "ngram_nodes_accepted": accepted,
+            **dict(zip(_COUNTED, self._published.tolist(), strict=False)),
             **(self.references.numbers() if self.state.reference else {}),
         }
 
     def report(self) -> dict[str, Any]:
         """The part of ``graft_info()`` about it. This waits for the device."""
-        verified, accepted = self.counts.tolist()
+        verified, accepted, *of_memory = self.counts.tolist()
         rates = [round(rate, 4) for rate in self.state.rates.tolist()]
         lengths = range(self.state.min_n, self.state.max_n + 1)
         found = {
@@ -173,6 +219,15 @@ class Ngrams:
         if self.state.reference:
             lengths = range(1, self.state.max_n + 1)
             found["reference_rates"] = {n: rates[self.state.lengths + n] for n in lengths}
+        if (memory := self.state.memory) is not None:
+            found["memory"] = {
+                "nodes_verified": of_memory[0],
+                "nodes_accepted": of_memory[1],
+                "rates": rates[2 * self.state.lengths :][1:CLASSES],
+                "bytes": memory.num_bytes,
+                "segments": memory.size,
+                "segments_written": int(memory.head) - 1,
+            }
         return found
 
 

@@ -19,6 +19,7 @@ from vllm_graft.base.options import did_you_mean
 from vllm_graft.base.values import shown
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
+from vllm_graft.spec_decode.lookup.owners import Owners
 from vllm_graft.spec_decode.lookup.references import References, styles_of
 from vllm_graft.spec_decode.models.chosen import has_model
 from vllm_graft.spec_decode.trees.reference import KEY, NONE, UNREAD, Reference
@@ -59,7 +60,13 @@ def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References |
     )
 
 
-def carry(request: Request, references: References | None, *, learn_salted: bool = True) -> None:
+def carry(
+    request: Request,
+    references: References | None,
+    *,
+    learn_salted: bool = True,
+    owners: Owners | None = None,
+) -> None:
     """Put a request's reference into its parameters, in the place of what it predicts, which goes
     no further, however long it is. The parameters are copied: they may be those of other requests
     too.
@@ -68,6 +75,7 @@ def carry(request: Request, references: References | None, *, learn_salted: bool
         request: vLLM's, which is not scheduled yet.
         references: makes them; None where nothing reads them.
         learn_salted: whether the text of a request with a ``cache_salt`` may be learned from.
+        owners: tells whose text it is in a memory; None without one.
     """
     params = request.sampling_params
     if params is None:
@@ -79,6 +87,8 @@ def carry(request: Request, references: References | None, *, learn_salted: bool
         found = references.of(params, request.prompt_token_ids)
     if not learn_salted and request.cache_salt is not None:
         found = found._replace(teaches=False)
+    if owners is not None:
+        found = found._replace(owner=owners.of(request))
     if found is NONE and KEY not in given:
         return
     request.sampling_params = copy.copy(params)
@@ -98,11 +108,12 @@ def _name_misspelt(given: Mapping[object, object]) -> None:
 def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConfig) -> None:
     """Let an engine core, before it takes requests in, carry their references to its workers."""
     references = served_references(tree, vllm_config)
+    owners = None if tree.memory is None else Owners(tree.memory.scope)
 
     def then_carry(original: Callable[..., Any]) -> Callable[..., Any]:
         def preprocess_add_request(request: Any) -> tuple[Request, int]:
             made: tuple[Request, int] = original(request)
-            carry(made[0], references, learn_salted=tree.learn_salted)
+            carry(made[0], references, learn_salted=tree.learn_salted, owners=owners)
             return made
 
         return preprocess_add_request

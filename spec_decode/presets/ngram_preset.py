@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.part import Offer
@@ -13,6 +13,9 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import grows_by_levels
 from vllm_graft.spec_decode.refusals.engine_refusals import shape_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.trees.memory_state import MemoryState
 
 DEPTH, MATCHES = 31, 4
 """Tokens that are copied from a match at most, and matches of a text. Levels take no pass, so that
@@ -108,9 +111,11 @@ def _no_room(taken: int, share: float, vllm_config: Any) -> str:
     )
 
 
-def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int:
+def text_bytes(
+    ngram: NgramConfig, vllm_config: Any, *, matches: int = 1, memory: MemoryState | None = None
+) -> int:
     """Device bytes on each rank of the requests' texts and of what is learned from them, with so
-    many matches of each text."""
+    many matches of each text, beside a memory or without one."""
     import torch
 
     from vllm_graft.spec_decode.trees.ngram_state import NgramState
@@ -124,6 +129,7 @@ def text_bytes(ngram: NgramConfig, vllm_config: Any, *, matches: int = 1) -> int
         torch.device("meta"),
         matches=matches,
         reference=ngram.room(width),
+        memory=memory,
     ).num_bytes
 
 

@@ -10,7 +10,7 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH
+from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH, MAX_REFERENCE
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
 from vllm_graft.spec_decode.models.draft_facts import (
@@ -25,6 +25,8 @@ from vllm_graft.spec_decode.models.draft_facts import (
 from vllm_graft.spec_decode.refusals.engine_refusals import BUFFERS, too_many_rows
 from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
 from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT, bytes_of
+from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
@@ -374,6 +376,37 @@ def _beside(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield (
             f"{flag('tree', 'ngram')} is given, and speculative_config.method is "
             f"{speculative.method!r}"
+        )
+
+
+@DRAFTS.row(
+    "`memory` without `ngram`, beside a draft model",
+    "What is found in it are n-grams.",
+    f"set `{flag('tree', 'ngram')}` to true",
+)
+def _memory(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
+    alone = not has_model(tree, vllm_config.speculative_config)
+    if tree.memory is not None and tree.ngram is None and not alone:
+        yield f"{flag('tree', 'memory')} is given, and {flag('tree', 'ngram')} is not"
+
+
+@DRAFTS.row(
+    "`memory` of less than two segments of 64 tokens for each request, or of more tokens than "
+    "places are counted",
+    "Each running request writes into a segment of its own, and a place has 25 bits.",
+    f"change `{flag('tree', 'memory', 'bytes')}`",
+)
+def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    if tree.memory is None:
+        return
+    key, requests = flag("tree", "memory", "bytes"), vllm_config.scheduler_config.max_num_seqs
+    least, given = bytes_of(2 * requests, requests), int(tree.memory.bytes)
+    texts = vllm_config.model_config.max_model_len + MAX_REFERENCE
+    most = bytes_of((MAX_PLACE - texts) // SEGMENT, requests)
+    if not least <= given <= most:
+        yield Found(
+            f"{key} is {given}, with --max-num-seqs {requests}",
+            f"set {key} to {least} to {most}",
         )
 
 

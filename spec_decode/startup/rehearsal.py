@@ -277,6 +277,7 @@ class _Stage:
             accepted.move(context, batch, hidden, twin.max_num_reqs)
             if (ngrams := twin.trees.sources.ngrams) is not None:
                 learn_rates(ngrams.state)
+                ngrams.remember(batch)
 
 
 def _named(kind: str, shapes: list[LayerShape]) -> dict[str, LayerShape]:

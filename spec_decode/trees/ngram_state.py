@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_graft.spec_decode.trees.memory_state import CLASSES, MemoryState, first_rates
+
 MAX_PLACE = 2**25
 """Most tokens of a text with its reference: with a length of up to 32 a match's key is an int32."""
 
@@ -42,7 +44,10 @@ class NgramState:
         pending: i32 ``[rates, 2]`` by match length, predicted tokens and how many of them came
             true, since rates were learned.
         rates: f32 ``[rates]`` by match length: how often the next token is that of the match. It
-            has `lengths` entries for matches in texts, then as many for those in references.
+            has `lengths` entries for matches in texts, then as many for those in references. With a
+            memory the other half of it is by the class of matches there.
+        memory: texts of other requests, whose places are counted behind the history's columns.
+        sources: i32 ``[max_reqs]`` by batch row, the bits of the paths that are from the memory.
     """
 
     min_n: int
@@ -54,6 +59,8 @@ class NgramState:
     keys: torch.Tensor
     pending: torch.Tensor
     rates: torch.Tensor
+    memory: MemoryState | None = None
+    sources: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -65,12 +72,13 @@ class NgramState:
         device: torch.device | str,
         matches: int = 1,
         reference: int = 0,
+        memory: MemoryState | None = None,
     ) -> NgramState:
         """State for at most ``max_reqs`` requests of at most ``width`` tokens.
 
         Raises:
             ValueError: if a text with its reference has more than `MAX_PLACE` tokens, or the
-                lengths are not 1 to 32.
+                memory beside it, or the lengths are not 1 to 32.
         """
         if not 1 <= min_n <= max_n <= 32:
             raise ValueError(f"lengths of matches must be within 1 and 32, got {min_n} to {max_n}")
@@ -79,15 +87,24 @@ class NgramState:
             raise ValueError(
                 f"a text with its reference has at most {MAX_PLACE} tokens, not {columns}"
             )
+        if memory is not None and columns + memory.tokens.numel() > MAX_PLACE:
+            raise ValueError(
+                f"a text and the memory have at most {MAX_PLACE} tokens, not "
+                f"{columns + memory.tokens.numel()}"
+            )
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        count = 1 << max_n.bit_length()
+        count = _lengths(max_n, memory)
         # A guess, until texts are seen: the longer a match, the more surely it goes on.
         lengths = torch.arange(count, dtype=torch.float32, device=device)
-        if reference:
+        if reference or memory is not None:
             lengths = lengths.repeat(2)
+        rates = 1 - 1 / (lengths + 1).clamp(min=2)
+        if memory is not None:
+            rates = torch.cat((rates, torch.full_like(rates, 0.5)))
+            rates[2 * count : 2 * count + CLASSES] = torch.tensor(first_rates())
         history = zeros(max_reqs, columns)
         history[:, width:] = BORDER
         return cls(
@@ -97,9 +114,13 @@ class NgramState:
             reference,
             history=history,
             notes=zeros(max_reqs, 4),
-            keys=zeros(max_reqs, matches * -(-columns // scan_block(columns))),
-            pending=zeros(len(lengths), 2),
-            rates=1 - 1 / (lengths + 1).clamp(min=2),
+            keys=zeros(
+                max_reqs, matches * (-(-columns // scan_block(columns)) + (memory is not None))
+            ),
+            pending=zeros(len(rates), 2),
+            rates=rates,
+            memory=memory,
+            sources=None if memory is None else zeros(max_reqs),
         )
 
     def refer(self, slot: int, tokens: Sequence[int]) -> None:
@@ -120,9 +141,26 @@ class NgramState:
     @property
     def lengths(self) -> int:
         """Rates of one kind: a power of two, more than `max_n`."""
-        return 1 << self.max_n.bit_length()
+        return _lengths(self.max_n, self.memory)
+
+    @property
+    def segments(self) -> int:
+        """Those of the memory; 0 for none."""
+        return 0 if self.memory is None else self.memory.size
+
+    @property
+    def remembered(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The tokens of the memory, and its segments."""
+        memory = self.memory
+        return (None, None) if memory is None else (memory.tokens, memory.segments)
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.history, self.notes, self.keys, self.pending, self.rates)
-        return sum(each.nbytes for each in tensors)
+        """Device bytes; those of the memory are its own."""
+        tensors = (self.history, self.notes, self.keys, self.pending, self.rates, self.sources)
+        return sum(each.nbytes for each in tensors if each is not None)
+
+
+def _lengths(max_n: int, memory: MemoryState | None) -> int:
+    """Twice as many rates hold the classes of matches in a memory."""
+    return max(1 << max_n.bit_length(), 0 if memory is None else 32)

@@ -13,6 +13,22 @@ KEY = "graft_prediction"
 """The key of ``SamplingParams.extra_args``, which are ``vllm_xargs`` in a request over HTTP."""
 
 
+class Owner(NamedTuple):
+    """Whose text a request's is in a memory: numbers of 63 bits, 0 for nobody, whose text is not
+    kept and finds nothing.
+
+    Attributes:
+        scope: requests of one scope read each other's texts, and nobody else's.
+        prompt: requests with the same prompt have the same one.
+    """
+
+    scope: int
+    prompt: int
+
+
+NOBODY = Owner(0, 0)
+
+
 class Reference(NamedTuple):
     """What is known beforehand of a request's answer.
 
@@ -24,12 +40,14 @@ class Reference(NamedTuple):
         tokens: tokens by source, for the metrics.
         declines: reasons why there is none, or not all of it.
         teaches: whether what is learned from texts may count this request's.
+        owner: whose text the request's is in a memory.
     """
 
     row: Sequence[int] = array("i")
     tokens: Mapping[str, int] = {}
     declines: tuple[str, ...] = ()
     teaches: bool = True
+    owner: Owner = NOBODY
 
 
 NONE = Reference()

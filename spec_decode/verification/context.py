@@ -110,8 +110,10 @@ class TreeContext:
         teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose tokens are not
             counted; None if all are.
         extra_nodes: int64 ``[max_reqs]`` by request-state index, bit ``j`` is set if node ``j`` of
-            the drafted tree is of another source than the draft; None if there is none.
-        extra_counts: int64 ``[2]``, how many such nodes were verified, and how many accepted.
+            the drafted tree is of another source than the draft; None if there is none. With a
+            memory ``[2, max_reqs]``: the second row is of the nodes from there.
+        extra_counts: int64 ``[2]`` or ``[4]``, how many such nodes were verified, and how many
+            accepted.
         coupled: whether drafts may look at the noise of the target's draws.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
         kept: which rows of recurrent layers have left inputs, which take `kept_bytes` of the

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.options import did_you_mean
 from vllm_graft.config import GraftConfig
+from vllm_graft.spec_decode.config.memory_config import MemoryConfig
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
@@ -76,6 +77,38 @@ def test_wrong_ngrams_are_explained(value: object, words: str) -> None:
         tree(ngram=value)
     assert words in str(caught.value)
     assert str(caught.value).startswith("--additional-config.graft.tree.ngram")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ("False", None),
+        ({"scope": "request"}, None),
+        ("true", MemoryConfig(bytes=64 << 20, scope="tenant", prompts=False)),
+        ({}, MemoryConfig()),
+        ({"bytes": "1.5GiB", "scope": "server"}, MemoryConfig(bytes=3 << 29, scope="server")),
+    ],
+)
+def test_a_memory_is_on_off_or_keys(value: object, expected: object) -> None:
+    assert tree(memory=value).memory == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (64, "tree.memory: 64 is refused: say true, false, or a mapping such as {'bytes'"),
+        ({"bytes": 0}, "tree.memory.bytes: 0 is refused"),
+        ({"bytes": "much"}, "say a number of bytes, or one with a unit"),
+        ({"bytes": True}, "true and false are not numbers"),
+        ({"scope": "user"}, "tree.memory.scope: 'user' is refused"),
+        ({"size": 3}, "tree.memory.size: unknown key."),
+    ],
+)
+def test_wrong_memories_are_explained(value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tree(memory=value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])

@@ -226,6 +226,22 @@ def ngrams(config: Any) -> Any:
     return config
 
 
+def test_a_memory_is_for_ngrams_and_has_room(config: Any) -> None:
+    config.model_config.max_model_len = 4096
+    _serve(config, ngram=True, memory=True)
+    _refusal(config, f"memory is given, and {KEY}.ngram is not|ngram to true", memory=True)
+    small, large = "1196032B", "1.2GB"
+    for size in (small, large):
+        words = f"{KEY}.memory.bytes is |with --max-num-seqs 256|bytes to 1216520 to 118"
+        _refusal(config, words, ngram=True, memory={"bytes": size})
+    _serve(config, ngram=True, memory={"bytes": 1216520})
+
+
+def test_ngrams_alone_may_have_a_memory(ngrams: Any) -> None:
+    ngrams.model_config.max_model_len = 4096
+    _serve(ngrams, memory=True)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "tree", "words"),
     [

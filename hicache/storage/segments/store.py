@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ByteSize, Field, model_validator
 
 from vllm_graft.base.log import logger, warning_once
+from vllm_graft.base.options import Bytes
 from vllm_graft.hicache.config.connector_options import (
-    Bytes,
     Folder,
     Options,
     option_flag,

@@ -65,7 +65,6 @@ TOOL = (
         ("model_executor.model_loader.register_model_loader", "call", "load_format", "random weights of a proof"),
         ("model_executor.model_loader.base_loader.BaseModelLoader", "has", "download_model, load_weights", "likewise"),
         ("entrypoints.cli.main", "module", "present", "`vllm serve` in a process of its own"),
-        ("lora.request.LoRARequest", "name", "present", "requests with an adapter"),
         ("model_executor.models.qwen2_5_vl", "name", "present", "likewise: windowed attention"),
         ("model_executor.models.qwen3_vl", "name", "present", "likewise: deepstack"),
         ("model_executor.models.registry._run_in_subprocess", "call", "fn", "models are inspected in this process"),

@@ -105,6 +105,7 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
             matches=self.trees.shape.topk,
             depth=self.trees.shape.steps,
             reference=config.room(self.max_model_len),
+            memory=self.config.memory,
         )
 
     def make_growths(

@@ -17,7 +17,7 @@ import pytest
 from pydantic import Field
 
 from tests.support.host_cache.storage_sharers import namespace, stored_bytes
-from vllm_graft.hicache.config.connector_options import Bytes
+from vllm_graft.base.options import Bytes
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.segments import directory, space

@@ -17,6 +17,7 @@ from vllm_graft.base.errors import SeamError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.seams import compare, proofs, versions
 from vllm_graft.seams.compare import Kind, Seam
+from vllm_graft.seams.form import normalized_hash
 from vllm_graft.seams.permission import admit, proving, refused, require_seams
 from vllm_graft.seams.proofs import Machine, Proof
 
@@ -68,7 +69,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUp]:
     held = {name: each for name, each in sys.modules.items() if name.partition(".")[0] == "vllm"}
     written = sys.dont_write_bytecode
     rows = (
-        _row("thing.copy", "source", compare.normalized_hash(COPY)),
+        _row("thing.copy", "source", normalized_hash(COPY)),
         _row("thing.store", "call", "key, value"),
     )
     monkeypatch.setattr(compare, "LEDGER", rows)
@@ -226,7 +227,7 @@ def test_a_proof_is_bound_to_flags_device_and_versions(vllm: MadeUp, config: Any
 
 def test_a_tested_version_takes_no_proof(vllm: MadeUp, config: Any) -> None:
     vllm.write(OTHER_TEXT + STORE, version="0.33.1")
-    proof_of(config, {"thing.copy": compare.normalized_hash(OTHER_TEXT)}).keep()
+    proof_of(config, {"thing.copy": normalized_hash(OTHER_TEXT)}).keep()
     assert "thing.copy" in refused(["tree"], config)
     with pytest.raises(SeamError, match=r"thing\.copy"):
         require_seams("tree")

@@ -95,8 +95,8 @@ ALL = {*DRAFTING, *VERIFYING, "_merge_kernel", "_follow_kernel", "_scratch_kerne
 
 
 def test_all_launches_of_an_engine_are_foretold(pair: Pair, watched: Watched) -> None:
-    """The engine has graphs per number of nodes, n-grams, and steps without a graph."""
-    tree = {"shape": "auto", "ngram": True}
+    """The engine has graphs per number of nodes, n-grams with a memory, steps without a graph."""
+    tree = {"shape": "auto", "ngram": True, "memory": {"bytes": "1MiB"}}
     with pair.engine(nodes=7, topk=4, steps=4, tree=tree, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)
         speculator = model_runner(llm).speculator
@@ -104,7 +104,8 @@ def test_all_launches_of_an_engine_are_foretold(pair: Pair, watched: Watched) ->
         assert speculator.numbers()["start_kernels"]["ahead"] == 0
         widths = {nodes + 1 for nodes in speculator.trees.plans}
         del speculator
-    check(watched, {*ALL, "_match_kernel", "_insert_kernel", "_learn_kernel"})
+    remembering = {"_turns_kernel", "_write_kernel", "_search_kernel"}
+    check(watched, {*ALL, *remembering, "_match_kernel", "_insert_kernel", "_learn_kernel"})
     # Control: had a launcher another block, its launches would not have been foretold.
     assert watched.unforetold("wrong")["_block_kernel"] > 0
     # Where FlashAttention reads the prefix, a kernel per width attends to the tree's own rows.

@@ -2,7 +2,8 @@
 
 from vllm_graft.spec_decode.kernels.history import BLOCK
 from vllm_graft.spec_decode.kernels.ngram_paths import warps
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.trees.memory_state import MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState, scan_block
 from vllm_graft.testing.compiling import KernelCase, argument_types
 
@@ -17,34 +18,72 @@ _MATCH = {
     **{name: kind for name, kind in _TEXTS.items() if name not in ("pending", "rates")},
     "source": "*i32",
     "source_stride": "i32",
+    "keys_stride": "i32",
 }
+_MEMORY = {"memory": "*i32", "segments": "*i64"}
+_INDEX = {"cells": "*i64", "writers": "*i64", "head": "*i64"}
 _TABLE = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
 
 
-def _path_cases(
-    paths: int, depth: int, nodes: int, width: int, reference: int = 0
-) -> list[KernelCase]:
-    """Trees of n-grams alone: several matches, and their paths."""
-    state = NgramState.allocate(3, 16, 1, width, "cpu", matches=paths, reference=reference)
-    block, count = scan_block(width + reference), state.keys.shape[1]
+def _match_cases(state: NgramState, name: str) -> list[KernelCase]:
+    block, memory = scan_block(state.history.shape[1]), state.memory
+    sizes = {
+        "MIN_N": state.min_n,
+        "MAX_N": state.max_n,
+        "MATCHES": state.matches,
+        "REFERENCE": state.reference,
+    }
     match = KernelCase(
-        name=f"match {paths} n-grams width={width}+{reference}",
+        name=f"match {name}",
         function=f"{_KERNELS}.ngram_match:_match_kernel",
         signature={**_MATCH},
-        constexprs={
-            "MIN_N": state.min_n,
-            "MAX_N": state.max_n,
-            "BLOCK": block,
-            "MATCHES": paths,
-            "REFERENCE": reference,
-        },
+        constexprs={**sizes, "BLOCK": block},
         options={"num_warps": 4 if block > 512 else 1},
     )
-    insert = KernelCase(
-        name=f"insert {paths} n-grams width={width}+{reference}",
-        function=f"{_KERNELS}.ngram_paths:_paths_kernel",
-        signature={**_TEXTS, **_TABLE},
+    if memory is None:
+        return [match]
+    left_out = ("notes", "pending")
+    search = KernelCase(
+        name=f"search {name}",
+        function=f"{_KERNELS}.text_memory:_search_kernel",
+        signature={
+            **{name: kind for name, kind in _TEXTS.items() if name not in left_out},
+            **_MEMORY,
+            **_INDEX,
+            "keys_stride": "i32",
+        },
         constexprs={
+            **sizes,
+            "MAX_N_PAD": next_power_of_2(state.max_n),
+            "LENGTHS": state.lengths,
+            "SEGMENTS": state.segments,
+            "BUCKETS": len(memory.cells),
+        },
+        options={"num_warps": 1},
+    )
+    return [match, search]
+
+
+def _sources(state: NgramState) -> tuple[dict[str, str], dict[str, None]]:
+    """Arguments of a memory: those that are there, and those that are None."""
+    names = {**_MEMORY, "sources": "*i32"}
+    return (names, {}) if state.memory else ({}, dict.fromkeys(names))
+
+
+def _path_cases(
+    paths: int, depth: int, nodes: int, width: int, reference: int = 0, memory: int = 0
+) -> list[KernelCase]:
+    """Trees of n-grams alone: several matches, and their paths."""
+    kept = MemoryState.allocate(memory, 1, "cpu") if memory else None
+    state = NgramState.allocate(3, 16, 1, width, "cpu", paths, reference, kept)
+    count, name = state.keys.shape[1], f"{paths} n-grams width={width}+{reference}+{state.segments}"
+    signature, absent = _sources(state)
+    insert = KernelCase(
+        name=f"insert {name}",
+        function=f"{_KERNELS}.ngram_paths:_paths_kernel",
+        signature={**_TEXTS, **_TABLE, **signature},
+        constexprs={
+            **absent,
             "WIDTH": nodes + paths * depth,
             "FIRST": nodes,
             "PATHS": paths,
@@ -55,37 +94,27 @@ def _path_cases(
             "KEYS_PAD": next_power_of_2(count),
             "REFERENCE": reference,
             "LENGTHS": state.lengths,
+            "SEGMENTS": state.segments,
         },
         options={"num_warps": warps(count)},
     )
-    return [match, insert]
+    return [*_match_cases(state, name), insert]
 
 
 def _ngram_cases(
-    topk: int, levels: int, depth: int, width: int, reference: int = 0
+    topk: int, levels: int, depth: int, width: int, reference: int = 0, memory: int = 0
 ) -> list[KernelCase]:
-    state = NgramState.allocate(3, 16, 0, width, "cpu", reference=reference)
-    block = scan_block(width + reference)
-    blocks = cdiv(width + reference, block)
-    match = KernelCase(
-        name=f"match n-grams width={width}+{reference}",
-        function=f"{_KERNELS}.ngram_match:_match_kernel",
-        signature={**_MATCH},
-        constexprs={
-            "MIN_N": state.min_n,
-            "MAX_N": state.max_n,
-            "BLOCK": block,
-            "MATCHES": 1,
-            "REFERENCE": reference,
-        },
-        options={"num_warps": 4 if block > 512 else 1},
-    )
+    kept = MemoryState.allocate(memory, 1, "cpu") if memory else None
+    state = NgramState.allocate(3, 16, 1, width, "cpu", 1, reference, kept)
+    blocks, name = state.keys.shape[1], f"n-grams width={width}+{reference}+{state.segments}"
+    signature, absent = _sources(state)
     first = topk + (levels - 1) * topk * topk
     insert = KernelCase(
-        name=f"insert n-grams topk={topk} width={width}+{reference}",
+        name=f"insert topk={topk} {name}",
         function=f"{_KERNELS}.ngram_insert:_insert_kernel",
-        signature={**_TEXTS, **_TABLE},
+        signature={**_TEXTS, **_TABLE, **signature},
         constexprs={
+            **absent,
             "WIDTH": first + depth,
             "TOPK": topk,
             "LEVELS": levels,
@@ -97,6 +126,7 @@ def _ngram_cases(
             "BLOCKS_PAD": next_power_of_2(blocks),
             "REFERENCE": reference,
             "LENGTHS": state.lengths,
+            "SEGMENTS": state.segments,
         },
         options={"num_warps": 1 if topk <= 8 else 4},
     )
@@ -107,7 +137,35 @@ def _ngram_cases(
         constexprs={"PAD": len(state.rates), "MEMORY": 256.0, "LOW": 0.01, "HIGH": 0.99},
         options={"num_warps": 1},
     )
-    return [match, insert, learn]
+    return [*_match_cases(state, name), insert, learn]
+
+
+def _memory_cases(size: int, max_reqs: int) -> list[KernelCase]:
+    """What is added to a memory."""
+    memory = MemoryState.allocate(size, max_reqs, "cpu")
+    common = {"idx_mapping": "*i64", "writers": "*i64", "turns": "*i64"}
+    turns = KernelCase(
+        name=f"turns of {max_reqs} requests",
+        function=f"{_KERNELS}.text_memory:_turns_kernel",
+        signature={**common, "total_len": "*i32", "head": "*i64", "num_reqs": "i32"},
+        constexprs={"PAD": next_power_of_2(max_reqs), "SEGMENTS": memory.size},
+        options={},
+    )
+    write = KernelCase(
+        name=f"write to {memory.size} segments",
+        function=f"{_KERNELS}.text_memory:_write_kernel",
+        signature={
+            **common,
+            "source": "*i32",
+            "tokens": "*i32",
+            "segments": "*i64",
+            "cells": "*i64",
+            "source_stride": "i32",
+        },
+        constexprs={"SEGMENTS": memory.size, "BUCKETS": len(memory.cells)},
+        options={"num_warps": 4},
+    )
+    return [turns, write]
 
 
 NGRAM_CASES: list[KernelCase] = [
@@ -116,6 +174,9 @@ NGRAM_CASES: list[KernelCase] = [
     *_ngram_cases(topk=32, levels=12, depth=63, width=1_048_576),
     *_path_cases(paths=8, depth=6, nodes=31, width=131_072, reference=4096),
     *_path_cases(paths=1, depth=5, nodes=5, width=256),
+    *_path_cases(paths=4, depth=31, nodes=63, width=32_768, reference=2048, memory=1 << 24),
+    *_ngram_cases(topk=8, levels=6, depth=63, width=32_768, memory=1 << 20),
+    *_memory_cases(1 << 24, 256),
     *_path_cases(paths=32, depth=32, nodes=63, width=1_048_576),
 ]
 

@@ -60,7 +60,7 @@ def _finish_cases(topk: int, steps: int, nodes: int, extra: int = 0) -> list[Ker
             "i32": "tree_stride draft_stride",
         }
     )
-    absent: dict[str, Any] = {} if extra else {"extra_nodes": None}
+    absent: dict[str, Any] = {"of_memory": None} | ({} if extra else {"extra_nodes": None})
     nodes_pad, width = next_power_of_2(nodes + 1), candidates + extra
     block, others = rank_block(width)
     added = f" extra={extra}" if extra else ""
@@ -89,6 +89,8 @@ def _finish_cases(topk: int, steps: int, nodes: int, extra: int = 0) -> list[Ker
             "NODES_PAD": nodes_pad,
             "ROUNDS": min(nodes, steps + extra).bit_length(),
             "HAS_EXTRA": extra > 0,
+            "PATHS": 0,
+            "SLOTS": 0,
         },
     )
     return [rank, finish]
@@ -128,7 +130,8 @@ def _step_cases() -> list[KernelCase]:
             constexprs={
                 "HAS_PREFILL": True,
                 "COUNTED": True,
-                "HAS_EXTRA": True,
+                "EXTRAS": 2,
+                "SLOTS": 256,
                 "SOME_TEACH": True,
                 "WIDTH_PAD": 64,
             },

@@ -1,0 +1,39 @@
+"""What stands under ``graft.tree.memory``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ByteSize, Field
+
+from vllm_graft.base.options import Bytes, Section
+
+
+class MemoryConfig(Section):
+    """Texts of finished and running requests, in which those of others are looked for."""
+
+    bytes: Bytes = Field(default=ByteSize(64 << 20), gt=0)
+    """Memory of each rank's device. A token takes 36.5 bytes; the oldest texts make room for new
+    ones."""
+
+    scope: Literal["tenant", "server"] = "tenant"
+    """Requests that draft from each other's texts. ``tenant``: those with the same ``cache_salt``
+    and LoRA adapter; those without either share, as in vLLM's prefix cache. ``server``: all."""
+
+    prompts: bool = False
+    """Whether prompts are kept too, of each request 64 tokens in a step. False: answers alone."""
+
+
+def memory_section(value: object) -> object:
+    """``true`` for all defaults, ``false`` and the scope ``request`` for none; also as the words of
+    a command."""
+    if isinstance(value, dict) and value.get("scope") == "request":
+        return None
+    word = value.lower() if isinstance(value, str) else value
+    if word is True or word == "true":
+        return MemoryConfig()
+    if word is False or word == "false":
+        return None
+    if value is None or isinstance(value, (dict, MemoryConfig)):
+        return value
+    raise ValueError("say true, false, or a mapping such as {'bytes': '64MiB'}")

@@ -1,9 +1,9 @@
 """Tokens per second where requests repeat what other requests said: rollouts and agents.
 
     python -m benchmarks.memory PAIR --arms none ngram:5 graft graft+memory \
-        auto:63+fp8+ngram auto:63+fp8+memory --batch 1 16 64
+        auto:63+fp8+ngram auto:63+fp8+memory --requests-in-flight 1 16 64
 
-PAIR is a folder as for `vllm-graft bench trees`, whose arms these are; `+memory` is
+PAIR is a folder as for `benchmarks.pair_arms`, whose arms these are; `+memory` is
 `graft.tree.memory` with n-grams. All are up at the same time and take turns at each epoch of each
 batch size, which has prompts of its own, so that no arm remembers another cell.
 
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks import pair_arms
 from benchmarks.edits import answers_to, edits, replay
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import Row, median_row, table
@@ -121,12 +122,12 @@ def repeats(
 
 
 def load_of(arguments: argparse.Namespace, workload: str) -> Load:
-    cells = len(arguments.batch)
+    cells = len(arguments.requests_in_flight)
     if workload == "agent":
         return agents(
             cells, arguments.sessions, arguments.turns, arguments.file, arguments.transcript
         )
-    prompts = command.read_prompts(arguments.pair, arguments.prompt)
+    prompts = pair_arms.read_prompts(arguments.pair, arguments.prompt)
     return rollouts(prompts, cells, arguments.prompts, arguments.answers_per_prompt, 2)
 
 
@@ -141,13 +142,13 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
         answers = answers_to(load.answers, tokenizer)
         own, others = repeats([*answers], [*answers.values()])
         print(f"{workload}: repeats {own:.0%} of its own text, {others:.0%} of others'", flush=True)
-    pipes = command.start(command.read_arms(arguments), arguments, load.prompts)
+    pipes = pair_arms.start(pair_arms.read_arms(arguments), arguments, load.prompts)
     rows: list[Row] = []
     try:
         for pipe in pipes.values() if answers else ():
             pipe.send(Call(replay, (answers,)))
             pipe.recv()
-        for batch, epochs in zip(arguments.batch, load.epochs, strict=True):
+        for batch, epochs in zip(arguments.requests_in_flight, load.epochs, strict=True):
             for number, epoch in enumerate(epochs, start=1):
                 asked = {"epoch": number, "batch": batch}
                 temperature = arguments.temperature[0]
@@ -174,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.add_arguments(parser)
+    pair_arms.add_pair_arguments(parser)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--arms", nargs="+")
+    command.add_loads(parser)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--prompts", type=int, default=8, help="of a rollout, per batch size")
     parser.add_argument("--answers-per-prompt", type=int, default=16)
@@ -184,13 +188,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--transcript", type=int, default=3000, help="characters that are kept")
     parser.add_argument("--json", type=Path)
     parser.set_defaults(
-        arms=["none", "ngram:5", "graft", "graft+memory"], batch=[1, 16], temperature=[1.0],
-        max_model_len=4096, tokens=256,
+        arms=["none", "ngram:5", "graft", "graft+memory"], requests_in_flight=[1, 16],
+        temperature=[1.0], max_model_len=4096, tokens=256,
     )  # fmt: skip
     arguments = parser.parse_args(argv)
-    arguments.sessions = arguments.sessions or 3 * max(arguments.batch)
-    if arguments.prompts * arguments.answers_per_prompt < 3 * max(arguments.batch):
-        parser.error("--prompts times --answers-per-prompt must be three times the largest --batch")
+    arguments.sessions = arguments.sessions or 3 * max(arguments.requests_in_flight)
+    if arguments.prompts * arguments.answers_per_prompt < 3 * max(arguments.requests_in_flight):
+        parser.error(
+            "--prompts times --answers-per-prompt must be three times --requests-in-flight"
+        )
     found: dict[str, list[Row]] = {}
     for workload in arguments.workload:
         found[workload] = measure(arguments, workload)

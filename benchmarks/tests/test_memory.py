@@ -49,5 +49,5 @@ def test_repeats_are_counted_by_hand() -> None:
 
 def test_loads_that_are_too_small_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["tests/pair", "--batch", "64", "--prompts", "4"])
-    assert "three times the largest --batch" in capsys.readouterr().err
+        main(["tests/pair", "--requests-in-flight", "64", "--prompts", "4"])
+    assert "three times --requests-in-flight" in capsys.readouterr().err

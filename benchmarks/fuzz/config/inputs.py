@@ -90,6 +90,7 @@ class Inputs(Mutations):
     def _tree(self) -> dict[Any, Any]:
         hot: list[Any] = [None, 16, "16", str(self.root / "hot.json"), str(self.root / "hot.txt")]
         hot += ["missing.json", "a.bin", str(self.root), "9" * 5000, "x\0.json", "~/hot.txt"]
+        memories = [{"bytes": "1MiB"}, {"scope": "server"}, {"scope": "all"}, {"prompts": 2}]
         ngrams = [{"min": 2}, {"max": "4"}, {"min": 17}, {"reference": 0}, {"reference": -1}]
         return self._some(
             topk=[1, 4, 8, "4", 32, 33],
@@ -109,6 +110,7 @@ class Inputs(Mutations):
             head_dtype=["auto", "fp8", "FP8"],
             draft_window=[64, None, 1, "2048", 1 << 20, 0, -1, (1 << 20) + 1, 1.5, True],
             ngram=[None, True, False, "auto", "tru", 3, {}, *ngrams],
+            memory=[None, True, False, "auto", 64, {}, *memories],
             drafter=["target_dependent", "three", ""],
             policy=["dynamic", "dinamic"],
             graph_runner=["cuda_graph", "exact", "verify", "eager", "lazy"],

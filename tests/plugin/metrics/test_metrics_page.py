@@ -64,6 +64,7 @@ def counted_by(numbers: Any) -> dict[str, set[str]]:
 def tree_numbers() -> Any:
     import torch
 
+    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
     from vllm_graft.spec_decode.config.ngram_config import NgramConfig
     from vllm_graft.spec_decode.drafters.draft_report import count
     from vllm_graft.spec_decode.heads.hot_rows import PlainRows
@@ -74,7 +75,7 @@ def tree_numbers() -> Any:
     from vllm_graft.spec_decode.verification.context import Counters
 
     rows = PlainRows(SimpleNamespace(weight=torch.zeros(9, 2), tp_size=1), 4)
-    ngrams = Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), reference=1)
+    ngrams = Ngrams(NgramConfig(), 1, 8, 9, torch.device("cpu"), reference=1, memory=MemoryConfig())
     sources = SimpleNamespace(ngrams=ngrams, unread=None)
     draft: Any = SimpleNamespace(
         head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),

@@ -39,7 +39,7 @@ def hashed(seed: Any, position: Any, token: Any, start: Any = 0) -> Any:
     start = getattr(start, "value", start)
     long = [each.handle.data.astype(np.int64) for each in (seed, position, token)]
     words = (long[0], long[0] >> 32, long[1], long[2])
-    state = np.zeros(token.handle.data.shape, np.uint32) + np.uint32(start)
+    state: Any = np.zeros(token.handle.data.shape, np.uint32) + np.uint32(start)
     for word in words:
         mixed = (word & 0xFFFFFFFF).astype(np.uint32) * np.uint32(0xCC9E2D51)
         state ^= (mixed << 15 | mixed >> 17) * np.uint32(0x1B873593)

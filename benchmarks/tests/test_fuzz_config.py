@@ -61,7 +61,7 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     owner, name, instead = FAULTS[fault]
     monkeypatch.setattr(owner, name, instead)
     wrong: list[str] = []
-    fuzz(range(200), seed=26, whole_every=1000, report=wrong.append)
+    fuzz(range(400), seed=26, whole_every=1000, report=wrong.append)
     assert wrong
     # The number in a report makes its input again.
     number = int(wrong[0].split("--only ")[1].split(" ")[0])

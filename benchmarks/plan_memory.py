@@ -140,7 +140,8 @@ def engine_memory(arguments: Any) -> dict[str, Any]:
     engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
     runner = model_runner(SimpleNamespace(llm_engine=engine))
     cache = runner.kv_cache_config
-    held = sum(tensor.size for tensor in cache.kv_cache_tensors)
+    # Each says how large the one allocation is in which all of them lie.
+    held = max(tensor.size for tensor in cache.kv_cache_tensors)
     specs = [
         getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
         for group in cache.kv_cache_groups

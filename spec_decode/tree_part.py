@@ -35,6 +35,7 @@ from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
 from vllm_graft.spec_decode import prompt_logprobs
 from vllm_graft.spec_decode.chunking.handover import ask_workers
+from vllm_graft.spec_decode.chunking.whole_prompts import make_room
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
@@ -101,7 +102,8 @@ class TreePart:
         return tree_preset.rooms(vllm_config)
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
-        """Give vLLM the number of nodes, and ``shape: auto`` its numbers, unless the user did.
+        """Give vLLM the number of nodes, ``shape: auto`` its numbers, and prompts that are computed
+        whole their room, unless the user did.
 
         Raises:
             ConfigError: if a depth and a number of nodes were given that don't go together.
@@ -109,6 +111,7 @@ class TreePart:
         speculative = vllm_config.speculative_config
         if speculative is None:
             return
+        make_room(vllm_config)
         if is_block(asked, speculative):
             asked = fill_in_depth(asked, vllm_config)
         asked = fall_back(asked, vllm_config)

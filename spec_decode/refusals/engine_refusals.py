@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_graft.base.options import flag
+from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Found, Refusal, Refusals, sentences, setting
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
@@ -201,19 +201,45 @@ def _threshold(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     "raise them, or lower the number of nodes",
 )
 def _budgets(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    rows, scheduler = _full_rows(tree, vllm_config), vllm_config.scheduler_config
-    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
-    # Rows of the batch that vLLM leaves to the draft.
-    slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
-    limits = [("--max-num-batched-tokens", batched, slots)]
-    # vLLM fills in the one from the other.
-    if scheduled is not None and scheduled != batched:
-        limits.append(("--max-num-scheduled-tokens", scheduled, 0))
-    for name, value, taken in limits:
+    rows = _full_rows(tree, vllm_config)
+    for name, value, taken in _budgets_of(vllm_config):
         if rows and value < rows + taken:
             yield Found(
                 f"{name} is {value}, but a full tree needs {rows + taken} rows",
                 f"set {name} to {rows + taken} or more, or {_fewer(tree, value - taken)}",
+            )
+
+
+def _budgets_of(vllm_config: Any) -> Iterator[tuple[str, int, int]]:
+    """What bounds a step: the flag, its rows, and those of them that vLLM leaves to the draft."""
+    scheduler = vllm_config.scheduler_config
+    batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
+    slots = vllm_config.speculative_config.max_num_new_slots_for_drafting
+    yield "--max-num-batched-tokens", batched, slots
+    # vLLM fills in the one from the other.
+    if scheduled is not None and scheduled != batched:
+        yield "--max-num-scheduled-tokens", scheduled, 0
+
+
+@ENGINE.row(
+    "texts (`max_model_len`) longer than `max_num_batched_tokens`, less vLLM's slots for the "
+    "draft, or `max_num_scheduled_tokens`, without chunked prefill",
+    "vLLM then computes a prompt at once or gives it no turn, so that it waits forever, and all "
+    "behind it.",
+    "raise them, lower `--max-model-len`, or drop `--no-enable-chunked-prefill`",
+)
+def _whole_prompts(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    if vllm_config.scheduler_config.enable_chunked_prefill:
+        return
+    # A prompt is shorter than the model's length by a token, and so is a text that was preempted.
+    longest = target_of(vllm_config).max_model_len - 1
+    for name, value, taken in _budgets_of(vllm_config):
+        if value < longest + taken:
+            yield Found(
+                f"{name} is {value}, but without chunked prefill the longest prompt needs "
+                f"{longest + taken} rows",
+                f"set {name} to {longest + taken} or more, --max-model-len to "
+                f"{value - taken + 1} or less, or drop --no-enable-chunked-prefill if you gave it",
             )
 
 

@@ -46,6 +46,7 @@ def make_vllm_config() -> Any:
     target = SimpleNamespace(
         **dict.fromkeys((*off.split(), "enable_trace_replay"), False),
         logits_processors=None,
+        max_model_len=1024,
         hf_text_config=SimpleNamespace(),
         get_vocab_size=lambda: 1000,
         tokenizer="target",
@@ -68,7 +69,10 @@ def make_vllm_config() -> Any:
             max_cudagraph_capture_size=None,
         ),
         scheduler_config=SimpleNamespace(
-            **scheduler, max_num_scheduled_tokens=None, long_prefill_token_threshold=0
+            **scheduler,
+            enable_chunked_prefill=True,
+            max_num_scheduled_tokens=None,
+            long_prefill_token_threshold=0,
         ),
         parallel_config=SimpleNamespace(
             **{f"{name}_parallel_size": 1 for name in ranks},

@@ -332,6 +332,25 @@ def test_no_request_gets_a_full_tree_where_their_size_changes(
     _refusal(few, words)
 
 
+@pytest.mark.parametrize("name", ["max_num_scheduled_tokens", "max_num_batched_tokens"])
+def test_without_chunks_a_step_holds_the_longest_prompt(few: Any, name: str) -> None:
+    key, scheduler = f"--{name.replace('_', '-')}", few.scheduler_config
+    setattr(scheduler, name, 1022)
+    _serve(few)
+    scheduler.enable_chunked_prefill = False
+    advice = f": set {key} to 1023 or more, --max-model-len to 1023 or less, or drop --no-enable-"
+    message = _refusal(few, f"{key} is 1022, but without chunked prefill|waits forever", advice)
+    assert len(message.splitlines()) == 2
+    setattr(scheduler, name, 1023)
+    _serve(few)
+    # Slots of the draft are no room for a prompt, as of a block of drafts.
+    few.speculative_config.max_num_new_slots_for_drafting = 31
+    if name == "max_num_batched_tokens":
+        _refusal(few, f"{key} is 1023, but|needs 1054 rows|--max-model-len to 993 or less")
+    scheduler.max_num_batched_tokens = 1054
+    _serve(few)
+
+
 def test_slots_of_the_draft_are_no_room_for_a_tree(few: Any) -> None:
     few.speculative_config.max_num_new_slots_for_drafting = 1
     few.scheduler_config.max_num_batched_tokens = 32

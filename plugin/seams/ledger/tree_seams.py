@@ -46,7 +46,7 @@ TREE = (
         ("forward_context.BatchDescriptor", "has", "num_tokens", "size of a level"),
         ("v1.worker.gpu.dp_utils.DPSyncState", "has", "eager, num_reqs, num_tokens_across_dp, uniform_token_count", "rows of the other ranks"),
         ("v1.spec_decode.dynamic.utils.build_dynamic_sd_schedule_lookup", "call", "num_speculative_tokens_per_batch_size, vllm_max_batch_size, vllm_num_speculative_tokens", "nodes that are kept, by batch size"),
-        ("config.VllmConfig.__post_init__", "order", "current_platform.apply_config_platform_defaults(self), self._set_cudagraph_sizes(), current_platform.check_and_update_config(self)", "numbers of nodes are filled in before sizes are planned"),
+        ("config.VllmConfig.__post_init__", "order", "current_platform.apply_config_platform_defaults(self), self._set_max_num_scheduled_tokens(), self._set_cudagraph_sizes(), current_platform.check_and_update_config(self)", "numbers of nodes and rows of a step are filled in before vLLM derives more of them"),
         ("config.VllmConfig._set_cudagraph_sizes", "call", "self", "a preset's trees that are taken off again leave the sizes that vLLM plans without them"),
         ("v1.engine.input_processor.InputProcessor", "has", "__init__(self, vllm_config), speculative_config", "__init__: wrapped: requests beside drafts that a preset asked for may ask for all that they may without"),
         ("v1.core.sched.scheduler.Scheduler.__init__", "order", "self.requests: dict[str, Request] = {}, self.dynamic_sd_lookup: list[int] | None = None, build_dynamic_sd_schedule_lookup(", "its table of drafts by batch size becomes the tuner's, which reads the requests' temperatures"),

@@ -83,6 +83,8 @@ def test_trees_answer_as_the_target_alone(
     draft = write_eagle3(tmp_path / "draft", draft_shape())
     options: dict[str, Any] = {
         "max_model_len": 128,
+        # Prompts are longer, and are computed whole on a CPU.
+        "max_num_batched_tokens": 32,
         # The third request waits for one of the others: its prompt meets trees.
         "max_num_seqs": 2,
         "skip_tokenizer_init": True,

@@ -365,7 +365,7 @@ class StepTimes:
             own, _ = shared.own(timed, nodes, cost) if timed else (0.0, False)
             return max(shared.seconds(nodes, cost) + own, LEAST * cost)
         # A number that was tried little and long ago is tried again.
-        known = timed and (timed.timings >= MANY or self._now - timed.last < AGE / 2)
+        known = timed and (timed.timings >= MANY or self._now - timed.last < AGE / 3)
         return timed.seconds if timed and known else None
 
     def judged(self, size: int) -> dict[int, bool]:

@@ -1,39 +1,81 @@
-"""Times of steps: measured at the start, corrected while serving."""
+"""Seconds of steps: measured at the start, corrected by what steps take while serving.
+
+One model holds for all steps::
+
+    seconds = max(host, cost + shared + own) + tokens * (token + row * (nodes + 1)) + prompts
+
+A number of nodes has a measured `cost`. The correction `shared` is that of all numbers of one batch
+size; it grows with the nodes where rows read experts. `own` is what one number takes besides. Each
+K/V token costs the same in all steps, and more with each row of its request (`Rates`). `prompts` is
+what prompts of any length add. Corrections are least squares drawn to 0 (ridge), so that few
+timings correct little; only the time of the `host` is found by a rule.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_graft.spec_decode.chunking.handover import Handover
-from vllm_graft.spec_decode.tuning.context_cost import LARGEST_SHARE, ContextCost, Rates, usual
-from vllm_graft.spec_decode.tuning.excess import Floor, Point, Slope, Timed, level, place_of
 
 AGE = 2000.0
-"""Steps after which timings count for 1/e, so that whatever went wrong is tried again."""
+"""Timings after which one counts for 1/e. Raised, a machine that has changed is noticed later."""
 
-_KEPT = 128
-"""Recent timings that are kept per batch size and number of nodes."""
+KEPT = 64
+"""Latest timings of one kind of step. Raised, sorting them takes longer."""
 
-_FEW = 16
-"""Fewer timings than this expire, so that the number of nodes is tried again."""
+MANY = 16
+"""Timings that are no hiccup, and after which half of `own` is believed. Raised, noise rules fewer
+numbers out, and costs that were measured too low are found out later."""
 
-_BELIEF = 64.0
-"""Timings after which half of a node count's own difference to the others is believed."""
+_FEW = 1.5
+"""Timings, two that are a little older, of which clearly shorter ones prove a cost wrong."""
 
-_CLEAR = 0.06
-"""Part of the expected seconds by which steps must differ for a measured cost to count as wrong;
-undisturbed ones differ by 1 to 3 %. With a slope, which corrects what it can, twice as much."""
+_FITTED = (4, 8, 16)
+"""Numbers of timings with which new contexts begin to count."""
 
-_PROOF = 2
-"""Timings of steps clearly shorter than expected that prove a measured cost wrong."""
+BELIEF = 16.0
+"""Timings after which half of `own` is believed. Raised, noise rules fewer numbers out, and
+differences below `NOISE` are learned later."""
 
-_LEAST = 0.2
-"""The part of its measured cost that a step takes at least."""
+DOUBT = 0.05
+"""Weight of the prior of `shared`, of a timed number 1 at most: it is half believed after three
+timings. Raised, it is learned later."""
+
+NOISE = 0.06
+"""Part of its time by which a number must differ to have a wrong cost; undisturbed steps differ by
+1 to 3 %. Raised, wrong costs are mended less."""
+
+HOST = 0.25
+"""Part of a cost that a device-bound step takes more at most, where costs alike tell nothing else.
+Raised, the host of a small model is found less often."""
+
+ALIKE = 1.1
+"""Times of host-bound steps, or costs, with a smaller ratio are alike. Raised, steps that something
+disturbed are taken for the host's."""
+
+LEAST = 0.1
+"""The part of a cost or a timing that no correction takes away. Raised, long contexts count less
+and costs that are far too high are mended less."""
+
+TOKENS = 8192.0
+"""Spread of contexts at which half of a token's cost is believed. Raised, noise of short contexts
+is extrapolated less, and long contexts are learned later."""
+
+ROWS = 16
+"""Rows that multiply a K/V token in the time of reading it (FP8, H100). Raised, rows are blamed
+less for what contexts cost."""
+
+COMPARED = 1 / 16
+"""Weight of comparing numbers of nodes by measured costs, which have four times the errors of
+timings, to tell what rows cost. Raised, wrong costs make rows seem dear."""
+
+FIT = 64
+"""Timings between fits of `Rates`, at most. Raised, it takes less time, and learns later."""
 
 Costs = Mapping[int, Mapping[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
@@ -42,175 +84,220 @@ MEASURED: Handover[Costs] = Handover()
 """Costs that each engine's workers have measured, until the scheduler is built."""
 
 
+class Rates(NamedTuple):
+    """Seconds that a step takes per K/V token: for reading it, and for each row of its request."""
+
+    token: float = 0.0
+    row: float = 0.0
+
+    def of(self, nodes: int) -> float:
+        return self.token + self.row * (nodes + 1)
+
+
+class Point(NamedTuple):
+    """Steps that are alike: how much they are believed (below 1), their nodes, mean K/V tokens, and
+    the seconds that they usually take, or take beyond something."""
+
+    weight: float
+    nodes: int
+    tokens: float
+    seconds: float
+
+
+def fitted_rates(groups: Iterable[tuple[float, list[Point]]]) -> Rates:
+    """The rates that differences within groups, which weigh so much, tell; never below 0."""
+    xx = xy = yy = xs = ys = 0.0
+    for weight, points in groups:
+        if len(points) < 2:
+            continue
+        total = sum(each.weight for each in points)
+        triples = [(p.tokens, p.tokens * (p.nodes + 1), p.seconds) for p in points]
+        means = [
+            sum(p.weight * each[axis] for p, each in zip(points, triples)) / total
+            for axis in range(3)
+        ]
+        for point, each in zip(points, triples):
+            x, y, seconds = (value - mean for value, mean in zip(each, means))
+            w = weight * point.weight
+            xx, xy, yy = xx + w * x * x, xy + w * x * y, yy + w * y * y
+            xs, ys = xs + w * x * seconds, ys + w * y * seconds
+    # A token's cost with the mean rows comes first. Rows tell what that leaves over.
+    prior, prior_of_rows = TOKENS**2, (ROWS * TOKENS) ** 2
+    rows, mean = xy / (xx + prior), max(xs / (xx + prior), 0.0)
+    spread = yy - rows * (2 * xy - rows * xx) + prior_of_rows
+    row = max((ys - rows * xs - mean * (xy - rows * xx)) / spread, 0.0)
+    if rows * row > mean:
+        return Rates(0.0, max(ys / (yy + prior_of_rows), 0.0))
+    return Rates(mean - rows * row, row)
+
+
 @dataclass
 class _Timings:
-    """Recent steps of one batch size and number of nodes.
+    """Recent steps of one kind whose contexts are alike, within a factor of 2: what each took, its
+    K/V tokens, and when the latest was recorded, in timings."""
 
-    Attributes:
-        cost: what was measured at the start; None if it was not.
-        longest: more than so many times the cost is a hiccup of the host.
-        seconds: what each took; beyond the measured cost where there is one.
-        tokens: K/V tokens of each.
-        last: when the latest was recorded, in steps.
-    """
-
-    cost: float | None
-    longest: float
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     last: int = 0
-    _usual: tuple[float, float, float] | None = None
-    """The cost per token for which the next two hold, the quartile, and the nearest likely time."""
+    _usual: tuple[float, float] | None = None
 
     def add(self, seconds: float, tokens: int, now: int) -> None:
         self.seconds.append(seconds)
         self.tokens.append(tokens)
         self.last, self._usual = now, None
 
-    def usual(self, per_token: float, *, likely: bool = True) -> float:
-        """Their usual seconds without contexts of so many seconds per token, or the nearest time
-        that can be right. Reads are far more frequent than timings, so both are kept."""
-        if self._usual is None or self._usual[0] != per_token:
-            alone = usual(self._alone(per_token))
-            self._usual = per_token, alone, self._likely(alone)
-        return self._usual[1 + likely]
-
-    def _likely(self, seconds: float) -> float:
-        if self.cost is None:
-            return max(seconds, (1 - LARGEST_SHARE) * usual(self.seconds))
-        likely = max(seconds, (_LEAST - 1) * self.cost)
-        # So many are no hiccup: the cost is wrong, or the host slower than the device. Of fewer,
-        # and without a prompt, twice the cost is a hiccup of the host.
-        return likely if len(self.seconds) >= _FEW else min(likely, self.longest * self.cost)
-
-    def proven(self, per_token: float) -> float:
-        """Seconds that at least two of them do not exceed: of four and more, what they usually
-        take.
-
-        One is no proof, as a step that seems short may follow one that the host held up.
-        """
-        if len(self.seconds) >= 4:
-            return self.usual(per_token)
-        return self._likely(sorted(self._alone(per_token))[1])
-
-    def _alone(self, per_token: float) -> Iterator[float]:
-        pairs = zip(self.seconds, self.tokens, strict=True)
-        return (seconds - per_token * tokens for seconds, tokens in pairs)
-
-    def weight(self, now: int) -> float:
+    def count(self, now: int) -> float:
         """Number of timings, discounted by their age."""
         return len(self.seconds) * math.exp((self.last - now) / AGE)
 
-    def believed(self, now: int) -> bool:
-        return len(self.seconds) >= _FEW or now - self.last < AGE / 4
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Mean K/V tokens, and the lower quartile of the seconds, since disturbances only make a
+        step longer; but not the shortest of several, as it may follow one that was held up."""
+        if self._usual is None:
+            ordered, count = sorted(self.seconds), len(self.seconds)
+            place = max(count // 4, min(count - 1, 1))
+            self._usual = sum(self.tokens) / count, ordered[place]
+        return self._usual
 
 
-class _Told(NamedTuple):
-    """The lessons of all timed node counts of one batch size, until another step is timed or the
-    rates of contexts change."""
+class Timed(NamedTuple):
+    """One number of nodes of a batch size.
 
-    now: int
-    rates: Rates
-    timed: list[Timed]
-    level: float
-    slope: Slope
-    floor: Floor
+    Attributes:
+        timings: their number, discounted by their age.
+        last: when the latest was recorded, in timings.
+        seconds: what a step usually takes without its context.
+        cost: what was measured at the start; None if it was not.
+    """
+
+    timings: float
+    last: int
+    seconds: float
+    cost: float | None
+
+    @property
+    def weight(self) -> float:
+        return self.timings / (self.timings + MANY)
+
+
+class Shared(NamedTuple):
+    """The corrections that all numbers of nodes of one batch size share.
+
+    Attributes:
+        level: seconds beyond the cost, at the `middle` of the line.
+        rise: more seconds for each doubling of the rows.
+        host: the least seconds of a step; 0 if the device is slower in all steps that were timed.
+    """
+
+    level: float = 0.0
+    rise: float = 0.0
+    middle: float = 0.0
+    host: float = 0.0
+
+    def seconds(self, nodes: int, cost: float) -> float:
+        device = cost + self.level + self.rise * (_place(nodes) - self.middle)
+        return max(self.host, device, LEAST * cost)
+
+    def own(self, timed: Timed, nodes: int, cost: float) -> tuple[float, bool]:
+        """What a number takes besides, and whether that proves its cost wrong: then all of it
+        beyond noise is believed. Where the host bounds the steps, they prove nothing."""
+        shared = self.seconds(nodes, cost)
+        own, noise = timed.seconds - shared, NOISE * shared
+        if timed.timings < MANY:
+            # Of few timings, twice the cost is a hiccup of the host.
+            own = min(own, cost)
+        few = _FEW if own < 0 else MANY
+        if self.host or timed.timings < few or abs(own) <= noise:
+            return timed.weight * own, False
+        return own - (1 - timed.weight) * math.copysign(noise, own), True
+
+    @classmethod
+    def of(cls, points: list[Point], *, sloped: bool = False) -> Shared:
+        """Weighted least squares through points beyond their costs, drawn to 0."""
+        total = sum(each.weight for each in points)
+        if not total:
+            return cls()
+        level = sum(each.weight * each.seconds for each in points) / (total + DOUBT)
+        if not sloped:
+            return cls(level)
+        middle = sum(each.weight * _place(each.nodes) for each in points) / total
+        spread = rise = 0.0
+        for each in points:
+            distance = _place(each.nodes) - middle
+            spread += each.weight * distance**2
+            rise += each.weight * distance * each.seconds
+        return cls(level, rise / (spread + DOUBT), middle)
+
+
+def _place(nodes: int) -> float:
+    return math.log2(nodes + 1)
+
+
+def with_host(shared: Shared, points: list[tuple[float, float, float]]) -> Shared:
+    """The corrections with the host's time, where it bounds some steps.
+
+    The device works on one step while the host prepares the next one, so more nodes are free until
+    the device takes longer. No step takes less than its cost and what the device does besides. So
+    the number that takes least beyond its cost tells the latter, and the host bounds those that
+    take clearly more, if no other takes less. With one number, or costs that are alike, what takes
+    far more than its cost is taken for the host's, so that more nodes are tried, which tells.
+
+    Args:
+        points: weight, cost and seconds of each number of nodes.
+    """
+    if not points:
+        return shared
+    costs = [cost for _, cost, _ in points]
+    added = max(0.0, min(seconds - cost for _, cost, seconds in points))
+    if max(costs) < ALIKE * min(costs):
+        added = min(added, HOST * max(costs))
+    shortest = min(seconds for *_, seconds in points)
+    bound = [
+        (weight, seconds)
+        for weight, cost, seconds in points
+        if seconds - cost > added + HOST * cost and seconds <= ALIKE * shortest
+    ]
+    total = sum(weight for weight, _ in bound)
+    if not total:
+        return shared
+    return Shared(added, host=sum(weight * seconds for weight, seconds in bound) / total)
+
+
+class _Size(NamedTuple):
+    """What the timings of one batch size tell: numbers of nodes that were timed without prompts and
+    beside them, the corrections that they share, and the seconds that prompts add."""
+
+    alone: dict[int, Timed]
+    beside: dict[int, Timed]
+    shared: Shared
+    added: float
 
 
 class StepTimes:
-    """Seconds of steps, by batch size and number of nodes.
+    """Seconds of steps, by batch size and number of nodes (see the module).
 
-    What was measured at the start leaves out what all node counts have in common: the host, the
-    sampler. This excess is learned as one correction for all, and only after many timings as one
-    for each, so that a few bad ones don't rule a number out. Contexts come on top (see
-    `ContextCost`). Without measured costs, only timings are known.
-
-    Where the host is slower than the device, more nodes are free (see `Floor`). Where rows read
-    experts, random tokens ask for other experts than a text, so the correction has a slope instead.
-    A cost that something disturbed at the start is mended (see `mend`). Steps without prompts tell
-    all three for all steps: prompts' own times differ too much.
+    A number that something disturbed when its cost was measured has a correction of its own: two
+    steps that are clearly shorter than expected prove a cost wrong, as no disturbance makes a step
+    shorter; so do `MANY` longer ones. Without measured costs, only timings are known.
 
     Args:
-        context: the cost of contexts; steps with and without prompts share it.
-        prompts: whether prompts, of any length, run in these steps. If not, a step that takes twice
-            as long as it should was disturbed, and no more than that is recorded.
-        sloped: whether the correction grows with the nodes.
-        slope_of: the same steps without prompts; None where these are the steps' own.
+        experts: whether rows read experts. Random tokens, with which costs are measured, ask for
+            other experts than a text, so `shared` grows with the nodes, and no host is looked for.
     """
 
-    def __init__(
-        self,
-        context: ContextCost | None = None,
-        *,
-        prompts: bool = False,
-        sloped: bool = False,
-        slope_of: StepTimes | None = None,
-    ) -> None:
-        self._context = context or ContextCost()
-        self._longest = math.inf if prompts else 1.0
-        self._sloped, self._slope_of = sloped, slope_of or self
+    def __init__(self, *, experts: bool = False) -> None:
         self.costs: Costs = {}
-        self._seen: dict[int, dict[int, _Timings]] = {}
-        self._kept: dict[int, _Told] = {}
+        self.rates = Rates()
+        self._experts = experts
+        self._seen: dict[tuple[int, bool], dict[int, dict[int, _Timings]]] = {}
+        self._kept: dict[int, tuple[int, _Size]] = {}
         self._now = 0
 
     def seed(self, costs: Costs) -> None:
         """Take in the costs measured at the start, and forget all timings."""
         self.costs = {nodes: dict(sorted(times.items())) for nodes, times in costs.items()}
-        self._seen, self._kept = {}, {}
-
-    def observe(self, size: int, nodes: int, seconds: float, tokens: int = 0) -> None:
-        """Record the time of a step whose requests have so many K/V tokens."""
-        self._now += 1
-        cost = self.measured(size, nodes)
-        new = _Timings(cost, self._longest)
-        timings = self._seen.setdefault(size, {}).setdefault(nodes, new)
-        timings.add(seconds - (cost or 0.0), tokens, self._now)
-
-    def predict(self, size: int, nodes: int, tokens: int = 0) -> float | None:
-        """Expected seconds of a step over so many K/V tokens; None if nothing is known of it."""
-        seen = self._seen.get(size, {}).get(nodes)
-        cost, context = self.measured(size, nodes), self._context.of(tokens, nodes)
-        if cost is None:
-            return self._usual(nodes, seen) + context if seen and seen.believed(self._now) else None
-        more = self._shared_excess(size, nodes) + self._slope_of.mend(size, nodes)
-        if seen:
-            weight = seen.weight(self._now)
-            more += (self._usual(nodes, seen) - more) * weight / (weight + _BELIEF)
-        return max(cost + more, _LEAST * cost) + context
-
-    def mend(self, size: int, nodes: int) -> float:
-        """Seconds by which its own timings, beyond noise, prove a measured cost wrong; else 0.
-
-        Two steps that are clearly shorter than expected prove it, as no disturbance makes a step
-        shorter; so do many longer ones. Where the host bounds the steps, they prove nothing.
-        """
-        seen, cost = self._seen.get(size, {}).get(nodes), self.measured(size, nodes)
-        if seen is None or cost is None or len(seen.seconds) < _PROOF:
-            return 0.0
-        if not self._sloped and self.floor(size).seconds:
-            return 0.0
-        shared = self._shared_excess(size, nodes)
-        noise = _CLEAR * (cost + shared) * (2 if self._sloped else 1)
-        proven = seen.proven(self._context.rates.of(nodes)) - shared
-        if proven < 0:
-            return min(0.0, proven + noise)
-        if len(seen.seconds) < _FEW:
-            return 0.0
-        difference = self._usual(nodes, seen) - shared
-        # What made them longer may have gone, so that their age counts.
-        return max(0.0, difference - noise) * seen.weight(self._now) / len(seen.seconds)
-
-    def judged(self, size: int) -> dict[int, bool]:
-        """Whether measured costs are wrong, of the numbers of nodes whose timings can tell it."""
-        return {
-            nodes: self.mend(size, nodes) != 0
-            for nodes, timings in self._seen.get(size, {}).items()
-            if len(timings.seconds) >= _PROOF
-        }
-
-    def _usual(self, nodes: int, seen: _Timings) -> float:
-        return seen.usual(self._context.rates.of(nodes))
+        self._seen, self._kept, self.rates = {}, {}, Rates()
 
     def measured(self, size: int, nodes: int) -> float | None:
         """Seconds as measured at the start, interpolated between numbers of requests."""
@@ -227,62 +314,125 @@ class StepTimes:
         fraction = (size - below) / (above - below)
         return costs[below] + fraction * (costs[above] - costs[below])
 
+    def observe(
+        self, size: int, nodes: int, seconds: float, tokens: int = 0, *, prompts: bool = False
+    ) -> None:
+        """Record the time of a step whose requests have so many K/V tokens."""
+        self._now += 1
+        classes = self._seen.setdefault((size, prompts), {}).setdefault(nodes, {})
+        timings = classes.setdefault(tokens.bit_length(), _Timings())
+        timings.add(seconds, tokens, self._now)
+        if self._now % FIT == 0 or len(timings.seconds) in _FITTED:
+            self.rates = fitted_rates(self._groups())
+
+    def _groups(self) -> Iterator[tuple[float, list[Point]]]:
+        """Points to compare, and their weight: steps of one kind, and those of one batch size whose
+        contexts are alike, by what they take beyond their measured costs."""
+        for (size, prompts), kinds in self._seen.items():
+            alike: dict[int, list[Point]] = {}
+            for nodes, classes in kinds.items() if not prompts else ():
+                cost = None if self._experts else self.measured(size, nodes)
+                points = []
+                for length, timings in classes.items():
+                    count, (tokens, seconds) = timings.count(self._now), timings.usual
+                    points.append(Point(count / (count + MANY), nodes, tokens, seconds))
+                    # A cost that was too high says nothing of contexts.
+                    if cost is not None and seconds > cost and length:
+                        beyond = points[-1]._replace(seconds=seconds - cost)
+                        alike.setdefault(length, []).append(beyond)
+                yield 1.0, points
+            yield from ((COMPARED, points) for points in alike.values())
+
+    def predict(
+        self, size: int, nodes: int, tokens: int = 0, *, prompts: bool = False
+    ) -> float | None:
+        """Expected seconds of a step over so many K/V tokens; None if nothing is known of it."""
+        told = self._told(size)
+        found = self._alone(told.alone.get(nodes), told.shared, size, nodes)
+        if prompts:
+            timed = told.beside.get(nodes)
+            if found is None:
+                found = timed.seconds if timed else None
+            else:
+                own = timed.weight * (timed.seconds - found - told.added) if timed else 0.0
+                found += max(told.added + own, 0.0)
+        return None if found is None else found + self.rates.of(nodes) * tokens
+
+    def _alone(self, timed: Timed | None, shared: Shared, size: int, nodes: int) -> float | None:
+        """Seconds without prompts and contexts."""
+        cost = self.measured(size, nodes)
+        if cost is not None:
+            own, _ = shared.own(timed, nodes, cost) if timed else (0.0, False)
+            return max(shared.seconds(nodes, cost) + own, LEAST * cost)
+        # A number that was tried little and long ago is tried again.
+        known = timed and (timed.timings >= MANY or self._now - timed.last < AGE / 3)
+        return timed.seconds if timed and known else None
+
+    def judged(self, size: int) -> dict[int, bool]:
+        """Whether measured costs are wrong, of the numbers of nodes whose timings can tell it."""
+        told = self._told(size)
+        return {
+            nodes: told.shared.own(timed, nodes, timed.cost)[1]
+            for nodes, timed in told.alone.items()
+            if timed.cost is not None and timed.timings >= _FEW
+        }
+
+    def added(self, size: int) -> float:
+        """Seconds that prompts add to a step."""
+        return self._told(size).added
+
     def least(self, size: int, nodes: int, tokens: int = 0) -> float:
         """Lower bound of a step's seconds: the most that a step of no more work (no larger batch,
         as many nodes or none, as many K/V tokens) is known to take."""
         times = [
             seconds
-            for other in self._seen
-            if other <= size
+            for other, prompts in self._seen
+            if other <= size and not prompts
             for count in {0, nodes}
-            if count in self._seen[other]
+            if count in self._seen[other, prompts]
             and (seconds := self.predict(other, count, tokens)) is not None
         ]
         return max(times, default=0.0)
 
-    def slope(self, size: int) -> Slope:
-        return self._told(size).slope
-
-    def floor(self, size: int) -> Floor:
-        return self._told(size).floor
-
-    def _shared_excess(self, size: int, nodes: int) -> float:
-        """Seconds beyond the measured costs that all timed node counts of a batch size tell: a mean
-        in which often timed ones weigh most, with a slope, or with what the host's time asks
-        for."""
-        told = self._told(size)
-        if not told.timed:
-            return 0.0
-        if self._sloped:
-            rise = self._slope_of.slope(size).rise
-            return told.level + rise * (place_of(nodes) - told.slope.middle)
-        floor, cost = self._slope_of.floor(size), self.measured(size, nodes)
-        if not floor.seconds or cost is None:
-            return told.level
-        if self._slope_of is self:
-            return floor.beyond(cost)
-        return told.level + floor.beyond(cost) - floor.mean_beyond(told.timed)
-
-    def _told(self, size: int) -> _Told:
-        rates = self._context.rates
+    def _told(self, size: int) -> _Size:
+        """Kept until another step is timed."""
         kept = self._kept.get(size)
-        if kept is not None and (kept.now, kept.rates) == (self._now, rates):
-            return kept
-        points, timed = [], []
-        for nodes, each in self._seen.get(size, {}).items():
-            cost, weight = self.measured(size, nodes), each.weight(self._now)
-            if cost is None or weight <= 0:
+        if kept is None or kept[0] != self._now:
+            alone = self._timed(size, prompts=False)
+            shared = self._shared(alone)
+            beside, points = self._timed(size, prompts=True), []
+            for nodes, timed in beside.items():
+                less = self._alone(alone.get(nodes), shared, size, nodes)
+                if less is not None:
+                    points.append(Point(timed.weight, nodes, 0.0, timed.seconds - less))
+            added = max(Shared.of(points).level, 0.0)
+            kept = self._kept[size] = self._now, _Size(alone, beside, shared, added)
+        return kept[1]
+
+    def _timed(self, size: int, *, prompts: bool) -> dict[int, Timed]:
+        found = {}
+        for nodes, classes in self._seen.get((size, prompts), {}).items():
+            count = seconds = 0.0
+            for timings in classes.values():
+                weight, (tokens, usual) = timings.count(self._now), timings.usual
+                alone = max(usual - self.rates.of(nodes) * tokens, LEAST * usual)
+                count, seconds = count + weight, seconds + weight * alone
+            last = max(timings.last for timings in classes.values())
+            if count:  # After very long nothing is left.
+                found[nodes] = Timed(count, last, seconds / count, self.measured(size, nodes))
+        return found
+
+    def _shared(self, timed: Mapping[int, Timed]) -> Shared:
+        points, for_host = [], []
+        for nodes, each in timed.items():
+            if each.cost is None:
                 continue
-            believed = weight / (weight + _BELIEF)
-            beyond = self._usual(nodes, each)
-            if self._slope_of is not self:
-                beyond -= self._slope_of.mend(size, nodes)
-            elif not self._sloped and beyond < -_CLEAR * cost:
-                # A cost that was too high says nothing of the others.
-                continue
-            points.append(Point(believed, place_of(nodes), beyond))
-            # Hiccups are among these, as the host's time may be many times a small model's cost.
-            timed.append(Timed(believed, cost, each.usual(rates.of(nodes), likely=False)))
-        made = level(points), Slope.through(points), Floor.under(timed)
-        told = self._kept[size] = _Told(self._now, rates, timed, *made)
-        return told
+            # The host's time may be many times a small model's cost.
+            for_host.append((each.weight, each.cost, each.seconds))
+            beyond = each.seconds - each.cost
+            # A cost that was too high says nothing of the others.
+            if self._experts or beyond > -NOISE * each.cost:
+                beyond = beyond if each.timings >= MANY else min(beyond, each.cost)
+                points.append(Point(each.weight, nodes, 0.0, beyond))
+        shared = Shared.of(points, sloped=self._experts)
+        return shared if self._experts else with_host(shared, for_host)

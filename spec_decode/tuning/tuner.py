@@ -8,25 +8,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
-from vllm_graft.spec_decode.tuning.context_cost import ContextCost
-from vllm_graft.spec_decode.tuning.rests import Phase, Rests
 from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 
 BLOCK = 6
-"""Steps for which a choice is kept. The first of them can't be timed."""
+"""Steps for which a choice is kept. The first of them can't be timed. Raised, more of them are
+timed, and a trial takes longer."""
 
-PROBE = 256
-"""Steps without drafts after which a block of drafts is tried: the text may have changed."""
+LOSS = 0.005
+"""Part of a step that each step without drafts saves for trying some: the text may have changed.
+Raised, texts without drafts take longer, and drafts that begin to pay are found sooner."""
+
+MOST = 1.0
+"""Steps that are saved at most. Raised, drafts that pay seldom rest less, and texts that have just
+become hopeless take longer."""
 
 STEADY = 8
-"""Steps in a row of one batch size before their times are recorded, where costs were measured."""
+"""Steps in a row of one batch size before their times are recorded, where costs were measured.
+Raised, work that is done once disturbs less, and batches that drift are timed less often."""
 
 UNKNOWN_RATIO = 1.1
-"""Seconds of a step with drafts over those of one without, before both were timed."""
+"""Seconds of a step with drafts over those of one without, before both were timed. Raised, drafts
+that yield nothing rest sooner."""
 
 _WINDOW = 64
-"""Steps over which a batch size's averages go."""
+"""Steps over which a batch size's averages go. Raised, prompts that have ended are felt longer."""
 
 
 @dataclass
@@ -41,6 +47,7 @@ class _BatchHistory:
     context: int = 0
     choice: int | None = None
     steps_left: int = 0
+    ratios: dict[int, float] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[int]:
@@ -64,6 +71,11 @@ class NodeTuner:
     is tried, too, unless it could not be the best even in the time that it takes in a smaller
     batch. Costs of the start may be wrong, so now and then another number is tried (see `Trials`).
 
+    No drafts tell nothing of a text that may have changed. So steps without drafts save a part of a
+    step each (`LOSS`); drafts are tried when this pays for a block that yields nothing. What drafts
+    lose is taken from it, and what they win is added, up to `MOST`. With `rests` no others are
+    drafted at all: estimates of acceptance are hopeful, and most texts have nothing to draft.
+
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
             are the numbers to choose from.
@@ -74,7 +86,7 @@ class NodeTuner:
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
         experts: whether rows of a step read experts, so that costs are corrected by a slope.
-        rests: whether drafts rest where they yield too little (see `Rests`): those without a model.
+        rests: whether drafts rest that are not saved for: those without a model.
     """
 
     def __init__(
@@ -89,32 +101,26 @@ class NodeTuner:
         rests: bool = False,
     ) -> None:
         self._schedule = schedule
-        self._rests = Rests() if rests and 0 in schedule[1:] else None
+        self._rests = rests and 0 in schedule[1:]
+        self._saved = MOST
         self._cuts = cuts
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
         self._node_counts = sorted(set(schedule[1:]))
         self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._node_counts})
-        self.context = ContextCost()
-        self._times_alone = StepTimes(self.context, sloped=experts)
-        self._times_with_prompts = StepTimes(
-            self.context, prompts=True, sloped=experts, slope_of=self._times_alone
-        )
-        self._experts = experts
+        self.times = StepTimes(experts=experts)
         self._trials = Trials(BLOCK)
         self._batches: dict[int, _BatchHistory] = {}
-        self._steps_without_drafts = 0
         self._last_size = 0
         self._steps_of_size = 0
 
     def seed(self, costs: Costs) -> None:
-        self._times_alone.seed(costs)
-        self._times_with_prompts.seed(costs)
+        self.times.seed(costs)
 
     @property
     def costs(self) -> Costs:
         """The costs measured at the start."""
-        return self._times_alone.costs
+        return self.times.costs
 
     def knows(self, nodes: int) -> bool:
         """Whether `nodes` is a number that may be chosen, or 0, which any step may verify."""
@@ -130,23 +136,13 @@ class NodeTuner:
         is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them."""
         size = self._size(batch)
         history = self._batches.setdefault(size, _BatchHistory())
-        allowed = self._awake(self.allowed(batch))
+        allowed = self.allowed(batch)
         if history.choice not in allowed or history.steps_left <= 0:
             captured = self._captured(history, allowed, batch)
             history.choice = self._best(size, captured, batch)
             history.steps_left = BLOCK
         history.steps_left -= 1
         return history.choice
-
-    def _awake(self, allowed: list[int]) -> list[int]:
-        """What is left of them by the phase of drafts that rest; all if they never do."""
-        drafting = [nodes for nodes in allowed if nodes]
-        if self._rests is None or not drafting:
-            return allowed
-        phase = self._rests.begin_step()
-        if phase is Phase.REST:
-            return [0]
-        return drafting if phase is Phase.DRAFT else drafting[:1]
 
     def observe(
         self,
@@ -182,23 +178,23 @@ class NodeTuner:
             self._acceptance.observe(
                 nodes, emitted, alike=alike, same=same, temperature=temperature
             )
-        self._steps_without_drafts = 0 if nodes else self._steps_without_drafts + 1
-        self._batches.setdefault(size, _BatchHistory()).add(emitted, prompts, context)
-        if self._rests is not None:
-            drafted = sum(emitted) / len(emitted) if nodes and verified in (None, nodes) else 0.0
-            self._rests.observe(drafted, self._ratio(size, nodes), same=same)
+        history = self._batches.setdefault(size, _BatchHistory())
+        history.add(emitted, prompts, context)
+        if not same:
+            # Other requests may repeat themselves.
+            self._saved, history.steps_left = MOST, history.steps_left if nodes else 0
+        elif not nodes:
+            self._saved = min(self._saved + LOSS, MOST)
+        elif verified in (None, nodes):
+            won = sum(emitted) / len(emitted) - history.ratios.get(nodes, UNKNOWN_RATIO)
+            self._saved = min(max(self._saved + won, 0.0), MOST)
         if seconds is None or seconds <= 0:
             return
-        measured = self._times_alone.measured(size, nodes)
+        measured = self.times.measured(size, nodes)
         if measured is not None and self._steps_of_size < STEADY:
             # A new batch size comes with work that is done once.
             return
-        times = self._times_with_prompts if prompts else self._times_alone
-        times.observe(size, nodes, seconds, context)
-        if not prompts:
-            # What nodes cost is not what was measured where their rows read experts.
-            cost = None if self._experts else measured
-            self.context.observe(size, nodes, context, seconds, cost)
+        self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
 
     def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
         """Drop the node counts for which most steps would no longer fit a captured graph. How long
@@ -222,50 +218,56 @@ class NodeTuner:
     def _best(self, size: int, allowed: list[int], batch: int) -> int:
         """The number of nodes with the best score, or one whose time is still unknown."""
         times, added = self._seconds(size, allowed)
+        history = self._batches[size]
+        history.ratios = {nodes: times[nodes] / times[0] for nodes in times if 0 in times}
+        affordable = [nodes for nodes in allowed if nodes and self._affordable(history, nodes)]
+        if self._rests:
+            allowed = affordable or [0]
         tokens = {nodes: self._tokens_per_step(size, nodes, batch) for nodes in allowed}
-        scores = {nodes: tokens[nodes] / seconds for nodes, seconds in times.items()}
+        scores = {nodes: tokens[nodes] / times[nodes] for nodes in allowed if nodes in times}
         best = max(scores.values(), default=0.0)
-        context = self._batches[size].context
         unknown = [
             nodes
             for nodes in allowed
             if nodes not in scores
-            and tokens[nodes] > best * (self._times_alone.least(size, nodes, context) + added)
+            and tokens[nodes] > best * (self.times.least(size, nodes, history.context) + added)
         ]
         if unknown:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
             return min(unknown, key=lambda nodes: (abs(nodes - start), nodes))
-        drafting = [nodes for nodes in scores if nodes]
-        if self._steps_without_drafts >= PROBE and drafting:
-            return max(drafting, key=scores.__getitem__)
+        choice = max(scores, key=scores.__getitem__)
+        if not choice and (tried := [nodes for nodes in affordable if nodes in scores]):
+            return min(tried, key=times.__getitem__)
         rival = None
         if self.costs:
-            rival = self._trials.rival(size, scores, times, self._times_alone.judged(size))
-        return max(scores, key=scores.__getitem__) if rival is None else rival
+            rival = self._trials.rival(size, scores, times, self.times.judged(size))
+        return choice if rival is None else rival
+
+    def _affordable(self, history: _BatchHistory, nodes: int) -> bool:
+        """Whether a block of drafts that yield nothing is saved for, or as much as ever is."""
+        loss = BLOCK * (history.ratios.get(nodes, UNKNOWN_RATIO) - 1)
+        return self._saved >= min(loss, MOST)
 
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
         """Expected seconds of a step per known node count, and the part of them that prompts
         cause."""
-        context = self._batches[size].context
-        alone, beside = (
-            {n: s for n in allowed if (s := times.predict(size, n, context)) is not None}
-            for times in (self._times_alone, self._times_with_prompts)
-        )
-        both = [beside[nodes] - alone[nodes] for nodes in alone if nodes in beside]
-        added = max(sum(both) / len(both), 0.0) if both else 0.0
         history = self._batches[size]
+        alone, beside = (
+            {
+                nodes: seconds
+                for nodes in allowed
+                if (seconds := self.times.predict(size, nodes, history.context, prompts=prompts))
+                is not None
+            }
+            for prompts in (False, True)
+        )
+        added = self.times.added(size)
         found = {}
-        for nodes in {*alone, *beside}:
-            # If only one of the two is known, to guess the other is better than to wait for it.
-            more = beside.get(nodes, alone.get(nodes, 0.0) + added)
+        for nodes, more in beside.items():
+            # If only steps with prompts were timed, to guess the others is better than to wait.
             less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
             found[nodes] = less + self._prompt_fraction(history, nodes) * (more - less)
         return found, history.prompt_fraction * added
-
-    def _ratio(self, size: int, nodes: int) -> float:
-        """Seconds of a step of so many nodes over those of one without; a guess if unknown."""
-        seconds, _ = self._seconds(size, [0, nodes])
-        return seconds[nodes] / seconds[0] if len(seconds) == 2 else UNKNOWN_RATIO
 
     def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
         """The fraction of steps that would contain a prompt, with so many nodes: a request that
@@ -320,7 +322,7 @@ class NodeTuner:
         for nodes in allowed:
             known = {
                 "expected_ms": seconds.get(nodes),
-                "measured_ms": self._times_alone.measured(size, nodes),
+                "measured_ms": self.times.measured(size, nodes),
             }
             found[nodes] = {"expected_length": round(self._tokens_per_step(size, nodes, batch), 3)}
             found[nodes] |= {name: round(1e3 * s, 3) for name, s in known.items() if s is not None}

@@ -67,13 +67,12 @@ BOUNDED = {
         spec_decode/kernels/attention/attention_plan.py:Tile.choose
         spec_decode/counts/tree_metrics.py:TreeWatch._by_depth
         spec_decode/counts/tree_metrics.py:TreeWatch._nodes
-        spec_decode/tuning/context_cost.py:ContextCost._kinds
-        spec_decode/tuning/context_cost.py:ContextCost._measured
         spec_decode/tuning/acceptance.py:_DeepPaths._paths
         spec_decode/tuning/step_times.py:StepTimes._kept
         spec_decode/tuning/step_times.py:StepTimes._seen
         spec_decode/tuning/step_times.py:StepTimes.costs
         spec_decode/tuning/trials.py:Trials._accounts spec_decode/tuning/trials.py:_Account.tried
+        spec_decode/tuning/tuner.py:_BatchHistory.ratios
         spec_decode/tuning/trials.py:_Account.wrong spec_decode/tuning/tuner.py:NodeTuner._batches
         graph_runners/language/draft.py:VerifyingDraftRunner._equal""",
     "A local object of one request, which the budget of work bounds.": """

@@ -203,7 +203,7 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
     for _ in range(2):
         assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
     assert lookup.tuner._acceptance._seen[15].missed == pytest.approx(2.0, rel=1e-3)
-    assert lookup.tuner._times_alone.predict(1, 15)
+    assert lookup.tuner.times.predict(1, 15)
 
 
 @pytest.mark.parametrize("experts", [False, True])

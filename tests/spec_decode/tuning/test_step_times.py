@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from vllm_graft.spec_decode.tuning.excess import Floor, Point, Slope, Timed, level, place_of
-from vllm_graft.spec_decode.tuning.step_times import StepTimes
+from vllm_graft.spec_decode.tuning.step_times import DOUBT, Point, Shared, StepTimes, with_host
 
 
 def seeded() -> StepTimes:
@@ -42,7 +41,7 @@ def test_few_bad_times_rule_nothing_out() -> None:
         times.observe(8, 7, 0.1)
     predicted = times.predict(8, 7)
     assert predicted is not None
-    assert predicted < 0.0095
+    assert predicted < 0.012
 
 
 def test_a_number_of_its_own_kind_is_learned() -> None:
@@ -92,7 +91,6 @@ def test_shorter_steps_prove_a_cost_wrong() -> None:
     longer = seeded()
     for _ in range(2):
         longer.observe(8, 7, 0.011)
-    assert longer.mend(8, 7) == 0.0
     assert longer.judged(8) == {7: False}
 
 
@@ -100,7 +98,6 @@ def test_one_step_or_a_little_noise_proves_nothing() -> None:
     times = seeded()
     times.observe(8, 7, 0.005)
     assert times.judged(8) == {}
-    assert times.mend(8, 7) == 0.0
     # Nor does a short one behind one that the host held up.
     times.observe(8, 7, 0.012)
     assert times.judged(8) == {7: False}
@@ -126,131 +123,131 @@ def test_many_longer_steps_prove_it_once_another_number_was_timed() -> None:
 
 
 def test_a_mended_cost_counts_beside_prompts() -> None:
-    alone = seeded()
-    beside = StepTimes(prompts=True, slope_of=alone)
-    beside.seed(alone.costs)
-    before = beside.predict(8, 7)
+    times = seeded()
     for _ in range(4):
-        alone.observe(8, 7, 0.005)
-    assert before is not None
-    assert beside.predict(8, 7) == pytest.approx(before + alone.mend(8, 7))
-    assert alone.mend(8, 7) < -0.002
+        times.observe(8, 7, 0.005)
+    for nodes, cost in ((0, 0.005), (7, 0.008)):
+        alone, beside = (times.predict(8, nodes, prompts=prompts) for prompts in (False, True))
+        assert alone == beside
+        assert (alone == cost) is (nodes == 0)
+    for _ in range(100):
+        times.observe(8, 0, 0.009, prompts=True)
+    alone, beside = (times.predict(8, 7, prompts=prompts) or 0 for prompts in (False, True))
+    assert beside - alone == pytest.approx(0.004, rel=0.1)
+    assert times.added(8) == pytest.approx(0.004, rel=0.1)
 
 
 COSTS = {0: 1.0, 7: 1.5, 15: 2.0, 63: 4.0}
 HOST, ADDED = 3.0, 0.2
 
 
-def timed(*node_counts: int, host: float = HOST, added: float = ADDED) -> list[Timed]:
+def timed(
+    *node_counts: int, host: float = HOST, added: float = ADDED
+) -> list[tuple[float, float, float]]:
     """What steps took in which the device works on one while the host prepares the next."""
-    return [
-        Timed(0.5, COSTS[nodes], max(host, COSTS[nodes] + added) - COSTS[nodes])
-        for nodes in node_counts
-    ]
+    costs = [COSTS[nodes] for nodes in node_counts]
+    return [(0.5, cost, max(host, cost + added)) for cost in costs]
+
+
+NONE = Shared()
+"""There is no host: what all take more is returned as it was given."""
 
 
 @pytest.mark.parametrize("known", [(0, 63), (7, 15, 63), (0, 7, 15, 63)])
 def test_two_numbers_tell_the_hosts_time_from_the_devices(known: tuple[int, ...]) -> None:
-    floor = Floor.under(timed(*known))
-    assert floor == pytest.approx((ADDED, HOST))
+    found = with_host(NONE, timed(*known))
+    assert (found.level, found.host) == pytest.approx((ADDED, HOST))
     for nodes, cost in COSTS.items():
-        assert cost + floor.beyond(cost) == pytest.approx(max(HOST, cost + ADDED)), nodes
+        assert found.seconds(nodes, cost) == pytest.approx(max(HOST, cost + ADDED)), nodes
 
 
 @pytest.mark.parametrize("known", [(7,), (0, 7, 15)])
 def test_where_only_the_host_was_seen_more_nodes_seem_free(known: tuple[int, ...]) -> None:
-    floor = Floor.under(timed(*known))
-    assert COSTS[15] + floor.beyond(COSTS[15]) == pytest.approx(HOST)
-    assert HOST < COSTS[63] + floor.beyond(COSTS[63]) < HOST + COSTS[63]
+    found = with_host(NONE, timed(*known))
+    assert found.seconds(15, COSTS[15]) == pytest.approx(HOST)
+    assert HOST < found.seconds(63, COSTS[63]) < HOST + COSTS[63]
 
 
 @pytest.mark.parametrize("added", [0.0, 0.2, 3.0])
 @pytest.mark.parametrize("known", [(0, 63), (7, 15), (0, 7, 15, 63)])
-def test_a_device_that_is_slower_has_no_floor(known: tuple[int, ...], added: float) -> None:
-    assert Floor.under(timed(*known, host=0.0, added=added)) == Floor()
+def test_a_device_that_is_slower_has_no_host(known: tuple[int, ...], added: float) -> None:
+    assert with_host(NONE, timed(*known, host=0.0, added=added)) is NONE
 
 
 def test_nothing_is_below_a_step_that_took_less() -> None:
-    """What took long for another reason is no floor of the others."""
-    disturbed = Timed(0.1, COSTS[15], 20.0)
-    assert Floor.under([*timed(0, host=0.0), disturbed]) == Floor()
+    """What took long for another reason is no time of the host."""
+    disturbed = (0.1, COSTS[15], 22.0)
+    assert with_host(NONE, [*timed(0, host=0.0), disturbed]) is NONE
     # Alone it is taken for the host's, until another number was tried.
-    assert Floor.under([disturbed]).seconds == pytest.approx(22.0)
-    assert Floor.under([]) == Floor()
+    assert with_host(NONE, [disturbed]).host == pytest.approx(22.0)
+    assert with_host(NONE, []) is NONE
 
 
-def test_noise_of_a_large_model_is_no_floor() -> None:
-    noisy = [Timed(0.5, 6.5, 0.9), Timed(0.5, 7.0, 0.3), Timed(0.5, 9.5, 0.6)]
-    assert Floor.under(noisy) == Floor()
+def test_noise_of_a_large_model_is_no_host() -> None:
+    noisy = [(0.5, 6.5, 7.4), (0.5, 7.0, 7.3), (0.5, 9.5, 10.1)]
+    assert with_host(NONE, noisy) is NONE
 
 
-def floor_seeded(*, prompts: bool = False, of: StepTimes | None = None) -> StepTimes:
-    times = StepTimes(prompts=prompts, slope_of=of)
+def host_seeded() -> StepTimes:
+    times = StepTimes()
     times.seed({nodes: {1: cost} for nodes, cost in COSTS.items()})
     return times
 
 
-def test_times_are_predicted_by_the_floor() -> None:
-    times = floor_seeded()
+def test_times_are_predicted_by_the_host() -> None:
+    times = host_seeded()
     for _ in range(100):
         times.observe(1, 7, HOST)
     assert times.predict(1, 15) == pytest.approx(HOST)
     assert times.predict(1, 0) == pytest.approx(HOST)
     for _ in range(100):
         times.observe(1, 63, 4.2)
-    assert times.floor(1).seconds == pytest.approx(HOST)
     for nodes, cost in COSTS.items():
         assert times.predict(1, nodes) == pytest.approx(max(HOST, cost + 0.2)), nodes
 
 
 def test_a_host_far_slower_than_the_device_is_no_hiccup() -> None:
-    times = floor_seeded()
+    times = host_seeded()
     for _ in range(5):
         times.observe(1, 0, 4.5)
-    assert times.floor(1).seconds == pytest.approx(4.5)
+    assert times.predict(1, 0) == pytest.approx(4.5)
     predicted = times.predict(1, 63)
     assert predicted is not None
     assert predicted < 5.1
 
 
-def test_prompts_come_on_top_of_the_floor() -> None:
-    alone = floor_seeded()
-    beside = floor_seeded(prompts=True, of=alone)
+def test_prompts_come_on_top_of_the_host() -> None:
+    times = host_seeded()
     for _ in range(100):
-        alone.observe(1, 7, HOST)
-        alone.observe(1, 63, 4.2)
-        beside.observe(1, 7, HOST + 10)
-    found = {nodes: beside.predict(1, nodes) or 0.0 for nodes in COSTS}
+        times.observe(1, 7, HOST)
+        times.observe(1, 63, 4.2)
+        times.observe(1, 7, HOST + 10, prompts=True)
+    found = {nodes: times.predict(1, nodes, prompts=True) or 0.0 for nodes in COSTS}
     # What was timed has a correction of its own besides.
     assert found[0] == pytest.approx(found[15])
     assert found[63] - found[15] == pytest.approx(4.2 - HOST)
     assert found[7] == pytest.approx(HOST + 10, rel=0.05)
 
 
-def random_points(count: int, seed: int = 0) -> list[Point]:
-    rng = random.Random(seed)
-    return [Point(rng.random(), rng.uniform(1, 6), rng.gauss(0, 1)) for _ in range(count)]
-
-
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_a_slope_is_ridge_regression(count: int) -> None:
-    points = random_points(count)
-    weights, places, seconds = map(np.array, zip(*points))
-    found = Slope.through(points)
+    rng = random.Random(count)
+    points = [Point(rng.random(), nodes, 0.0, rng.gauss(0, 1)) for nodes in range(1, count + 1)]
+    weights, nodes, _, seconds = map(np.array, zip(*points))
+    places = np.log2(nodes + 1)
+    found = Shared.of(points, sloped=True)
     middle = np.average(places, weights=weights)
     # Least squares of the centred points, with one more row that pulls the slope to 0.
-    rows = np.append(np.sqrt(weights) * (places - middle), np.sqrt(0.05))
+    rows = np.append(np.sqrt(weights) * (places - middle), np.sqrt(DOUBT))
     wanted = np.append(np.sqrt(weights) * seconds, 0.0)
     [slope], *_ = np.linalg.lstsq(rows[:, None], wanted, rcond=None)
     assert found.middle == pytest.approx(middle)
     assert found.rise == pytest.approx(slope)
-    assert found.spread == pytest.approx(np.sum(weights * (places - middle) ** 2))
-    assert level(points) == pytest.approx(np.dot(weights, seconds) / (weights.sum() + 0.05))
+    assert found.level == pytest.approx(np.dot(weights, seconds) / (weights.sum() + DOUBT))
+    assert Shared.of(points) == Shared(found.level)
 
 
-def test_one_number_has_no_slope_and_none_has_no_excess() -> None:
-    one = [Point(0.5, place_of(7), 2.0)]
-    assert Slope.through(one) == Slope(middle=3.0, spread=0.0, rise=0.0)
-    assert level(one) == pytest.approx(2.0 * 0.5 / 0.55)
-    assert Slope.through([]) == Slope()
-    assert level([]) == 0.0
+def test_one_number_has_no_slope_and_none_has_no_correction() -> None:
+    one = [Point(0.5, 7, 0.0, 2.0)]
+    assert Shared.of(one, sloped=True) == Shared(2.0 * 0.5 / (0.5 + DOUBT), middle=3.0)
+    assert Shared.of([], sloped=True) == Shared()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.support.crossed import crossed
-from vllm_graft.spec_decode.tuning.context_cost import Rates
+from vllm_graft.spec_decode.tuning.step_times import Rates
 from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
 NUMBERS = [0, 3, 7, 14, 31, 47]
@@ -109,7 +109,7 @@ def test_a_number_without_a_time_is_kept_only_until_it_has_one() -> None:
     for _ in range(BLOCK):
         tuner.begin_step(1)
     assert tuner.begin_step(1) == 3
-    assert tuner._times_alone.predict(1, 7) == 0.005
+    assert tuner.times.predict(1, 7) == 0.005
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_a_clock_that_stands_still_or_goes_back_says_nothing(
         for step in range(4 * BLOCK):
             nodes = each.begin_step(1)
             each.observe(nodes, [2], says, context=[100, 90_000][step % 2])
-    assert tuner._times_alone._seen == expected._times_alone._seen == {}
-    assert tuner.context.rates == Rates()
+    assert tuner.times._seen == expected.times._seen == {}
+    assert tuner.times.rates == Rates()
     # Negative control: a time that is one is learned.
     tuner.observe(7, [2], 0.02)
-    assert tuner._times_alone._seen or costs
+    assert tuner.times._seen or costs
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -246,4 +246,4 @@ def test_costs_of_rows_that_read_experts_say_nothing_of_contexts(experts: bool) 
     for step in range(200):
         nodes, seconds = [(7, 0.007), (31, 0.014)][step // 50 % 2]
         tuner.observe(nodes, [2], seconds, context=130_000)
-    assert (tuner.context.rates.row > 0) is not experts
+    assert (tuner.times.rates.row > 0) is not experts

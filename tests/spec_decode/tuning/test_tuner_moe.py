@@ -1,21 +1,17 @@
 """The tuner where measured costs are wrong: rows ask for experts, engines start beside others."""
 
-import hashlib
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.support.worlds import tuner_world
-from tests.support.worlds.closed_loop import Loop
 from tests.support.worlds.moe_world import Service, make
 from tests.support.worlds.wrong_costs import World, dense, far, qwen, shares
-from vllm_graft.spec_decode.tuning import excess
+from vllm_graft.spec_decode.tuning import step_times
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, Ladder
-from vllm_graft.spec_decode.tuning.step_times import StepTimes
+from vllm_graft.spec_decode.tuning.step_times import Shared
 from vllm_graft.spec_decode.tuning.trials import Trials
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -52,62 +48,17 @@ def test_costs_that_are_right_or_too_steep(batch: int, slope: float) -> None:
     assert mean(slope, batch) > 0.94
 
 
-def test_trials_and_a_slope_together_correct_them() -> None:
-    """Negative controls: without trials nothing tells a slope, without one a trial tells less."""
-    found = mean(FLAT, 4)
-    with mock.patch.object(Trials, "rival", return_value=None):
-        assert mean(FLAT, 4) < found - 0.04
-    with mock.patch.object(excess, "_SLOPE_DOUBT", 1e9):
+def test_a_slope_corrects_numbers_that_were_not_timed() -> None:
+    found, of = mean(FLAT, 1), Shared.of
+    with mock.patch.object(Shared, "of", lambda points, **_: of(points)):
         # Each number that was tried has its own cost mended, and the others keep theirs.
-        assert mean(FLAT, 4) < found - 0.02
-        with mock.patch.object(StepTimes, "mend", return_value=0.0):
-            assert mean(FLAT, 4) < found - 0.1
-
-
-def choices(tuner: NodeTuner) -> list[int]:
-    """Return what a tuner chooses in the closed loops of two texts and two batch sizes."""
-    seen: list[int] = []
-
-    def choose(batch: int) -> int:
-        seen.append(tuner.begin_step(batch))
-        return seen[-1]
-
-    for text, batch in (("0", 16), ("1", 4), ("0.6", 64), ("1", 1)):
-        Loop(text, batch, seed=1).rate(choose, tuner.observe)
-    return seen
-
-
-CHOICES = "d56564b935c74b78"
-"""Of the choices in closed loops of the tuner of commit 3c7b660, which knew of no experts."""
-
-
-def digest(tuner: NodeTuner) -> str:
-    return hashlib.sha256(bytes(choices(tuner))).hexdigest()[:16]
-
-
-def test_dense_models_with_right_costs_are_tuned_as_before_but_for_trials(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Neither slopes nor mended costs change a choice. Trials do, as they choose something else."""
-    stock, made = NodeTuner.__init__, {"experts": True}
-
-    def with_experts(tuner: NodeTuner, *args: Any, **kwargs: Any) -> None:
-        stock(tuner, *args, **kwargs, **made)
-
-    with_trials = digest(tuner_world.make())
-    with monkeypatch.context() as patch:
-        # Control: the same costs are corrected by a slope where there are experts.
-        patch.setattr(NodeTuner, "__init__", with_experts)
-        assert digest(tuner_world.make()) != with_trials
-    monkeypatch.setattr(Trials, "rival", lambda *_: None)
-    assert digest(tuner_world.make()) == CHOICES != with_trials
+        assert mean(FLAT, 1) < found - 0.01
+        with mock.patch.object(Shared, "own", return_value=(0.0, False)):
+            assert mean(FLAT, 1) < found - 0.04
 
 
 STEPS = (500, 1500)
 SEEDS = range(3)
-
-BESIDE = "vllm_graft.spec_decode.tuning.context_cost._Sums.beside"
-"""Tells what rows cost over contexts."""
 
 
 def late(world: Callable[[int], World]) -> list[float]:
@@ -171,7 +122,7 @@ def test_contexts_that_cost_more_with_more_nodes(monkeypatch: pytest.MonkeyPatch
     assert share > 0.9
     assert mixed > 0.965
     # Control: rows cost nothing.
-    monkeypatch.setattr(BESIDE, lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(step_times, "ROWS", 1e9)
     blind, too_many = far_loops(monkeypatch, 100, near=False)
     assert blind < share - 0.015
     assert too_many > 1.2 * many
@@ -186,5 +137,5 @@ def test_contexts_that_cost_all_nodes_alike_lose_nothing(monkeypatch: pytest.Mon
 
     found = share()
     assert found > 0.97
-    monkeypatch.setattr(BESIDE, lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(step_times, "ROWS", 1e9)
     assert found > share() - 0.01

@@ -25,6 +25,10 @@ from vllm_graft.spec_decode.chunking.handover import Handover
 AGE = 2000.0
 """Timings after which one counts for 1/e. Raised, a machine that has changed is noticed later."""
 
+_AGAIN = 625.0
+"""Steps after which a number of nodes that was tried little is tried again. Raised, a number that
+looked bad once is given up for longer."""
+
 KEPT = 64
 """Latest timings of one kind of step. Raised, sorting them takes longer."""
 
@@ -365,7 +369,7 @@ class StepTimes:
             own, _ = shared.own(timed, nodes, cost) if timed else (0.0, False)
             return max(shared.seconds(nodes, cost) + own, LEAST * cost)
         # A number that was tried little and long ago is tried again.
-        known = timed and (timed.timings >= MANY or self._now - timed.last < AGE / 3)
+        known = timed and (timed.timings >= MANY or self._now - timed.last < _AGAIN)
         return timed.seconds if timed and known else None
 
     def judged(self, size: int) -> dict[int, bool]:

@@ -84,17 +84,20 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
         alone["compilation_config"] = _few_graphs(vllm_config.compilation_config)
     if model.is_multimodal_model:
         alone["language_model_only"] = True
+    others = dict(vllm_config.additional_config or {})
+    given = others.pop(KEY, {})
+    if others:
+        alone["additional_config"] = others
     asked, wanted = dict(alone), {"vllm:num_preemptions": "preemptions"}
     if engine.async_scheduling is not None:
         asked["async_scheduling"] = engine.async_scheduling
-    given = (vllm_config.additional_config or {}).get(KEY, {})
     sections = {name: dict(each) for name, each in given.items() if name in parts}
     if sections:
         asked["speculative_config"] = drafts = _drafts(sections.get("tree"), speculative)
         wanted["vllm:spec_decode_num_accepted_tokens"] = "accepted drafts"
         if own:
             drafts["model"] = str(_write(folder / "draft", tiny.draft(speculative.method)))
-    asked["additional_config"] = {KEY: sections}
+    asked["additional_config"] = {**others, KEY: sections}
     if "hicache" in parts:
         asked["kv_transfer_config"] = _transfer(vllm_config, tiny, dtype, folder, wanted)
     return Arms(target, dtype, alone, asked, wanted)

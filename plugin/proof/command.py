@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if proof is None:
         print(
             "Nothing that a proof can show would run with these flags: `vllm-graft plan` says what "
-            "would. Images, and host caches of recurrent states, have no proof."
+            "would. Images, and host caches of recurrent states or of models that take images, have "
+            "no proof."
         )
         return NOTHING
     kept = proof.keep()
@@ -87,8 +88,9 @@ def prove(arguments: Sequence[str]) -> Any:
         request = Request.parse(arguments)
         vllm_config = request.create()
     parts = {part.name for part, _ in asked_for(vllm_config)}
-    # An image needs the served model's own processor.
-    parts -= {"vit", "hicache"} if vllm_config.model_config.is_hybrid else {"vit"}
+    # An image needs the served model's own processor, and so does vLLM beside a connector.
+    model = vllm_config.model_config
+    parts -= {"vit", "hicache"} if model.is_hybrid or model.is_multimodal_model else {"vit"}
     if not parts:
         return None
     with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:

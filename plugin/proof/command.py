@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if proof is None:
         print(
             "Nothing that a proof can show would run with these flags: `vllm-graft plan` says what "
-            "would. Images have no proof, nor have host caches of recurrent states or of models that "
-            "take images."
+            "would. Images have no proof, nor have host caches of recurrent states or of models "
+            "that take images."
         )
         return NOTHING
     kept = proof.keep()

@@ -70,6 +70,16 @@ class Measured:
     drafted: float = field(default=0.0, compare=False)
     nodes: Nodes = field(default_factory=dict, compare=False)
 
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """Figures of a row by name, None where one is unknown."""
+        return {
+            "tokens_per_second": self.rate,
+            "acceptance_length": self.acceptance,
+            "step_ms": self.step * 1e3 or None,
+            "tokens_per_step": self.rate * self.step or None,
+        }
+
 
 class TooFewRequests(CannotAnswer):
     """A case's requests are too few or too short, or the K/V cache does not hold the batch."""

@@ -158,24 +158,15 @@ def take_turns(
             elif number:
                 found[column].append(measured)
     asked = {"temperature": temperature, "requests_in_flight": batch}
-    rows = [_make_row(column, asked, found[column]) for _, column, _ in turns if column in found]
+    rows = [
+        median_row(column, asked, [measured.figures for measured in found[column]])
+        for _, column, _ in turns
+        if column in found
+    ]
     for row in rows:
         said = f"{row.arm}: {rate_cell(row)} tokens per second"
         print(f"temperature {temperature:g}, {batch} in flight, {said}", flush=True)
     return rows
-
-
-def _make_row(column: str, case: dict[str, Any], results: list[Measured]) -> Row:
-    rounds = [
-        {
-            "tokens_per_second": measured.rate,
-            "acceptance_length": measured.acceptance,
-            "step_ms": measured.step * 1e3 or None,
-            "tokens_per_step": measured.rate * measured.step or None,
-        }
-        for measured in results
-    ]
-    return median_row(column, case, rounds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

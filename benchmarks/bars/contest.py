@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import engine_probe, step_pace, step_timeline
@@ -24,7 +23,7 @@ from benchmarks.bars.windows import (
     step_table,
     table,
 )
-from benchmarks.pair_arms import draft_folder, read_arm, read_prompts
+from benchmarks.pair_arms import read_arms, read_prompts
 from benchmarks.pair_arms import start as start_engines
 from benchmarks.step_bytes import StepBytes, step_bytes
 from vllm_graft.bench.common import report
@@ -193,22 +192,11 @@ def start(arguments: argparse.Namespace) -> Bars:
     Raises:
         BenchmarkError: an engine did not start, or arms or cells can't be read.
     """
-    pair: Path = arguments.pair
-    prompts = read_prompts(pair, arguments.prompt)
+    prompts = read_prompts(arguments.pair, arguments.prompt)
     arguments.requests_in_flight = [arguments.max_num_seqs]
-    names = {"chain": arguments.chain, "ours": arguments.tree}
-    names |= {name: name for name in arguments.others}
-    arms = {
-        role: read_arm(
-            name,
-            draft_folder(pair, arguments.method),
-            arguments.topk,
-            arguments.auto_steps,
-            arguments.max_num_seqs,
-            arguments.method,
-        )
-        for role, name in names.items()
-    }
+    arguments.steps, roles = arguments.auto_steps, ["chain", "ours", *arguments.others]
+    arguments.arms = [arguments.chain, arguments.tree, *arguments.others]
+    arms = dict(zip(roles, read_arms(arguments), strict=True))
     chain = arms["chain"]
     if not chain.drafts:
         raise report.BenchmarkError(

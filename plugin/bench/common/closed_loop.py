@@ -58,8 +58,8 @@ class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
     `sent` is a checksum of prompts, parameters and seeds. Means of steps, 0 where unknown, are
-    `step` in seconds, `held` tokens of the requests in flight with their prompts, and `drafted`
-    drafts that a request verified. `nodes` is what `watched` says.
+    `step` in seconds, and `held` tokens of the requests in flight with their prompts. `nodes` is
+    what `watched` says.
     """
 
     rate: float
@@ -67,7 +67,6 @@ class Measured:
     sent: int = field(default=0, compare=False)
     step: float = field(default=0.0, compare=False)
     held: float = field(default=0.0, compare=False)
-    drafted: float = field(default=0.0, compare=False)
     nodes: Nodes = field(default_factory=dict, compare=False)
 
     @property
@@ -137,10 +136,9 @@ class ClosedLoop:
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
         acceptance = 1 + accepted / drafts if drafts else 1.0
-        drafted = (after.draft_tokens - before.draft_tokens) / drafts if drafts else 0.0
         steps = max(1, steps)
         rate, step, mean = tokens / seconds, seconds / steps, held / steps
-        return Measured(rate, acceptance, self._checksum, step, mean, drafted, nodes)
+        return Measured(rate, acceptance, self._checksum, step, mean, nodes)
 
     def watch(self) -> None:
         """Begin to look at the engine, where somebody wants to; the window begins."""

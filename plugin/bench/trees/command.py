@@ -3,11 +3,7 @@
     vllm-graft bench trees MODEL --dataset questions.jsonl --requests-in-flight 1 4 16 64 \\
         --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
 
-All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
-is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
-the GPU's memory together, all are up at the same time, and take turns; else one follows another,
-and each measures all loads. Each load is warmed up, then measured `--rounds` times; the table has
-the medians. An arm is
+Each load is warmed up, then measured `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
 - `chain:K`, stock vLLM with K drafts of your draft model, the likeliest; `sampled:K`, with sampled

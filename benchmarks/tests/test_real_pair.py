@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from benchmarks.real_pair import conversations, training, widening
-from benchmarks.real_pair.answers import draw, grown
 from benchmarks.real_pair.descent import Run
 from benchmarks.real_pair.head import Head, HeadSizes, load_head, save_head
 from benchmarks.real_pair.texts import Text, batches, padded, read_texts, write_texts
@@ -115,39 +114,6 @@ def test_places_that_count_draft_the_answers_tokens() -> None:
     assert padded([Text(torch.arange(10), 1)], 9, 4).counted[0].int().tolist()[:4] == [0, 0, 0, 1]
 
 
-# --- answers without an engine ------------------------------------------------------------------
-
-
-def test_drawn_tokens_follow_the_temperature() -> None:
-    logits = torch.tensor([[0.0, 1.0, 5.0, 2.0]]).repeat(400, 1)
-    random = torch.Generator().manual_seed(0)
-    assert set(draw(logits, torch.zeros(400), random).tolist()) == {2}
-    warm = torch.bincount(draw(logits, torch.full((400,), 2.0), random), minlength=4) / 400
-    torch.testing.assert_close(warm, (logits[0] / 2).softmax(-1), rtol=0, atol=0.07)
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return AutoModelForCausalLM.from_pretrained(str(SHIPPED / "target"), dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def asked() -> list[list[int]]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(SHIPPED / "target"))
-    prompts = json.loads(PROMPTS.read_text())[:24]
-    return [tokenizer(each)["input_ids"][: 10 + i % 5] for i, each in enumerate(prompts)]
-
-
-def test_prompts_of_several_lengths_grow_as_alone(target: Any, asked: list[list[int]]) -> None:
-    random = torch.Generator().manual_seed(0)
-    together = grown(target, asked[:5], [0.0] * 5, 8, random)
-    for prompt, row in zip(asked[:5], together, strict=True):
-        alone = target.generate(
-            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0
-        )
-        assert row == alone[0, len(prompt) :].tolist()
-
-
 # --- training -----------------------------------------------------------------------------------
 
 
@@ -166,6 +132,11 @@ def shipped_teacher(draft_vocab: int) -> tuple[training.Teacher, HeadSizes, list
     ids, covered = training.frequent_tokens(texts, config["vocab_size"], draft_vocab)
     assert covered > 0.9
     return training.Teacher(model, ids, (1, 3, 5)), HeadSizes.of(config, len(ids), (1, 3, 5)), texts
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(SHIPPED / "target"), dtype=torch.float32).eval()
 
 
 def test_limited_lessons_come_again(target: Any) -> None:

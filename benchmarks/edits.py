@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import pair_arms
+from benchmarks.watched_loop import Call
 from vllm_graft.bench.common import arm_processes, report
 from vllm_graft.bench.common.arm import Arm, Row, table
-from vllm_graft.bench.common.closed_loop import Call
 from vllm_graft.bench.trees import command
 
 WORKLOADS = ("edit", "prose")

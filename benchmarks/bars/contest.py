@@ -26,8 +26,9 @@ from benchmarks.bars.windows import (
 from benchmarks.pair_arms import read_arms, read_prompts
 from benchmarks.pair_arms import start as start_engines
 from benchmarks.step_bytes import StepBytes, step_bytes
+from benchmarks.watched_loop import Call, Watched
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.closed_loop import Ask, Case, fix_drafts
 from vllm_graft.bench.trees.arm_flags import is_chain
 
 WARM_UP_TOKENS = 16
@@ -154,10 +155,10 @@ class Bars:
             needed.use(measured.step, measured.held) if needed else None,
         )
 
-    def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
+    def _serve(self, name: str, cell: Cell, case: Case) -> Watched:
         """Have an engine run a case; an engine of chains is told how many drafts."""
         told = replace(case, drafts=cell.chain) if name in self.chains else case
-        measured: Measured = self._ask(name, told)
+        measured: Watched = self._ask(name, told)
         return measured
 
     def _warm_up(self, cell: Cell, case: Case) -> None:

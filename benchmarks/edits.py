@@ -22,16 +22,18 @@ import keyword
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import pair_arms
-from vllm_graft.bench.common import report
-from vllm_graft.bench.common.arm import Row, table
-from vllm_graft.bench.common.closed_loop import Call
+from benchmarks.watched_loop import Call
+from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common.arm import Arm, Row, table
 from vllm_graft.bench.trees import command
 
 WORKLOADS = ("edit", "prose")
@@ -164,17 +166,7 @@ def replay(worker: Any, answers: dict[tuple[int, ...], list[int]]) -> int:
     return len(answers)
 
 
-class Known(Protocol):
-    """A prompt whose answer is known."""
-
-    @property
-    def prompt(self) -> str: ...
-
-    @property
-    def answer(self) -> str: ...
-
-
-def answers_to(cases: Iterable[Known], tokenizer: Any) -> dict[tuple[int, ...], list[int]]:
+def answers_to(cases: Iterable[Edit], tokenizer: Any) -> dict[tuple[int, ...], list[int]]:
     """What `replay` wants: the tokens of each answer, by those of its prompt."""
     return {
         tuple(tokenizer.encode(case.prompt)): tokenizer.encode(
@@ -184,50 +176,75 @@ def answers_to(cases: Iterable[Known], tokenizer: Any) -> dict[tuple[int, ...], 
     }
 
 
-def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
-    """Measure all arms on one workload."""
-    pair, arms = arguments.pair, pair_arms.read_arms(arguments)
-    answers: dict[tuple[int, ...], list[int]] = {}
-    if workload == "edit":
-        from transformers import AutoTokenizer
-
-        cases = edits(arguments.files, arguments.prompt)
-        prompts = [case.prompt for case in cases]
-        answers = answers_to(cases, AutoTokenizer.from_pretrained(str(pair / "target")))
-    else:
-        prompts = pair_arms.read_prompts(pair, arguments.prompt)
-    pipes = pair_arms.start(arms, arguments, prompts)
+@contextmanager
+def engines(
+    arguments: argparse.Namespace,
+    prompts: list[str],
+    answers: dict[tuple[int, ...], list[int]],
+) -> Iterator[dict[Arm, Connection]]:
+    """The engines of all arms, which replay the answers if there are any."""
+    pipes = pair_arms.start(pair_arms.read_arms(arguments), arguments, prompts)
     try:
-        for pipe in pipes.values() if answers else ():
+        for arm, pipe in pipes.items() if answers else ():
             pipe.send(Call(replay, (answers,)))
-            pipe.recv()
-        return command.measure_cases(pipes, arguments)
+            arm_processes.answer(arm, pipe)
+        yield pipes
     finally:
         for pipe in pipes.values():
             pipe.send(None)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def tokenizer_of(pair: Path) -> Any:
+    """The tokenizer of a pair's target."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(pair / "target"))
+
+
+def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
+    """Measure all arms on one workload."""
+    cases = edits(arguments.files, arguments.prompt) if workload == "edit" else []
+    answers = answers_to(cases, tokenizer_of(arguments.pair)) if cases else {}
+    prompts = [case.prompt for case in cases]
+    prompts = prompts or pair_arms.read_prompts(arguments.pair, arguments.prompt)
+    with engines(arguments, prompts, answers) as pipes:
+        return command.measure_cases(pipes, arguments)
+
+
+def make_parser(description: str, workloads: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser of what benchmarks of workloads are told."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     pair_arms.add_pair_arguments(parser)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--arms", nargs="+", default=["tree:63", "tree:63+ngram"])
+    parser.add_argument("--arms", nargs="+")
     command.add_loads(parser)
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--files", type=int, default=32, help="modules that are edited")
+    parser.add_argument("--workload", nargs="+", choices=workloads, default=[*workloads])
     parser.add_argument("--json", type=Path)
-    parser.set_defaults(requests_in_flight=[1, 16], prompt=1500)
-    arguments = parser.parse_args(argv)
-    found: dict[str, list[Row]] = {}
+    return parser
+
+
+def run(
+    arguments: argparse.Namespace, measured: Callable[[argparse.Namespace, str], list[Row]]
+) -> int:
+    """Measure each workload, print its table, write all rows."""
+    rows: list[dict[str, Any]] = []
     for workload in arguments.workload:
-        found[workload] = measure(arguments, workload)
-        print(f"{workload}:\n{table(found[workload], command.rate_cell)}", flush=True)
+        found = measured(arguments, workload)
+        print(f"{workload}:\n{table(found, command.rate_cell)}", flush=True)
+        rows += [{"workload": workload, **row.flat()} for row in found]
     if arguments.json:
-        rows = [{"workload": name, **row.flat()} for name, each in found.items() for row in each]
         report.write_json(arguments.json, rows)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__, WORKLOADS)
+    parser.add_argument("--files", type=int, default=32, help="modules that are edited")
+    arms = ["tree:63", "tree:63+ngram"]
+    parser.set_defaults(arms=arms, requests_in_flight=[1, 16], prompt=1500)
+    return run(parser.parse_args(argv), measure)
 
 
 if __name__ == "__main__":

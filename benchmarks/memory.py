@@ -26,26 +26,16 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks import pair_arms
-from benchmarks.edits import answers_to, edits, replay
-from vllm_graft.bench.common import report
-from vllm_graft.bench.common.arm import Row, median_row, table
-from vllm_graft.bench.common.closed_loop import Call, Case
-from vllm_graft.bench.trees import command
+from benchmarks.edits import Edit, answers_to, edits, engines, make_parser, run, tokenizer_of
+from vllm_graft.bench.common import arm_processes, report
+from vllm_graft.bench.common.arm import Row, median_row
+from vllm_graft.bench.common.closed_loop import Case
 
 WORKLOADS = ("rollout", "agent")
 _CONTEXT = 5
 """Tokens before a token that tell whether it repeats something."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A request whose answer is known."""
-
-    prompt: str
-    answer: str
 
 
 @dataclass
@@ -59,7 +49,7 @@ class Load:
 
     prompts: list[str] = field(default_factory=list)
     epochs: list[list[range]] = field(default_factory=list)
-    answers: list[Turn] = field(default_factory=list)
+    answers: list[Edit] = field(default_factory=list)
 
 
 def rollouts(prompts: Sequence[str], cells: int, count: int, answers: int, epochs: int) -> Load:
@@ -95,7 +85,7 @@ def agents(cells: int, sessions: int, turns: int, characters: int, kept: int) ->
                 told += f"{shown[: characters // 4]}\n# All of it{ask}"
                 asked = f"# Session {cell}.{session}\n{transcripts[session][-kept:]}{told}"
                 load.prompts.append(asked)
-                load.answers.append(Turn(asked, edit.answer))
+                load.answers.append(Edit(asked, edit.answer))
                 transcripts[session] += told + edit.answer
             numbers.append(range(first, len(load.prompts)))
         load.epochs.append(numbers)
@@ -136,57 +126,40 @@ def measure(arguments: argparse.Namespace, workload: str) -> list[Row]:
     load = load_of(arguments, workload)
     answers: dict[tuple[int, ...], list[int]] = {}
     if load.answers:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(arguments.pair / "target"))
-        answers = answers_to(load.answers, tokenizer)
+        answers = answers_to(load.answers, tokenizer_of(arguments.pair))
         own, others = repeats([*answers], [*answers.values()])
         print(f"{workload}: repeats {own:.0%} of its own text, {others:.0%} of others'", flush=True)
-    pipes = pair_arms.start(pair_arms.read_arms(arguments), arguments, load.prompts)
     rows: list[Row] = []
-    try:
-        for pipe in pipes.values() if answers else ():
-            pipe.send(Call(replay, (answers,)))
-            pipe.recv()
+    with engines(arguments, load.prompts, answers) as pipes:
         for batch, epochs in zip(arguments.requests_in_flight, load.epochs, strict=True):
             for number, epoch in enumerate(epochs, start=1):
-                asked = {"epoch": number, "batch": batch}
-                temperature = arguments.temperature[0]
-                case = Case(temperature, batch, len(epoch), arguments.tokens, first=epoch.start)
+                case = Case(
+                    arguments.temperature[0],
+                    batch,
+                    len(epoch),
+                    arguments.tokens,
+                    first=epoch.start,
+                )
                 for arm, pipe in pipes.items():
                     pipe.send(case)
-                    measured = pipe.recv()
+                    measured = arm_processes.answer(arm, pipe)
                     if isinstance(measured, str):
                         raise report.BenchmarkError(f"{arm.name} at {batch} in flight: {measured}")
-                    figures = {
-                        "tokens_per_second": measured.rate,
-                        "acceptance_length": measured.acceptance,
-                        "step_ms": measured.step * 1e3,
-                    }
-                    rows.append(median_row(arm.name, asked, [figures], nodes=measured.nodes))
-                    print(json.dumps({"workload": workload, **rows[-1].flat()}), flush=True)
-    finally:
-        for pipe in pipes.values():
-            pipe.send(None)
+                    asked = {"epoch": number, "batch": batch}
+                    row = median_row(arm.name, asked, [measured.figures], nodes=measured.nodes)
+                    rows.append(row)
+                    print(json.dumps({"workload": workload, **row.flat()}), flush=True)
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    pair_arms.add_pair_arguments(parser)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--arms", nargs="+")
-    command.add_loads(parser)
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser = make_parser(__doc__, WORKLOADS)
     parser.add_argument("--prompts", type=int, default=8, help="of a rollout, per batch size")
     parser.add_argument("--answers-per-prompt", type=int, default=16)
     parser.add_argument("--sessions", type=int, default=0, help="0: three times the largest batch")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--file", type=int, default=1500, help="characters of an agent's file")
     parser.add_argument("--transcript", type=int, default=3000, help="characters that are kept")
-    parser.add_argument("--json", type=Path)
     parser.set_defaults(
         arms=["none", "ngram:5", "graft", "graft+memory"], requests_in_flight=[1, 16],
         temperature=[1.0], max_model_len=4096, tokens=256,
@@ -197,14 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             "--prompts times --answers-per-prompt must be three times --requests-in-flight"
         )
-    found: dict[str, list[Row]] = {}
-    for workload in arguments.workload:
-        found[workload] = measure(arguments, workload)
-        print(f"{workload}:\n{table(found[workload], command.rate_cell)}", flush=True)
-    if arguments.json:
-        rows = [{"workload": name, **row.flat()} for name, each in found.items() for row in each]
-        report.write_json(arguments.json, rows)
-    return 0
+    return run(arguments, measure)
 
 
 if __name__ == "__main__":

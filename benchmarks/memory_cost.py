@@ -24,6 +24,7 @@ from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memo
 from vllm_graft.spec_decode.trees.memory_state import MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import Owner
+from vllm_graft.spec_decode.tuning.attention_timing import graph_time
 
 CALLS = 50
 
@@ -37,24 +38,6 @@ def host_time(call: Callable[[], object]) -> float:
     took = time.perf_counter() - began
     torch.cuda.synchronize()
     return took / CALLS * 1e6
-
-
-def device_time(call: Callable[[], object]) -> float:
-    """Microseconds of a call on the device: the best of five replays."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    best = float("inf")
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) / CALLS * 1e3)
-    return best
 
 
 def measure(requests: int, size: int, width: int, tokens: int) -> dict[str, float]:
@@ -93,9 +76,9 @@ def measure(requests: int, size: int, width: int, tokens: int) -> dict[str, floa
         "bytes": memory.num_bytes,
         "found": found / requests,
         "write_host": host_time(lambda: write_memory(memory, source, lengths, slots, requests)),
-        "write_device": device_time(write) - device_time(rewind),
-        "search_device": device_time(search),
-        "match_device": device_time(match),
+        "write_device": graph_time(write, CALLS) - graph_time(rewind, CALLS),
+        "search_device": graph_time(search, CALLS),
+        "match_device": graph_time(match, CALLS),
         "begin_host": host_time(lambda: memory.begin(0, Owner(1, 1), 0)),
     }
 

@@ -10,18 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_graft.bench.common.closed_loop import ClosedLoop, Nodes, calling_table
+from vllm_graft.bench.common.closed_loop import calling_table
 
-
-class WatchedLoop(ClosedLoop):
-    """A closed loop whose engine is watched while it is timed."""
-
-    def watch(self) -> None:
-        self._llm.collective_rpc(watch_nodes)
-
-    def watched(self, batch: int) -> Nodes:
-        found: Nodes = self._llm.collective_rpc(nodes_used, args=(batch,))[0]
-        return found
+Nodes = dict[int, dict[str, float]]
+"""Figures of each number of nodes, seen and expected."""
 
 
 def calling_tuner() -> Any:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.node_counts import WatchedLoop
+from benchmarks.watched_loop import WatchedLoop
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import Arm

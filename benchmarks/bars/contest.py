@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import engine_probe, step_pace, step_timeline
@@ -24,11 +23,12 @@ from benchmarks.bars.windows import (
     step_table,
     table,
 )
-from benchmarks.pair_arms import draft_folder, read_arm, read_prompts
+from benchmarks.pair_arms import read_arms, read_prompts
 from benchmarks.pair_arms import start as start_engines
 from benchmarks.step_bytes import StepBytes, step_bytes
+from benchmarks.watched_loop import Call, Watched
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.closed_loop import Ask, Case, fix_drafts
 from vllm_graft.bench.trees.arm_flags import is_chain
 
 WARM_UP_TOKENS = 16
@@ -155,10 +155,10 @@ class Bars:
             needed.use(measured.step, measured.held) if needed else None,
         )
 
-    def _serve(self, name: str, cell: Cell, case: Case) -> Measured:
+    def _serve(self, name: str, cell: Cell, case: Case) -> Watched:
         """Have an engine run a case; an engine of chains is told how many drafts."""
         told = replace(case, drafts=cell.chain) if name in self.chains else case
-        measured: Measured = self._ask(name, told)
+        measured: Watched = self._ask(name, told)
         return measured
 
     def _warm_up(self, cell: Cell, case: Case) -> None:
@@ -193,22 +193,11 @@ def start(arguments: argparse.Namespace) -> Bars:
     Raises:
         BenchmarkError: an engine did not start, or arms or cells can't be read.
     """
-    pair: Path = arguments.pair
-    prompts = read_prompts(pair, arguments.prompt)
+    prompts = read_prompts(arguments.pair, arguments.prompt)
     arguments.requests_in_flight = [arguments.max_num_seqs]
-    names = {"chain": arguments.chain, "ours": arguments.tree}
-    names |= {name: name for name in arguments.others}
-    arms = {
-        role: read_arm(
-            name,
-            draft_folder(pair, arguments.method),
-            arguments.topk,
-            arguments.auto_steps,
-            arguments.max_num_seqs,
-            arguments.method,
-        )
-        for role, name in names.items()
-    }
+    arguments.steps, roles = arguments.auto_steps, ["chain", "ours", *arguments.others]
+    arguments.arms = [arguments.chain, arguments.tree, *arguments.others]
+    arms = dict(zip(roles, read_arms(arguments), strict=True))
     chain = arms["chain"]
     if not chain.drafts:
         raise report.BenchmarkError(

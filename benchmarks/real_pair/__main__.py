@@ -3,23 +3,19 @@
     python -m benchmarks.real_pair fetch WORK            # with a network: model, conversations
     python -m benchmarks.real_pair answers WORK          # the model's own answers to them
     python -m benchmarks.real_pair train WORK            # a head; says what it accepts
-    python -m benchmarks.real_pair compare WORK          # on a CPU: answers that drafts change
     python -m benchmarks.real_pair widen WORK WIDE       # both, at an 8B model's cost
     python -m benchmarks.real_pair serve WIDE --json serve.json
     python -m benchmarks.real_pair table serve.json [other.json ...]
 
-The model is SmolLM2-135M-Instruct with an EAGLE-3 head, unless `fetch --target` names another one:
-gemma3-270m is Gemma 3 270M, a base model with sliding windows, and gets an EAGLE-1 head. Its
-weights are under Google's terms for Gemma; keep WORK out of the repository. The conversations are
-ShareGPT's. One in sixteen of them is held out: the head's training never sees it, and all
-measurements are of these. `fetch` needs the packages `gguf` and `accelerate`.
+The model is SmolLM2-135M-Instruct with an EAGLE-3 head. The conversations are ShareGPT's. One in
+sixteen of them is held out: the head's training never sees it, and all measurements are of these.
+`fetch` needs the packages `gguf` and `accelerate`.
 
 WORK and WIDE are pairs as `vllm-graft bench trees` takes them, which measures tokens per second
-without a server; `serve` measures what users of one feel, too. Both, and `widen`, are for EAGLE-3
-heads. `answers`, `train` and `widen` need 20 GB of a GPU, and `serve` needs as much for each arm.
-Several GPUs share `answers` with `--part`, and `train` where `torchrun` starts it
-(`torchrun --nproc-per-node 4 -m benchmarks.real_pair train WORK`). On a CPU,
-give `answers` and `train` small numbers; `compare` needs 5 GB of memory for a Gemma.
+without a server; `serve` measures what users of one feel, too. `answers`, `train` and `widen` need
+20 GB of a GPU, and `serve` needs as much for each arm. Several GPUs share `answers` with `--part`,
+and `train` where `torchrun` starts it (`torchrun --nproc-per-node 4 -m benchmarks.real_pair train
+WORK`). On a CPU, give both small numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_pair import cells
-from benchmarks.real_pair.targets import TARGETS, target_of
+from benchmarks.real_pair.targets import TARGETS
 from vllm_graft.bench.common import report
 
 PROMPTS, PROMPT_CHARACTERS = 128, 240
@@ -100,7 +96,8 @@ def train(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from benchmarks.real_pair import answers, descent, making, pretrained, training
+    from benchmarks.real_pair import answers, descent, pretrained, training
+    from benchmarks.real_pair.head import Head, HeadSizes, save_head
     from benchmarks.real_pair.texts import read_texts
 
     work: Path = arguments.work
@@ -137,19 +134,20 @@ def train(arguments: argparse.Namespace) -> None:
         str(work / "target"), dtype=torch.bfloat16 if cuda else torch.float32
     )
     torch.manual_seed(run.seed)
-    made = making.maker(target_of(work))(config, model.to(device), ids)
-    losses = made.train(texts, run)
+    sizes = HeadSizes.of(config, len(ids))
+    head, teacher = Head(sizes).to(device), training.Teacher(model.to(device), ids, sizes.aux)
+    training.begin_like_the_target(head, model, ids)
+    losses = training.train(head, teacher, texts, run)
     descent.end_ranks()
     if rank:
         return
-    made.save(work)
+    save_head(head, teacher.ids, work / "eagle3")
     found: dict[str, Any] = {"covered": covered, "steps": len(losses), "losses": losses[::20]}
-    judge, run = made.judge(run)
     for temperature in (0.0, 1.0):
         shown = [text for text in own if text.held_out and text.temperature == temperature]
         if not shown:
             continue
-        accepted = training.acceptance(made.head, judge, shown, run)
+        accepted = training.acceptance(head, teacher, shown, run)
         print(f"held out, temperature {temperature:g}: {accepted}", flush=True)
         found[f"temperature {temperature:g}"] = asdict(accepted)
     report.write_json(str(work / "acceptance.json"), found)
@@ -201,28 +199,6 @@ def serve(arguments: argparse.Namespace) -> None:
         if arguments.rates:
             tables.append(cells.sustained(race.found))
         print(*tables, sep="\n\n", flush=True)
-
-
-def compare(arguments: argparse.Namespace) -> int:
-    """Count answers that chains and trees change, on a CPU."""
-    # This has to come before anything imports Triton or vLLM.
-    from vllm_graft.testing.interpreter import install as interpreter
-
-    interpreter.install()
-    from benchmarks.real_pair import comparing
-
-    report.require_folder("--json", arguments.json)
-    unknown = set(arguments.arms) - set(comparing.ARMS)
-    if unknown:
-        raise report.BenchmarkError(f"--arms {unknown}: known are {', '.join(comparing.ARMS)}")
-    return comparing.run(
-        arguments.work,
-        arguments.arms,
-        arguments.prompts,
-        arguments.tokens,
-        arguments.json,
-        arguments.only,
-    )
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -314,16 +290,6 @@ def add_serve(each: argparse.ArgumentParser) -> None:
     each.add_argument("--json", metavar="FILE")
 
 
-def add_compare(each: argparse.ArgumentParser) -> None:
-    """Add the arguments of `compare`."""
-    each.add_argument("work", type=Path)
-    each.add_argument("--arms", nargs="*", default=["chain", "tree of 7", "tree of 15"])
-    each.add_argument("--prompts", type=int, default=16)
-    each.add_argument("--tokens", type=int, default=48, help="of an answer")
-    each.add_argument("--only", nargs="+", type=int, help="numbers of the requests to compare")
-    each.add_argument("--json", metavar="FILE")
-
-
 def add_table(each: argparse.ArgumentParser) -> None:
     """Add the arguments of `table`."""
     each.add_argument("files", nargs="+")
@@ -335,7 +301,6 @@ COMMANDS: tuple[tuple[Any, Callable[[argparse.ArgumentParser], None]], ...] = (
     (train, add_train),
     (widen, add_widen),
     (serve, add_serve),
-    (compare, add_compare),
     (table, add_table),
 )
 """What runs a command, whose name and help it has, and what adds the command's arguments."""

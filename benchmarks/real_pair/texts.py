@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,34 +115,3 @@ def padded(texts: Sequence[Text], longest: int, passes: int) -> Batch:
         tokens[row, :length] = text.tokens[:length]
         counted[row, max(text.prompt - 2, passes - 1) : max(0, length - 2)] = True
     return Batch(tokens, counted)
-
-
-def collect(
-    turns: Sequence[Turn],
-    at_a_time: int,
-    answer: Callable[[int, Sequence[Turn]], Iterable[list[int]]],
-    *,
-    seconds: float,
-    held_out: bool,
-) -> list[Text]:
-    """Have turns answered, `at_a_time` together, until `seconds` are over.
-
-    Args:
-        turns: prompts and the temperatures that they are answered at.
-        at_a_time: turns between two looks at the clock.
-        answer: is given the number of the first turn of a part, and the part; returns the answers.
-        seconds: after so many no further part is begun.
-        held_out: noted in the texts.
-    """
-    began, found, emitted = time.perf_counter(), list[Text](), 0
-    for start in range(0, len(turns), at_a_time):
-        if time.perf_counter() - began > seconds:
-            break
-        part = turns[start : start + at_a_time]
-        for (prompt, temperature), drawn in zip(part, answer(start, part), strict=True):
-            text = torch.tensor([*prompt, *drawn], dtype=torch.int32)
-            found.append(Text(text, len(prompt), temperature, held_out))
-            emitted += len(drawn)
-        passed = time.perf_counter() - began
-        print(f"{passed:5.0f} s: {len(found)} answers, {emitted} tokens", flush=True)
-    return found

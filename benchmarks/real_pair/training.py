@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.real_pair.descent import Run, descend
-from benchmarks.real_pair.feature_head import FeatureHead
 from benchmarks.real_pair.head import Head
 from benchmarks.real_pair.texts import Batch, Text, batches
 
@@ -23,8 +22,6 @@ DECAY = 0.9
 
 LOGITS = 2**27
 """Most logits over the target's whole vocabulary that exist at a time."""
-
-AnyHead = Head | FeatureHead
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,6 @@ class Lesson:
         wanted: ``[rows, draft_vocab]``, probabilities of the token to draft; they sum up to less
             than 1 where the head can't draft all tokens.
         best: int64 ``[rows]``, the likeliest token, an index of the draft's vocabulary or -1.
-        states: ``[rows, hidden]``, the target's last states, which the probabilities come from.
     """
 
     aux: Tensor
@@ -46,7 +42,6 @@ class Lesson:
     rows: Tensor
     wanted: Tensor
     best: Tensor
-    states: Tensor
 
 
 class Teacher:
@@ -55,16 +50,13 @@ class Teacher:
     Args:
         model: in the precision that it is served in.
         ids: int64 ``[draft_vocab]``, the tokens that the head can draft, which ascend.
-        aux: layers whose inputs the head reads; none for one that reads the last states.
-        whole: whether probabilities are among all tokens, or among `ids` alone, which costs less.
+        aux: layers whose inputs the head reads.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, ids: Tensor, aux: Sequence[int], whole: bool = True
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, ids: Tensor, aux: Sequence[int]) -> None:
         self.model = model.eval().requires_grad_(False)
         self.device = next(model.parameters()).device
-        self.ids, self.aux, self.whole = ids.to(self.device), tuple(aux), whole
+        self.ids, self.aux = ids.to(self.device), tuple(aux)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.outputs: Tensor = model.get_output_embeddings().weight
         self.places = torch.full((model.config.vocab_size,), -1, device=self.device)
@@ -74,27 +66,18 @@ class Teacher:
     def lesson(self, batch: Batch) -> Lesson:
         """Run the target over a batch."""
         tokens, rows = batch.tokens.to(self.device), batch.counted.to(self.device)
-        found = self.model.base_model(tokens, output_hidden_states=bool(self.aux), use_cache=False)
-        if self.aux:
-            aux = torch.cat([found.hidden_states[layer][:, :-2] for layer in self.aux], -1)
-        else:
-            aux = found.last_hidden_state[:, :-2]
-        # Its module may scale what it reads; a head is given the rows.
+        found = self.model.base_model(tokens, output_hidden_states=True, use_cache=False)
+        aux = torch.cat([found.hidden_states[layer][:, :-2] for layer in self.aux], -1)
         embeds = F.embedding(tokens[:, 1:-1], self.embedding)
         last = found.last_hidden_state[:, 1:-1][rows]
         parts = [self._wanted(states) for states in last.split(max(1, LOGITS // len(self.outputs)))]
         wanted, best = (torch.cat(each) for each in zip(*parts, strict=True))
-        return Lesson(aux.float(), embeds.float(), rows, wanted, best, last.float())
+        return Lesson(aux.float(), embeds.float(), rows, wanted, best)
 
     def _wanted(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities of the tokens to draft, and the likeliest, of states ``[rows, hidden]``."""
-        if not self.whole:
-            logits = F.linear(states, self.outputs[self.ids]).float()
-            return logits.softmax(-1).to(states.dtype), logits.argmax(-1)
         logits = F.linear(states, self.outputs).float()
         best = self.places[logits.argmax(-1)]
-        if len(self.ids) == len(self.outputs):
-            return logits.softmax(-1).to(states.dtype), best
         total = logits.logsumexp(-1, keepdim=True)
         return (logits[:, self.ids] - total).exp().to(states.dtype), best
 
@@ -121,17 +104,11 @@ def begin_like_the_target(head: Head, model: PreTrainedModel, ids: Tensor) -> No
         head.midlayer.mlp.down_proj.weight.mul_(0.1)
 
 
-def loss(head: AnyHead, lesson: Lesson, passes: int) -> Tensor:
-    """Mean cross-entropy with the target's distribution, summed over passes.
-
-    A head whose states stand for the target's is told how far they are from these, too.
-    """
+def loss(head: Head, lesson: Lesson, passes: int) -> Tensor:
+    """Mean cross-entropy with the target's distribution, summed over passes."""
     total, wanted = torch.zeros((), device=lesson.aux.device), lesson.wanted.float()
     for number, states in enumerate(head(lesson.aux, lesson.embeds, passes)):
-        states = states[lesson.rows]
-        found = F.cross_entropy(head.logits(states).float(), wanted)
-        if head.regression:
-            found = found + head.regression * head.distance(states, lesson.states)
+        found = F.cross_entropy(head.logits(states[lesson.rows]).float(), wanted)
         total = total + DECAY**number * found
     return total
 
@@ -161,13 +138,8 @@ def lessons(teacher: Teacher, texts: Sequence[Text], run: Run) -> Iterator[Lesso
     yield from cycle(read)
 
 
-def train(head: AnyHead, teacher: Teacher, texts: Sequence[Text], run: Run) -> list[float]:
+def train(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> list[float]:
     """Train a head; return the loss of each step."""
-    return learn(head, lessons(teacher, texts, run), run)
-
-
-def learn(head: AnyHead, given: Iterator[Lesson], run: Run) -> list[float]:
-    """Train a head on lessons without an end."""
     seen = 0
 
     def loss_of(lesson: Lesson) -> Tensor:
@@ -175,7 +147,9 @@ def learn(head: AnyHead, given: Iterator[Lesson], run: Run) -> list[float]:
         seen += lesson.rows.numel()
         return loss(head, lesson, run.passes)
 
-    return descend(head, given, loss_of, run, told=lambda: f"{seen} tokens, ")
+    return descend(
+        head, lessons(teacher, texts, run), loss_of, run, told=lambda: f"{seen} tokens, "
+    )
 
 
 @dataclass(frozen=True)
@@ -197,7 +171,7 @@ class Acceptance:
 
 
 @torch.no_grad()
-def acceptance(head: AnyHead, teacher: Teacher, texts: Sequence[Text], run: Run) -> Acceptance:
+def acceptance(head: Head, teacher: Teacher, texts: Sequence[Text], run: Run) -> Acceptance:
     """Compare a head with the target on texts of which each token was the target's own."""
     passes = run.passes
     same, asked, shared = ([0.0] * passes for _ in range(3))

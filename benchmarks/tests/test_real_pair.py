@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.real_pair import conversations, training, widening
 from benchmarks.real_pair.descent import Run
@@ -130,6 +132,22 @@ def shipped_teacher(draft_vocab: int) -> tuple[training.Teacher, HeadSizes, list
     ids, covered = training.frequent_tokens(texts, config["vocab_size"], draft_vocab)
     assert covered > 0.9
     return training.Teacher(model, ids, (1, 3, 5)), HeadSizes.of(config, len(ids), (1, 3, 5)), texts
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return AutoModelForCausalLM.from_pretrained(str(SHIPPED / "target"), dtype=torch.float32).eval()
+
+
+def test_limited_lessons_come_again(target: Any) -> None:
+    texts = [Text(torch.arange(5 * i, 5 * i + 20, dtype=torch.int32), 4) for i in range(12)]
+    teacher = training.Teacher(target, torch.arange(50), (1, 3, 5))
+    run = Run(CPU, 1000, tokens=64, longest=20, passes=2, reading=1e-9)
+    first, second = islice(training.lessons(teacher, texts, run), 2)
+    assert first is second
+    assert first.wanted.shape == (first.rows.sum().item(), 50)
+    unlimited = islice(training.lessons(teacher, texts, replace(run, reading=0)), 2)
+    assert len({id(each) for each in unlimited}) == 2
 
 
 @pytest.fixture(scope="module")

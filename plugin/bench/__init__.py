@@ -24,6 +24,14 @@ BENCHMARKS = {
 }
 """Name on the command line, and the module."""
 
+ABOUT = """
+All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
+is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
+the GPU's memory together, all are up at the same time, and take turns; else one follows another,
+and each measures all there is.
+"""
+"""Ends the help of each benchmark."""
+
 
 def load(name: str) -> Any:
     """Import the module of a benchmark."""
@@ -41,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         sub = commands.add_parser(
             name,
             help=benchmark.SUMMARY,
-            description=benchmark.__doc__,
+            description=benchmark.__doc__ + ABOUT,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"%(prog)s MODEL [flags of vllm serve] [flags of {name}, below]",
             # Nothing but the whole name of a flag is ours: the others are vLLM's.

@@ -20,9 +20,10 @@ from benchmarks.bars import __main__ as program
 from benchmarks.bars import contest, engine_probe, step_pace, windows
 from benchmarks.bars.windows import Cell, Side, Window
 from benchmarks.pair_arms import engine_options, read_arm
+from benchmarks.watched_loop import Call, Watched, WatchedLoop
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.bench.common.closed_loop import Ask, Call, Case, Measured, fix_drafts
+from vllm_graft.bench.common.closed_loop import Ask, Case, fix_drafts
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -89,7 +90,7 @@ class Pipe:
     def recv(self) -> Any:
         wish = self.wishes[-1]
         if isinstance(wish, Case):
-            return Measured(self.rates.pop(0), 3.0, sent=wish.first)
+            return Watched(self.rates.pop(0), 3.0, sent=wish.first)
         if isinstance(wish, Ask):
             return []
         if wish.function is engine_probe.host_times:
@@ -293,10 +294,10 @@ def test_what_the_tuner_chose() -> None:
         def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
             return [function(None, *args)]
 
-    loop = node_counts.WatchedLoop(Core(), ["text"])
-    loop.watch()
+    loop = WatchedLoop(Core(), ["text"])
+    loop(Call(node_counts.watch_nodes))
     tuner.observe(3, [4, 2], 0.010, batch=2)
-    assert loop.watched(2)[3]["share"] == 1
+    assert loop(Call(node_counts.nodes_used, (2,)))[3]["share"] == 1
 
 
 class Core:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
-
-Nodes = dict[int, dict[str, float]]
-"""Figures of each number of nodes, seen and expected."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +42,25 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A request to call a function in the workers; its first argument is the worker."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
 class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
 
-    `sent` is a checksum of prompts, parameters and seeds. Means of steps, 0 where unknown, are
-    `step` in seconds, `held` tokens of the requests in flight with their prompts, and `drafted`
-    drafts that a request verified. `nodes` is what `watched` says.
+    `step` is the mean time of one in seconds, 0 where it is unknown.
     """
 
     rate: float
     acceptance: float
-    sent: int = field(default=0, compare=False)
     step: float = field(default=0.0, compare=False)
-    held: float = field(default=0.0, compare=False)
-    drafted: float = field(default=0.0, compare=False)
-    nodes: Nodes = field(default_factory=dict, compare=False)
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """Figures of a row by name, None where one is unknown."""
+        return {
+            "tokens_per_second": self.rate,
+            "acceptance_length": self.acceptance,
+            "step_ms": self.step * 1e3 or None,
+            "tokens_per_step": self.rate * self.step or None,
+        }
 
 
 class TooFewRequests(CannotAnswer):
@@ -84,21 +76,16 @@ class ClosedLoop:
     def __init__(self, llm: Any, prompts: Sequence[Any]) -> None:
         self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
         self._emitted: dict[str, int] = {}
-        self._prompt_tokens: dict[str, int] = {}
-        self._sent = self._checksum = 0
+        self._sent = 0
 
-    def __call__(self, wish: Case | Ask | Call) -> Any:
-        if isinstance(wish, Call):
-            return self._llm.collective_rpc(wish.function, args=wish.arguments)[0]
+    def __call__(self, wish: Case | Ask) -> Any:
         return self.answers(wish) if isinstance(wish, Ask) else self.measure(wish)
 
     def measure(self, case: Case) -> Measured:
         """Run one case; time it from when all requests decode until one ends and none follows."""
-        from vllm_graft.testing import spec_metrics
-
         if case.drafts is not None:
             self._llm.collective_rpc(fix_drafts, args=(case.drafts,))
-        waiting, self._checksum = self._requests(case), 0
+        waiting = self._requests(case)
         for _ in range(case.batch):
             self._send(*next(waiting))
         while not all(self._emitted.values()):
@@ -110,34 +97,26 @@ class ClosedLoop:
                     f"before {case.batch} of them decoded at a time: have more, or longer ones, "
                     "or a K/V cache that holds so many"
                 )
-        self.watch()
-        before, began, tokens = spec_metrics(self._llm), time.perf_counter(), 0
-        steps = held = 0
+        measured = self._window(waiting)
+        self._stop()
+        return measured
+
+    def _window(self, waiting: Iterator[tuple[Any, Any]]) -> Measured:
+        from vllm_graft.testing import spec_metrics
+
+        before, began, tokens, steps = spec_metrics(self._llm), time.perf_counter(), 0, 0
         while True:
             emitted, ended = self._step()
             tokens += emitted
             # A call that returns before the device's step is through emits nothing.
             steps += emitted > 0
-            held += self._held() if emitted else 0
             if not self._follow(waiting, ended):
                 break
         seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
-        nodes = self.watched(case.batch)
-        self._stop()
         drafts = after.drafts - before.drafts
         accepted = after.accepted_tokens - before.accepted_tokens
         acceptance = 1 + accepted / drafts if drafts else 1.0
-        drafted = (after.draft_tokens - before.draft_tokens) / drafts if drafts else 0.0
-        steps = max(1, steps)
-        rate, step, mean = tokens / seconds, seconds / steps, held / steps
-        return Measured(rate, acceptance, self._checksum, step, mean, drafted, nodes)
-
-    def watch(self) -> None:
-        """Begin to look at the engine, where somebody wants to; the window begins."""
-
-    def watched(self, batch: int) -> Nodes:
-        """Tell what was seen of each number of nodes; the window is over."""
-        return {}
+        return Measured(tokens / seconds, acceptance, seconds / max(1, steps))
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
@@ -168,10 +147,7 @@ class ClosedLoop:
                 # With one seed, all arms that draw with the target's noise give the same text.
                 seed=number,
             )
-            prompt = self._prompts[number % len(self._prompts)]
-            sent = f"{params.temperature} {params.max_tokens} {params.seed} {prompt}"
-            self._checksum = zlib.crc32(sent.encode(), self._checksum)
-            yield prompt, params
+            yield self._prompts[number % len(self._prompts)], params
 
     def _follow(self, waiting: Iterator[tuple[Any, Any]], ended: int) -> bool:
         """Send a request for each that has ended; False if there are too few."""
@@ -188,26 +164,25 @@ class ClosedLoop:
     def _step(self) -> tuple[int, int]:
         """Run a step; return how many tokens came and how many requests ended."""
         tokens = ended = 0
-        for output in self._engine.step():
+        for output in self._outputs():
             name = output.request_id
             if name not in self._emitted:
                 continue
             found = len(output.outputs[0].token_ids)
-            self._prompt_tokens[name] = len(output.prompt_token_ids)
             tokens += found - self._emitted[name]
             self._emitted[name] = found
             if output.finished:
-                del self._emitted[name], self._prompt_tokens[name]
+                del self._emitted[name]
                 ended += 1
         return tokens, ended
 
-    def _held(self) -> int:
-        return sum(self._prompt_tokens.values()) + sum(self._emitted.values())
+    def _outputs(self) -> list[Any]:
+        outputs: list[Any] = self._engine.step()
+        return outputs
 
     def _stop(self) -> None:
         self._engine.abort_request(list(self._emitted))
         self._emitted.clear()
-        self._prompt_tokens.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
 

@@ -2,9 +2,6 @@
 
     vllm-graft bench hicache MODEL --dataset conversations.json --seconds 900
 
-All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
-is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
-the GPU's memory together, all are up at the same time, and take turns; else one follows another.
 Each part is measured `--rounds` times; the table has the medians. Parts are
 
 - `first_token`, time to the first token of a prompt whose long prefix (`--prefix`, several lengths

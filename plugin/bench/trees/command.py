@@ -3,11 +3,7 @@
     vllm-graft bench trees MODEL --dataset questions.jsonl --requests-in-flight 1 4 16 64 \\
         --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 5}'
 
-All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
-is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
-the GPU's memory together, all are up at the same time, and take turns; else one follows another,
-and each measures all loads. Each load is warmed up, then measured `--rounds` times; the table has
-the medians. An arm is
+Each load is warmed up, then measured `--rounds` times; the table has the medians. An arm is
 
 - `none`, no speculation;
 - `chain:K`, stock vLLM with K drafts of your draft model, the likeliest; `sampled:K`, with sampled
@@ -158,24 +154,15 @@ def take_turns(
             elif number:
                 found[column].append(measured)
     asked = {"temperature": temperature, "requests_in_flight": batch}
-    rows = [_make_row(column, asked, found[column]) for _, column, _ in turns if column in found]
+    rows = [
+        median_row(column, asked, [measured.figures for measured in found[column]])
+        for _, column, _ in turns
+        if column in found
+    ]
     for row in rows:
         said = f"{row.arm}: {rate_cell(row)} tokens per second"
         print(f"temperature {temperature:g}, {batch} in flight, {said}", flush=True)
     return rows
-
-
-def _make_row(column: str, case: dict[str, Any], results: list[Measured]) -> Row:
-    rounds = [
-        {
-            "tokens_per_second": measured.rate,
-            "acceptance_length": measured.acceptance,
-            "step_ms": measured.step * 1e3 or None,
-            "tokens_per_step": measured.rate * measured.step or None,
-        }
-        for measured in results
-    ]
-    return median_row(column, case, rounds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,9 +2,6 @@
 
     vllm-graft bench vit MODEL --images FOLDER --seconds 600
 
-All flags that are not listed here are those of `vllm serve`, read by its own parser; the last line
-is the command to use. Each arm is an engine of its own in a process of its own. If they fit into
-the GPU's memory together, all are up at the same time, and take turns; else one follows another.
 A measurement is all images of a folder, one after another, or one image of noise of a size,
 `--rounds` times. The table has the medians: milliseconds of an image in the encoder and, in
 brackets, of the whole request. An arm is

@@ -1,20 +1,21 @@
 """``vllm serve`` on a CPU: its counters equal what a client counts, with one and two API servers."""
 
-import importlib.util
 import json
 import re
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client.mmap_dict import MmapedDict
 
 from tests.plugin.metrics.served_load import Counted, load, serve, settled
 from tests.support.answers.dashboard import without_data
-from tests.support.engines.pair_server import server_settings, speculate
+from tests.support.engines.pair_server import (
+    require_cpu_server,
+    server_settings,
+    speculate,
+)
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.metrics import server_info
 from vllm_graft.metrics.exposition import samples, total
@@ -26,19 +27,7 @@ TREE = {"topk": 3, "steps": 3}
 STATES = {"tree": "on", "hicache": "on", "vit": "off", "draft": "off"}
 
 
-def prepared() -> bool:
-    """Return whether spawned processes find the interpreter, and `vllm serve` its version."""
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return False
-    return importlib.util.find_spec("_vllm_graft_startup") is not None
-
-
-if torch.cuda.is_available():
-    pytest.skip("vllm serve on a CPU", allow_module_level=True)
-if not prepared():
-    pytest.skip("run `python -m vllm_graft.testing.environment` first", allow_module_level=True)
+require_cpu_server()
 
 
 def flags(folder: Path, api_servers: int) -> tuple[list[str], dict[str, str]]:

@@ -1,7 +1,9 @@
 """How ``vllm serve`` is told to serve a target with its EAGLE-3 head, in a few gigabytes."""
 
+import importlib.util
 import json
 import time
+from importlib import metadata
 from pathlib import Path
 
 from vllm_graft.testing.vllm_server import SpecDecodeCounters, VllmServer
@@ -11,6 +13,22 @@ MODEL = "pair"
 
 SETTLE_SECONDS = 1
 """vLLM counts a step just after the step's answer has left."""
+
+
+def require_cpu_server() -> None:
+    """Skip a module where spawned processes lack the interpreter or `vllm serve` its version."""
+    import pytest
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("vllm serve on a CPU", allow_module_level=True)
+    try:
+        metadata.version("vllm")
+        found = importlib.util.find_spec("_vllm_graft_startup")
+    except metadata.PackageNotFoundError:
+        found = None
+    if found is None:
+        pytest.skip("run `python -m vllm_graft.testing.environment` first", allow_module_level=True)
 
 
 def speculate(pair: Path, tokens: int) -> tuple[str, ...]:

@@ -18,61 +18,32 @@ Edit: TypeAlias = Callable[["dict[str, torch.Tensor]"], object]
 """Changes weights, given by their names."""
 
 
-def write_qwen3_next(folder: Path, **given: Any) -> Path:
+def write_qwen3_next(
+    folder: Path, *, dtype: str = "float32", edit: Edit | None = None, **sizes: Any
+) -> Path:
     """Write a random Qwen3-Next, whose layers have experts, with an MTP module.
 
-    The arguments are those of :func:`write_qwen3_5`, but for ``**sizes``, which are those of
-    ``Qwen3NextConfig``. A layer has four experts of the size of a hidden state, and asks for two.
-    """
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    hidden = given.get("hidden", 64)
-    experts = {
-        "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden,
-        "num_experts": 4, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    return _write_with_module(
-        folder, Qwen3NextForCausalLM, Qwen3NextConfig, "num_nextn_predict_layers", **experts | given
-    )
-
-
-def write_qwen3_5(folder: Path, **given: Any) -> Path:
-    """Write the text model of a random dense Qwen3.5 with an MTP module.
+    A layer has four experts of the size of a hidden state, and asks for two.
 
     Args:
-        heads: heads of keys and of values in recurrent layers, 1 and 2 unless given.
-        head: size of the heads of recurrent layers, 128 in the published models.
-        layers: how many there are, a multiple of the number of ``kinds``.
-        kinds: kinds of layers, over and over; the last one has full attention, as the module has.
-        edit: changes the weights, given by their names, before they are saved.
+        edit: changes the weights before they are saved.
+        sizes: of `text_sizes`, and of ``Qwen3NextConfig``.
 
     Returns:
         ``folder``, which serves as the target and as the draft of ``method: mtp``.
     """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    return _write_with_module(
-        folder, Qwen3_5ForCausalLM, Qwen3_5TextConfig, "mtp_num_hidden_layers", **given
-    )
-
-
-def _write_with_module(
-    folder: Path,
-    model_class: Any,
-    config_class: Any,
-    modules: str,
-    *,
-    dtype: str = "float32",
-    edit: Edit | None = None,
-    **sizes: Any,
-) -> Path:
-    """Write a random model with the gated delta rule, and an MTP module like its last layer."""
     import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+    hidden = sizes.get("hidden", 64)
+    experts = {
+        "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden,
+        "num_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = model_class(config_class(**text_sizes(**sizes)))
-    return save_with_module(folder, model, modules, dtype=dtype, edit=edit)
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**text_sizes(**experts | sizes)))
+    return save_with_module(folder, model, "num_nextn_predict_layers", dtype=dtype, edit=edit)
 
 
 def text_sizes(
@@ -84,7 +55,15 @@ def text_sizes(
     kinds: tuple[str, ...] = ("linear_attention", "full_attention"),
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Values of the configuration of a text model with the gated delta rule."""
+    """Values of the configuration of a text model with the gated delta rule.
+
+    Args:
+        heads: heads of keys and of values in recurrent layers.
+        head: size of the heads of recurrent layers, 128 in the published models.
+        layers: how many there are, a multiple of the number of ``kinds``.
+        kinds: kinds of layers, over and over; the last one has full attention, as the module has.
+        sizes: other keys of the configuration.
+    """
     return {
         "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1,

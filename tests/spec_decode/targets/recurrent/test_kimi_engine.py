@@ -1,15 +1,14 @@
 """Kimi Linear, whose layers have KDA or MLA: trees answer as the target alone does."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.kimi_layers import interpreted
+from tests.support.engines.spoilt_rows import first_rows, in_order
 from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
 from tests.support.watches import count_launches
@@ -19,7 +18,6 @@ from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family, recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 
@@ -176,17 +174,7 @@ def test_answers_differ_without(
         monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
     else:
         name = "tree_recurrence" if form == "states" else "tree_chunk"
-        stock = getattr(recurrent_layer, name)
-
-        def in_order(*args: Any, **kwargs: Any) -> None:
-            [which] = [each for each in args if isinstance(each, RecurrentRows)]
-            chain = torch.full_like(which.parents, -1)
-            for first, end in zip(which.query_start_loc, which.query_start_loc[1:]):
-                chain[first:end] = torch.arange(-1, end - first - 1)
-            spoiled = replace(which, parents=chain)
-            stock(*(spoiled if each is which else each for each in args), **kwargs)
-
-        monkeypatch.setattr(recurrent_layer, name, in_order)
+        monkeypatch.setattr(recurrent_layer, name, in_order(getattr(recurrent_layer, name)))
     with cpu_engine(target, **trees(form=form)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 
@@ -196,14 +184,7 @@ def test_answers_differ_without_accepted_inputs(
     target: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the state is continued by the first rows, whatever was accepted."""
-    stock = recurrent_family.fold_states
-
-    def first_rows(
-        folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
-        stock(folds, kept, starts, chain, *args, **kwargs)
-
-    monkeypatch.setattr(recurrent_family, "fold_states", first_rows)
+    spoilt = first_rows(recurrent_family.fold_states)
+    monkeypatch.setattr(recurrent_family, "fold_states", spoilt)
     with cpu_engine(target, **trees()) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]

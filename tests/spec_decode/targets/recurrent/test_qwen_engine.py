@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import interpreted
-from tests.support.engines.served_qwen import (
+from tests.support.models.served_qwen import (
     IMAGE_SIDE,
     image_request,
     rows_at_their_slots,

@@ -1,18 +1,17 @@
 """Targets with recurrent layers: trees answer as the target alone does."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.cache_engines import metrics as cache_metrics
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import interpreted
+from tests.support.engines.spoilt_rows import first_rows, in_order
 from tests.support.models.recurrent_models import (
     draft_shape,
     write_falcon_h1,
@@ -28,7 +27,6 @@ from vllm_graft.spec_decode.targets.recurrent import (
     recurrent_family,
     recurrent_layer,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.tuning import graph_fit
@@ -217,22 +215,8 @@ def test_answers_differ_without(
     if spoilt == "commit":
         monkeypatch.setattr(RecurrentFamily, "state", lambda *_: UnchangedState())
     else:
-        module, name = (
-            (recurrent_layer, "tree_recurrence")
-            if form == "states"
-            else (recurrent_layer, "keep_rows")
-        )
-        stock = getattr(module, name)
-
-        def in_order(*args: Any, **kwargs: Any) -> None:
-            [which] = [each for each in args if isinstance(each, RecurrentRows)]
-            chain = torch.full_like(which.parents, -1)
-            for first, end in zip(which.query_start_loc, which.query_start_loc[1:]):
-                chain[first:end] = torch.arange(-1, end - first - 1)
-            spoiled = replace(which, parents=chain)
-            stock(*(spoiled if each is which else each for each in args), **kwargs)
-
-        monkeypatch.setattr(module, name, in_order)
+        name = "tree_recurrence" if form == "states" else "keep_rows"
+        monkeypatch.setattr(recurrent_layer, name, in_order(getattr(recurrent_layer, name)))
     with cpu_engine(target, **trees(draft, form=form)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 
@@ -243,15 +227,8 @@ def test_answers_differ_without_accepted_inputs(
     target: Path, draft: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the state is continued by the first rows, whatever was accepted."""
-    stock = recurrent_family.fold_states
-
-    def first_rows(
-        folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> None:
-        chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
-        stock(folds, kept, starts, chain, *args, **kwargs)
-
-    monkeypatch.setattr(recurrent_family, "fold_states", first_rows)
+    spoilt = first_rows(recurrent_family.fold_states)
+    monkeypatch.setattr(recurrent_family, "fold_states", spoilt)
     with cpu_engine(target, **trees(draft)) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) != alone[:2]
 

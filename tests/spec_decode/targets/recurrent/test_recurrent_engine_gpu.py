@@ -23,18 +23,18 @@ from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import counter
 from tests.support.engines.recurrent_layers import exact_prompts
-from tests.support.engines.served_qwen import (
-    image_request,
-    rows_at_their_slots,
-    write_served_qwen3_5,
-    write_text_qwen3_5,
-)
 from tests.support.models.recurrent_models import (
     VOCABULARY,
     draft_shape,
     write_falcon_h1,
     write_nemotron_h,
     write_qwen3_next,
+)
+from tests.support.models.served_qwen import (
+    image_request,
+    rows_at_their_slots,
+    write_served_qwen3_5,
+    write_text_qwen3_5,
 )
 from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family

@@ -51,26 +51,23 @@ def write_served_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -
         "deepstack_visual_indexes": [], "initializer_range": 0.2,
     }  # fmt: skip
     ids = {name: other[name] for name in _IDS}
-    return _write(
-        folder,
-        ("ForConditionalGeneration", "Config", experts),
-        {"text_config": text, "vision_config": vision, **ids},
-    )
+    name = "Qwen3_5MoeForConditionalGeneration" if experts else "Qwen3_5ForConditionalGeneration"
+    return _write(folder, name, {"text_config": text, "vision_config": vision, **ids})
 
 
 def write_text_qwen3_5(folder: Path, *, experts: bool = False, **sizes: Any) -> Path:
     """Write the text model alone; arguments and result are those of `write_served_qwen3_5`."""
-    return _write(folder, ("ForCausalLM", "TextConfig", experts), _text(experts, **sizes))
+    name = "Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"
+    return _write(folder, name, _text(experts, **sizes))
 
 
-def _write(folder: Path, kinds: tuple[str, str, bool], values: dict[str, Any]) -> Path:
+def _write(folder: Path, name: str, values: dict[str, Any]) -> Path:
     import torch
     import transformers
 
-    model, config, experts = kinds
-    name = "Qwen3_5Moe" if experts else "Qwen3_5"
     torch.manual_seed(0)
-    made = getattr(transformers, name + model)(getattr(transformers, name + config)(**values))
+    model = getattr(transformers, name)
+    made = model(model.config_class(**values))
     return save_with_module(folder, made, "mtp_num_hidden_layers", edit=_draft_well)
 
 

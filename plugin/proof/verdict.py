@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from vllm_graft.proof.questions import Answer, Round
+from vllm_graft.proof.questions import Answer, Question, Round
 
 TOLERANCES = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.4}
 """By how much log-probabilities may differ in nats, and how near a tie may fall otherwise, by the
@@ -40,6 +41,7 @@ def differences(
             if question.seed is not None:
                 alike += at
                 total += len(theirs[number].tokens)
+            yield from _lengths(where, question, mine[number], theirs[number])
             yield from _told(where, mine[number], theirs[number], at, near)
             if at < len(theirs[number].tokens) and not tied:
                 yield from _departed(where, mine[number], theirs[number], at, near)
@@ -64,21 +66,28 @@ def _parts_at(mine: Sequence[int], theirs: Sequence[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), len(theirs))
 
 
+def _lengths(where: str, question: Question, mine: Answer, theirs: Answer) -> Iterator[str]:
+    if len(mine.tokens) != len(theirs.tokens):
+        yield f"{where}: it ends after {len(mine.tokens)} tokens, not after {len(theirs.tokens)}"
+    if question.told and len(mine.logprobs) != len(mine.tokens):
+        yield f"{where}: {len(mine.logprobs)} of {len(mine.tokens)} tokens have log-probabilities"
+
+
 def _told(where: str, mine: Answer, theirs: Answer, at: int, near: float) -> Iterator[str]:
     for place, (found, expected) in enumerate(zip(mine.logprobs, theirs.logprobs)):
         if place > at:
             return
-        worst = max(abs(found.get(token, 0.0) - expected[token]) for token in expected)
-        if worst > near:
-            yield f"{where}: log-probabilities of token {place} differ by {worst:.2g}"
+        gaps = [abs(found.get(token, math.nan) - each) for token, each in expected.items()]
+        # No comparison with what is no number is true.
+        if wrong := [gap for gap in gaps if not gap <= near]:
+            yield f"{where}: log-probabilities of token {place} differ by {max(wrong):.2g}"
             return
 
 
 def _departed(where: str, mine: Answer, theirs: Answer, at: int, near: float) -> Iterator[str]:
     if at >= len(mine.tokens):
-        yield f"{where}: it ends after {at} tokens"
         return
     expected, found = theirs.tokens[at], mine.tokens[at]
     gap = theirs.logprobs[at][expected] - theirs.logprobs[at].get(found, float("-inf"))
-    if gap > near:
+    if not gap <= near:
         yield f"{where}: token {at} is {found}, which is {gap:.2g} nats behind {expected}"

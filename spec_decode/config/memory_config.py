@@ -27,7 +27,8 @@ class MemoryConfig(Section):
 def memory_section(value: object) -> object:
     """``true`` for all defaults, ``false`` and the scope ``request`` for none; also as the words of
     a command."""
-    if isinstance(value, dict) and value.get("scope") == "request":
+    keys = MemoryConfig.model_fields.keys()
+    if isinstance(value, dict) and value.get("scope") == "request" and value.keys() <= keys:
         return None
     word = value.lower() if isinstance(value, str) else value
     if word is True or word == "true":

@@ -101,6 +101,7 @@ def test_a_memory_is_on_off_or_keys(value: object, expected: object) -> None:
         ({"bytes": 0}, "tree.memory.bytes: 0 is refused"),
         ({"bytes": "much"}, "say a number of bytes, or one with a unit"),
         ({"bytes": True}, "true and false are not numbers"),
+        ({"scope": "request", "byte": 1}, "tree.memory.byte: unknown key"),
         ({"scope": "user"}, "tree.memory.scope: 'user' is refused"),
         ({"size": 3}, "tree.memory.size: unknown key."),
     ],

@@ -33,7 +33,7 @@ class Arms:
     Attributes:
         target: folder of the tiny target.
         dtype: what both compute in, as vLLM names it.
-        alone: options without our parts, and without drafts.
+        alone: options without our parts, and without drafts unless they are vLLM's own chains.
         asked: options with all of it.
         wanted: counters of the engine with our parts that have to be above 0, and what they count.
     """
@@ -92,8 +92,11 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
     if engine.async_scheduling is not None:
         asked["async_scheduling"] = engine.async_scheduling
     sections = {name: dict(each) for name, each in given.items() if name in parts}
-    if sections:
+    if speculative is not None:
         asked["speculative_config"] = drafts = _drafts(sections.get("tree"), speculative)
+        if "tree" not in sections:
+            # VLLM samples its own chains with other noise than a token at a time.
+            alone["speculative_config"] = drafts
         wanted["vllm:spec_decode_num_accepted_tokens"] = "accepted drafts"
         if own:
             drafts["model"] = str(_write(folder / "draft", tiny.draft(speculative.method)))

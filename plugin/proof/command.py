@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.base.errors import GraftError
+from vllm_graft.base.values import reason_of
 
 HELP = """usage: vllm-graft prove MODEL [--json] [flags of vllm serve]
 
@@ -57,11 +58,14 @@ def main(arguments: Sequence[str]) -> int:
             "that take images."
         )
         return NOTHING
-    kept = proof.keep()
-    if len(given) < len(arguments):
-        print(json.dumps(asdict(proof)))
-    else:
-        print(f"{render(proof)}\nkept: {kept}")
+    as_json = len(given) < len(arguments)
+    print(json.dumps(asdict(proof)) if as_json else render(proof))
+    try:
+        kept = proof.keep()
+    except OSError as error:
+        sys.exit(f"No start finds this proof, as it can't be kept: {reason_of(error)}")
+    if not as_json:
+        print(f"kept: {kept}")
     return 0 if proof.passed else 1
 
 
@@ -84,10 +88,13 @@ def prove(arguments: Sequence[str]) -> Any:
     from vllm_graft.seams.proofs import Machine, Proof, flags_of
 
     began = time.monotonic()
-    with proving(), inspecting():
-        request = Request.parse(arguments)
-        vllm_config = request.create()
-    parts = {part.name for part, _ in asked_for(vllm_config)}
+    for preset in (False, True):
+        # A server gets no preset that nobody named. Flags without a part of ours ask what one does.
+        with proving(), inspecting():
+            request = Request.parse(arguments, preset=preset)
+            vllm_config = request.create()
+        if parts := {part.name for part, _ in asked_for(vllm_config)}:
+            break
     # An image needs the served model's own processor, and so does vLLM beside a connector.
     model = vllm_config.model_config
     parts -= {"vit", "hicache"} if model.is_hybrid or model.is_multimodal_model else {"vit"}

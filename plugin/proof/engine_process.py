@@ -16,7 +16,7 @@ from vllm_graft.proof.questions import Answer, Asking, Round
 from vllm_graft.seams.permission import proving
 from vllm_graft.testing import torchvision_import
 
-_MOST_SECONDS = 600
+_MOST_SECONDS, _LAST_SECONDS = 600, 30
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,13 @@ def finish(started: Any) -> Outcome:
     try:
         if pipe.poll(_MOST_SECONDS):
             found: Outcome = pipe.recv()
+            # Python waits for its children without an end, and some device may not let go of one.
+            process.join(_LAST_SECONDS)
             return found
     except EOFError:
         return Outcome(error="its process ended without an answer; its log is above")
-    process.kill()
+    finally:
+        process.kill()
     return Outcome(error=f"it gave no answer within {_MOST_SECONDS} s")
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,8 @@ class Machine:
     graft: str
     device: str
     driver: str
+    plugins: str
+    """Third parties' packages that add to ours, with their versions."""
 
     @classmethod
     def here(cls) -> Machine:
@@ -39,7 +42,9 @@ class Machine:
 
         driver = _DRIVER.read_text().partition("\n")[0] if _DRIVER.is_file() else ""
         device = str(current_platform.get_device_name())
-        return cls(vllm_version(), __version__, device, driver)
+        found = importlib.metadata.entry_points(group="vllm_graft")
+        packages = {f"{each.dist.name} {each.dist.version}" for each in found if each.dist}
+        return cls(vllm_version(), __version__, device, driver, ", ".join(sorted(packages)))
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,9 @@ class Proof:
 
 def folder() -> Path:
     """The folder of kept proofs."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "vllm-graft" / "proofs"
+    # Unlike `Path.home`, it raises nothing for a user without a home.
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "vllm-graft" / "proofs"
 
 
 def find(vllm_config: Any) -> Proof | None:
@@ -114,19 +120,28 @@ def flags_of(vllm_config: Any) -> dict[str, Any]:
     configurations that vLLM derives for the draft.
     """
     model, speculative = target_of(vllm_config), vllm_config.speculative_config
-    drafts = None
+    ranks, cache, drafts = vllm_config.parallel_config, vllm_config.cache_config, None
     if speculative is not None and not gave_drafts(vllm_config):
         draft = getattr(speculative.draft_model_config, "model", None)
         drafts = {"method": speculative.method, "model": draft}
-    ranks = vllm_config.parallel_config
     return {
         "model": getattr(model, "model", None),
+        # What lies in a folder may be another model by now.
+        "architectures": list(getattr(model, "architectures", None) or ()),
         "dtype": str(getattr(model, "dtype", None)),
+        "enforce_eager": bool(getattr(model, "enforce_eager", False)),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        # vLLM chooses one for the machine unless it is given.
+        "block_size": cache.block_size if cache.user_specified_block_size else None,
         "drafts": drafts,
         "graft": _asked(vllm_config),
         "cache": _cache(vllm_config.kv_transfer_config),
         "attention": str(vllm_config.attention_config.backend),
-        "ranks": [ranks.tensor_parallel_size, ranks.pipeline_parallel_size],
+        "ranks": [
+            ranks.tensor_parallel_size,
+            ranks.pipeline_parallel_size,
+            ranks.data_parallel_size,
+        ],
     }
 
 
@@ -165,10 +180,16 @@ def _file(machine: Machine, flags: Mapping[str, Any]) -> Path:
 
 
 def _read(file: Path) -> Proof | None:
-    """A kept proof; None where there is none, or none that this version wrote."""
+    """A kept proof; None where there is none, or none that this user and this version wrote."""
     try:
+        if file.stat().st_uid not in (os.geteuid(), 0):
+            return None
         read = json.loads(file.read_text())
         machine = Machine(**read.pop("machine"))
-        return Proof(machine, **{each.name: read[each.name] for each in fields(Proof)[1:]})
-    except (OSError, ValueError, TypeError, KeyError):
+        proof = Proof(machine, **{each.name: read[each.name] for each in fields(Proof)[1:]})
+        # A name is of what is inside, and no difference is an empty list alone.
+        kept = proof.file.name == file.name
+        typed = isinstance(proof.differences, list) and isinstance(proof.rows, dict)
+        return proof if kept and typed else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

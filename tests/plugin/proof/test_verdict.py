@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,33 @@ def test_seeds_have_to_be_equal_but_for_ties_with_noise() -> None:
     assert judged(SEEDED, [other] * 5, "bfloat16") == [
         "seeds: only 0 of 20 tokens are those without our parts"
     ]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_what_is_no_number_fails(dtype: str) -> None:
+    same, none = answer(0, 0, 0, 0), answer(0, 0, 0, 0, shift=math.nan)
+    assert "token 0 differ by nan" in judged(GREEDY, [same, none], dtype)[0]
+    # Nor is an engine that gives none a judge.
+    asked, found = [Round("greedy", (Question((2,)),))], Answer([1, 1, 1, 1])
+    assert len(list(differences(asked, [[found]], [[none]], dtype))) == 1
+    partly = answer(0, 0, 0, 0)
+    partly.logprobs[1] = {0: -0.1}
+    assert "token 1 differ by nan" in judged(GREEDY, [same, partly], dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_more_tokens_and_fewer_log_probabilities_fail(dtype: str) -> None:
+    asked = Round("told", (Question((2,), told=True), Question((2,), seed=1, told=True)))
+    same = answer(0, 0, 0, 0)
+    assert judged(asked, [same, same], dtype) == []
+    longer = answer(0, 0, 0, 0, 0)
+    for found in ([longer, same], [same, longer]):
+        [line] = judged(asked, found, dtype)
+        assert "it ends after 5 tokens, not after 4" in line
+    [line] = judged(asked, [same, answer(0, 0, 0)], dtype)[:1]
+    assert "it ends after 3 tokens, not after 4" in line
+    [line] = judged(asked, [Answer([0] * 4), same], dtype)
+    assert line == "told, request 0: 0 of 4 tokens have log-probabilities"
 
 
 def test_what_was_not_shown_is_told() -> None:
@@ -169,6 +197,30 @@ def test_flags_without_drafts_prove_nothing(engines: Engines, capsys: Any) -> No
     assert not engines.options
 
 
+def test_a_model_alone_is_proven_with_a_preset(engines: Engines) -> None:
+    proof = command.prove([*FLAGS[:-2]])
+    assert (proof.parts, proof.flags["graft"]) == (["tree"], "auto")
+
+
+def test_a_host_cache_alone_runs_beside_the_drafts_of_vllm(engines: Engines) -> None:
+    proof = command.prove([*FLAGS[:-2], *CACHE])
+    assert (proof.parts, proof.flags["graft"]) == (["hicache"], None)
+    alone, asked = engines.options
+    assert alone["speculative_config"] == asked["speculative_config"]
+    assert asked["speculative_config"]["method"] == "eagle3"
+    assert asked["additional_config"] == {"graft": {}}
+
+
+def test_a_proof_that_can_t_be_kept_is_told(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(SystemExit, match="can't be kept: NotADirectoryError"):
+        command.main(FLAGS)
+    assert "passed" in capsys.readouterr().out
+
+
 def test_sizes_of_a_host_cache_are_small(engines: Engines) -> None:
     cache = {
         "kv_connector": "HiCacheConnector",
@@ -200,11 +252,11 @@ def test_a_start_looks_for_the_proof_of_its_flags(
     monkeypatch.setattr(permission, "vllm_version", lambda: "0.34.0")
     monkeypatch.setattr(permission, "differing", lambda *rooms: [])
     monkeypatch.setattr(proofs, "find", lambda config: seen.append(proofs.flags_of(config)))
+    flags = [*flags, "--skip-tokenizer-init"]
     with inspecting():
-        config = Request.parse([*flags, "--skip-tokenizer-init"]).create()
-    assert len(seen) > 1
+        # A server adds no preset.
+        config = Request.parse(flags, preset=False).create()
+    assert len(seen) >= 1
     assert seen == [proofs.flags_of(config)] * len(seen)
-    # Another start of the same.
-    with inspecting():
-        again = Request.parse([*flags, "--skip-tokenizer-init"]).create()
-    assert proofs.flags_of(again) == seen[0]
+    proof = command.prove(flags)
+    assert proof.flags == seen[0]

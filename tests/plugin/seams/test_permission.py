@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -93,7 +94,9 @@ def config() -> Any:
 
 
 def make_config(model: str = "llama 8b", **sections: Any) -> Any:
-    target = SimpleNamespace(model=model, dtype="torch.bfloat16")
+    target = SimpleNamespace(
+        model=model, dtype="torch.bfloat16", enforce_eager=False, architectures=["Llama"]
+    )
     draft = SimpleNamespace(model="eagle")
     return SimpleNamespace(
         model_config=target,
@@ -103,7 +106,12 @@ def make_config(model: str = "llama 8b", **sections: Any) -> Any:
         additional_config={"graft": {"tree": {"topk": 4}, **sections}},
         kv_transfer_config=None,
         attention_config=SimpleNamespace(backend=None),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", block_size=16, user_specified_block_size=False
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+        ),
     )
 
 
@@ -213,6 +221,7 @@ def test_a_proof_is_bound_to_flags_device_and_versions(vllm: MadeUp, config: Any
         replace(proof, machine=replace(here, vllm="0.34.1")),
         replace(proof, machine=replace(here, graft="0.1")),
         replace(proof, machine=replace(here, driver="550")),
+        replace(proof, machine=replace(here, plugins="towers 1.1")),
     ]
     for other in others:
         other.keep()
@@ -223,6 +232,19 @@ def test_a_proof_is_bound_to_flags_device_and_versions(vllm: MadeUp, config: Any
     assert not refused(["tree"], config)
     for flags in (make_config("llama 70b"), make_config(tree={"topk": 8}), make_config(vit={})):
         assert "none of these flags is kept" in refused(["tree"], flags)
+
+
+def test_packages_that_add_to_ours_are_of_the_machine(
+    vllm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Machine.here()
+    info = tmp_path / "towers-1.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: towers\nVersion: 1.1\n")
+    (info / "entry_points.txt").write_text("[vllm_graft]\na = towers:a\nb = towers:b\n")
+    importlib.invalidate_caches()
+    assert "towers" not in before.plugins
+    assert "towers 1.1" in Machine.here().plugins.split(", ")
 
 
 def test_a_tested_version_takes_no_proof(vllm: MadeUp, config: Any) -> None:
@@ -238,10 +260,69 @@ def test_a_tested_version_takes_no_proof(vllm: MadeUp, config: Any) -> None:
 def test_what_is_no_proof_is_none(vllm: MadeUp, config: Any) -> None:
     file = proof_of(config, {}).keep()
     assert proofs.find(config) is not None
-    for text in ("", "[]", "{}", '{"machine": {}}', file.read_text().replace('"rows"', '"row"')):
+    whole = file.read_text()
+    texts = ["", "[]", "{}", '{"machine": {}}', "null", '"text"', "[" * 100_000, whole[:-9]]
+    texts += [whole.replace('"rows"', '"row"'), whole.replace('"rows": {}', '"rows": []')]
+    texts += [whole.replace('"differences": []', '"differences": null')]
+    assert whole not in texts
+    for text in texts:
         file.write_text(text)
         assert proofs.find(config) is None
         assert list(proofs.of_this_machine()) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("model_config", {"enforce_eager": True}),
+        ("model_config", {"architectures": ["Mamba"]}),
+        ("cache_config", {"cache_dtype": "fp8"}),
+        ("cache_config", {"user_specified_block_size": True}),
+        ("parallel_config", {"data_parallel_size": 2}),
+    ],
+)
+def test_what_the_engines_of_a_proof_were_given_is_no_other(
+    vllm: MadeUp, config: Any, section: str, changes: dict[str, Any]
+) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    proof_of(config, found()).keep()
+    assert not refused(["tree"], config)
+    vars(getattr(config, section)).update(changes)
+    assert "none of these flags is kept" in refused(["tree"], config)
+
+
+def test_a_block_size_that_vllm_chose_is_no_flag(vllm: MadeUp, config: Any) -> None:
+    before = proofs.flags_of(config)
+    config.cache_config.block_size = 64
+    assert proofs.flags_of(config) == before
+
+
+def test_a_proof_of_another_user_or_name_is_none(
+    vllm: MadeUp, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = proof_of(config, {}).keep()
+    assert proofs.find(config) is not None
+    moved = file.rename(proof_of(make_config("other"), {}).file)
+    assert proofs.find(make_config("other")) is None
+    moved.rename(file)
+    assert proofs.find(config) is not None
+    owner = file.stat().st_uid
+    if owner != 0:
+        monkeypatch.setattr(proofs.os, "geteuid", lambda: owner + 1)
+    else:
+        os.chown(file, 12345, -1)
+    assert proofs.find(config) is None
+
+
+def test_a_user_without_a_home_has_no_proofs(
+    vllm: MadeUp, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    admit(["tree"], config)
 
 
 def test_sizes_of_a_host_cache_are_no_other_flags(vllm: MadeUp, config: Any) -> None:

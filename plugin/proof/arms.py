@@ -14,6 +14,7 @@ from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import without_nonce
 from vllm_graft.proof import questions
 from vllm_graft.proof.tiny_config import TinyConfig, text_of
+from vllm_graft.spec_decode.config.memory_config import memory_section
 
 FORMAT = "graft_proof"
 """Value of vLLM's ``--load-format`` for random weights."""
@@ -98,6 +99,8 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
             # VLLM samples its own chains with other noise than a token at a time.
             alone["speculative_config"] = drafts
         wanted["vllm:spec_decode_num_accepted_tokens"] = "accepted drafts"
+        if memory_section(sections.get("tree", {}).get("memory")) is not None:
+            wanted["vllm:graft_tree_memory_nodes_accepted"] = "drafts from other requests' texts"
         if own:
             drafts["model"] = str(_write(folder / "draft", tiny.draft(speculative.method)))
     asked["additional_config"] = {**others, KEY: sections}

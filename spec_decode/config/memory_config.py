@@ -21,7 +21,7 @@ class MemoryConfig(Section):
     and LoRA adapter; those without either share, as in vLLM's prefix cache. ``server``: all."""
 
     prompts: bool = False
-    """Whether prompts are kept too, of each request 64 tokens in a step. False: answers, each behind
+    """Whether prompts are kept too, of each request 64 tokens in a step. False: answers, each with
     the last 8 tokens before it."""
 
 

@@ -25,6 +25,7 @@ from vllm_graft.proof.verdict import differences, undone
 from vllm_graft.seams import compare, permission, proofs, versions
 from vllm_graft.seams.compare import Seam
 from vllm_graft.seams.permission import proving, require_seams
+from vllm_graft.testing.engine import default_options
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -73,8 +74,9 @@ def next_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Take the installed vLLM for a 0.34 in which one symbol has another text."""
     installed = compare.ledger_at(compare.vllm_version())
     [row] = [each for each in installed if each.path == MOVED]
-    assert row.kind == "source"
-    ledger = [each if each is not row else replace(row, expected="0" * 12) for each in installed]
+    assert row.kind == "order"
+    other = replace(row, expected=f"{row.expected}, and_what_comes_after(")
+    ledger = [each if each is not row else other for each in installed]
 
     def ledger_at(version: str, rows: Sequence[Seam] | None = None) -> list[Seam]:
         paths = {each.path for each in compare.LEDGER if rows is None or each in rows}
@@ -98,7 +100,7 @@ def ours(arms: Arms, expected: Any, next_vllm: None) -> Iterator[Any]:
         running(arms.target, arms.asked).__enter__()
     with proving() as rows:
         require_seams("core", "tree", "hicache")
-        options = {**arms.asked, "skip_tokenizer_init": True}
+        options = {**default_options(), **arms.asked}
         config = EngineArgs(model=str(arms.target), **options).create_engine_config()
     assert list(rows) == [MOVED]
     about = proofs.Machine.here(), proofs.flags_of(config), ["tree", "hicache"], rows

@@ -13,7 +13,7 @@ from tests.plugin.plan.stranger_models import LLAMA, write_models
 from vllm_graft.base.errors import GraftError
 from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.request import Request
-from vllm_graft.proof import arms, command, engine_process
+from vllm_graft.proof import arms, command, engine_process, questions
 from vllm_graft.proof.engine_process import Outcome
 from vllm_graft.proof.questions import Answer, Question, Round, rounds
 from vllm_graft.proof.verdict import TOLERANCES, differences, undone
@@ -209,6 +209,24 @@ def test_a_host_cache_alone_runs_beside_the_drafts_of_vllm(engines: Engines) -> 
     assert alone["speculative_config"] == asked["speculative_config"]
     assert asked["speculative_config"]["method"] == "eagle3"
     assert asked["additional_config"] == {"graft": {}}
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_shown"), [("true", True), ("false", False), ('{"scope": "request"}', False)]
+)
+def test_a_memory_has_to_bring_drafts(engines: Engines, memory: str, is_shown: bool) -> None:
+    tree = {"nodes": 63, "ngram": True, "memory": json.loads(memory)}
+    graft = json.dumps({"graft": {"tree": tree}})
+    proof = command.prove([*FLAGS[:-2], "--additional-config", graft])
+    assert (proof.differences != []) == is_shown
+    assert all("memory_nodes_accepted is 0" in each for each in proof.differences)
+
+
+def test_a_request_is_preempted_before_the_deepest_tree_ends_it() -> None:
+    [asked] = [each for each in rounds(cache=False) if each.preempt_at]
+    # A step yields the tokens of a path, and one more.
+    most = 1 + asked.preempt_at[0] * (arms._DEPTH + 1)
+    assert most < questions._TOKENS
 
 
 def test_a_proof_that_can_t_be_kept_is_told(

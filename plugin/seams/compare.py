@@ -123,8 +123,11 @@ def ledger_at(version: str, ledger: Sequence[Seam] | None = None) -> list[Seam]:
 
 
 def is_tested(version: str) -> bool:
-    """Whether our parts were tested with this vLLM's minor version."""
-    return minor_of(version) in map(minor_of, TESTED_VLLM)
+    """Whether our parts were tested with this vLLM's minor version.
+
+    A build between releases is numbered by the last one, however far it has gone on since.
+    """
+    return minor_of(version) in map(minor_of, TESTED_VLLM) and ".dev" not in version
 
 
 def tested_text() -> str:

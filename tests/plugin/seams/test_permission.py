@@ -257,6 +257,38 @@ def test_a_tested_version_takes_no_proof(vllm: MadeUp, config: Any) -> None:
     admit(["tree"], config)
 
 
+@pytest.mark.parametrize("version", ["0.33.1.dev212+g0a1b2c3d", "0.34.0rc1", "0.34.0.dev1+cpu"])
+def test_a_build_between_releases_may_be_proven(vllm: MadeUp, config: Any, version: str) -> None:
+    vllm.write(OTHER_TEXT + STORE, version=version)
+    with pytest.raises(SeamError, match=r"none of these flags is kept.*vllm-graft prove"):
+        admit(["tree"], config)
+    proof_of(config, found()).keep()
+    admit(["tree"], config)
+    require_seams("tree")
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.32.7", "0.33.0+cpu", "0.33.0rc2", "0.33.1.post1"])
+def test_a_tested_version_looks_for_no_proof(
+    vllm: MadeUp, config: Any, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.write(version=version)
+    for name in ("find", "of_this_machine", "folder", "flags_of"):
+        monkeypatch.setattr(proofs, name, lambda *_: pytest.fail("it looked"))
+    monkeypatch.setattr(compare, "check_seams", _counted(compare.check_seams, checks := []))
+    admit(["tree"], config)
+    require_seams("tree")
+    assert refused(["tree"], config) == ""
+    assert len(checks) == 1
+
+
+def _counted(original: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def counting(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    return counting
+
+
 def test_what_is_no_proof_is_none(vllm: MadeUp, config: Any) -> None:
     file = proof_of(config, {}).keep()
     assert proofs.find(config) is not None

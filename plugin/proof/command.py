@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -85,7 +84,7 @@ def prove(arguments: Sequence[str]) -> Any:
     from vllm_graft.proof.arms import make_arms
     from vllm_graft.proof.questions import rounds
     from vllm_graft.seams.permission import proving
-    from vllm_graft.seams.proofs import Machine, Proof, flags_of
+    from vllm_graft.seams.proofs import Machine, Proof, command_of, flags_of
 
     began = time.monotonic()
     for preset in (False, True):
@@ -116,11 +115,18 @@ def prove(arguments: Sequence[str]) -> Any:
         wrong += verdict.undone(ours.counts, arms.wanted)
     shown = {what: ours.counts.get(name, 0.0) for name, what in arms.wanted.items()}
     seconds = round(time.monotonic() - began, 1)
-    command = shlex.join(["vllm-graft", "prove", *arguments])
     now = datetime.now(UTC).isoformat(timespec="seconds")
     flags = flags_of(vllm_config)
     return Proof(
-        Machine.here(), flags, sorted(parts), ours.rows, wrong, shown, command, now, seconds
+        Machine.here(),
+        flags,
+        sorted(parts),
+        ours.rows,
+        wrong,
+        shown,
+        command_of(arguments),
+        now,
+        seconds,
     )
 
 

@@ -7,7 +7,6 @@ missing or takes other parameters, nor for a symbol that looks otherwise than wh
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -112,7 +111,7 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
 def how() -> str:
     """The command that proves what this process was asked to serve."""
     serves = sys.argv[1:2] == ["serve"]
-    return f"vllm-graft prove {shlex.join(sys.argv[2:]) if serves else 'MODEL [its flags]'}"
+    return proofs.command_of(sys.argv[2:]) if serves else "vllm-graft prove MODEL [its flags]"
 
 
 def _stands_for(proof: Proof, rows: dict[str, str]) -> bool:

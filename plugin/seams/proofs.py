@@ -9,7 +9,8 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,20 @@ from vllm_graft.seams.compare import vllm_version
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OF_MACHINE = frozenset({"host_bytes", "storage", "prefetch", "weights", "staging_bytes"})
 """Keys of the host cache that say how much and where, and of whose code the proof runs all."""
+
+_SECRETS = ("--api-key", "--hf-token")
+"""Flags of ``vllm serve`` that are neither logged nor kept."""
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that proves what ``vllm serve`` with these arguments would run."""
+    shown, secret = [], False
+    for each in arguments:
+        if each.startswith("--"):
+            secret = each.partition("=")[0].replace("_", "-") in _SECRETS
+        if not secret:
+            shown.append(each)
+    return shlex.join(["vllm-graft", "prove", *shown])
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,18 @@ def test_all_as_expected_starts_and_says_how_to_prove_it(
     assert "vllm-graft prove 'llama 8b' --seed 1`" in line
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("llama --api-key a b --seed 1", "llama --seed 1"),
+        ("llama --api_key=a --seed 1 --hf-token b", "llama --seed 1"),
+        ("llama --api-keys a --seed 1", "llama --api-keys a --seed 1"),
+    ],
+)
+def test_secrets_are_not_shown(given: str, shown: str) -> None:
+    assert proofs.command_of(given.split()) == f"vllm-graft prove {shown}"
+
+
 def test_another_text_needs_a_proof(
     vllm: MadeUp, config: Any, lines: Callable[[], list[str]]
 ) -> None:

@@ -40,7 +40,7 @@ _CONTEXT = 5
 
 @dataclass
 class Load:
-    """All requests of a workload: cell by cell, and in each epoch by epoch.
+    """The requests of a workload: cell by cell, and in each epoch by epoch.
 
     Attributes:
         epochs: requests of each epoch of a cell, by number in `prompts`.

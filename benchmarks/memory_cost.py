@@ -41,7 +41,7 @@ def host_time(call: Callable[[], object]) -> float:
 
 
 def measure(requests: int, size: int, width: int, tokens: int) -> dict[str, float]:
-    """All figures for so many requests and bytes."""
+    """Measure with so many requests and bytes."""
     device = torch.device("cuda")
     memory = MemoryState.allocate(size, requests, device)
     state = NgramState.allocate(3, 16, requests, width, device, 4, 2048, memory)

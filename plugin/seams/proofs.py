@@ -120,7 +120,7 @@ def find(vllm_config: Any) -> Proof | None:
 
 
 def of_this_machine() -> Iterator[Proof]:
-    """All proofs with this process's versions and device."""
+    """Yield the proofs with this process's versions and device."""
     here = Machine.here()
     for file in sorted(folder().glob("*.json")):
         proof = _read(file)

@@ -145,7 +145,7 @@ class NgramState:
 
     @property
     def segments(self) -> int:
-        """Those of the memory; 0 for none."""
+        """Segments of the memory; 0 for none."""
         return 0 if self.memory is None else self.memory.size
 
     @property

@@ -469,7 +469,7 @@ def test_what_hot_tokens_are_on_is_told(config: Any) -> None:
 
 
 def test_what_rules_n_grams_out_is_said_without_advice(config: Any) -> None:
-    """Nobody gave the flag that a refusal of the shape would tell to change."""
+    """A refusal of the shape names no flag that nobody gave."""
     config.speculative_config = None
     config.parallel_config.data_parallel_size = 2
     says = start(config).off["tree"]

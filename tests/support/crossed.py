@@ -8,7 +8,7 @@ import pytest
 
 
 def crossed(*axes: Sequence[Any], every: int = 2) -> list[Any]:
-    """All combinations of the axes' values, of which one of `every` so many is tested each time.
+    """The combinations of the axes' values, of which one of `every` so many is tested each time.
 
     Each value is, and so is each pair of values if there is a third axis; all have `every` values.
     """

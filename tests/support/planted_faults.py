@@ -71,7 +71,7 @@ def _later_positions(batch: Any, rows: Any) -> None:
 
 
 def _linear_positions(batch: Any, rows: Any) -> None:
-    """As in a chain: the place of a row in place of its depth."""
+    """Take the place of a row for its depth, as in a chain."""
     starts = batch.query_start_loc.tolist()
     for first, last in itertools.pairwise(starts):
         batch.positions[first:last] = batch.positions[first] + torch.arange(last - first)

@@ -1,4 +1,4 @@
-"""Without chunks a step holds the longest prompt, or the engine says so before a model loads."""
+"""A step without chunks holds the longest prompt, or the engine says so before a model loads."""
 
 from pathlib import Path
 from typing import Any

@@ -249,7 +249,7 @@ def test_without_scopes_a_secret_is_drafted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_only_looks_alike_is_not_drafted() -> None:
-    """All cells lead to another tenant's text, as hashes may; and to texts that are replaced."""
+    """Each cell leads to another tenant's text, as hashes may; and to texts that are replaced."""
     here = World(0, segments=12, slots=2, vocab=1000)
     here.add(0, Owner(5, 7), PROMPT)
     here.texts[0] += SECRET
@@ -306,7 +306,7 @@ def test_the_same_prompt_and_frequent_answers_come_first() -> None:
 
 
 def test_nodes_of_the_memory_are_counted_apart() -> None:
-    """Of 3 paths the second and the third are from there; each has a node at each of 2 depths."""
+    """The second and the third of 3 paths are from there; each has a node at each of 2 depths."""
     table = CandidateTable.allocate(1, 7, 1, DEVICE, extra=6)
     table.scores[0] = torch.tensor([-9.0] * 7 + [-1, -2, -3, -4, -5, -6])
     table.tokens[0] = torch.tensor([0, 50, 51, 52, 53, 54, 55, 1, 2, 3, 4, 5, 6])

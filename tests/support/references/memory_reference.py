@@ -116,7 +116,7 @@ class PlainMemory:
         return segment.tokens[address % SEGMENT :] + more
 
     def search(self, slot: int, text: list[int], min_n: int, max_n: int) -> list[Found]:
-        """All matches of the end of a text, each once."""
+        """Return the matches of the end of a text, each once."""
         owner, seen, found = self.writers[slot].owner, set(), []
         if owner == NOBODY:
             return []

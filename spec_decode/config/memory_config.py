@@ -21,8 +21,8 @@ class MemoryConfig(Section):
     and LoRA adapter; those without either share, as in vLLM's prefix cache. ``server``: all."""
 
     prompts: bool = False
-    """Whether prompts are kept too, of each request 64 tokens in a step. False: answers, each with
-    the last 8 tokens before it."""
+    """Whether the last 1,024 tokens of each prompt are kept too, 64 of them in a step. False:
+    answers, each with the last 8 tokens before it."""
 
 
 def memory_section(value: object) -> object:

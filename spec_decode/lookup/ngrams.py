@@ -12,7 +12,7 @@ from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rat
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
-from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, MemoryState
+from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, PROMPT_TOKENS, MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import reference_in
 
@@ -138,13 +138,11 @@ class Ngrams:
     def _first(self, request: NewRequestData) -> int:
         """The first token of a text that a memory keeps: behind it an answer is found from its
         beginning on. What was emitted before a preemption is kept already."""
-        if self._keeps_prompts:
-            return 0
         known = request.prefill_token_ids or request.prompt_token_ids
         if known is None:
             # Embeddings are no tokens.
             return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
-        return max(0, len(known) - LONGEST)
+        return max(0, len(known) - (PROMPT_TOKENS if self._keeps_prompts else LONGEST))
 
     def remember(self, batch: InputBatch) -> None:
         """Add what a step has emitted to the memory."""

@@ -26,6 +26,10 @@ SAME_PROMPT = 3
 
 LONGEST = max(LENGTHS)
 
+PROMPT_TOKENS = 1024
+"""Tokens of a prompt's end that are kept at most, where prompts are: an answer waits for them, as
+each step adds a segment of a text."""
+
 CLASSES = 33
 """Kinds of matches in a memory, each with a rate; 0 is none. See `match_memory`."""
 

@@ -134,7 +134,7 @@ def test_a_draft_is_joined_by_the_memory(
     pair: Pair, requests: list[Request], right: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch(monkeypatch)
-    tree = {"ngram": True, "memory": {**SMALL, "prompts": True}}
+    tree = {"ngram": True, "memory": {"bytes": "1MiB", "scope": "server"}}
     with pair.engine(nodes=15, topk=4, steps=3, tree=tree, **CROWDED) as llm:
         assert not differing(answer_all(llm, requests), right)
         first = counter(llm, "vllm:graft_tree_steps")

@@ -70,6 +70,10 @@ def test_prompts_are_kept_if_asked() -> None:
     ngrams.begin(1, request(Reference(owner=OWNER), prompt_token_ids=[1] * 90))
     assert kept(ngrams, lengths, 90) == texts[1, :64].tolist()
     assert kept(ngrams, lengths, 90) == texts[1, :90].tolist()
+    ngrams, texts, lengths = made(prompts=True)
+    ngrams.begin(1, request(Reference(owner=OWNER), prompt_token_ids=[1] * 1100))
+    assert ngrams.state.memory is not None
+    assert ngrams.state.memory.writers[1, 3] == 1100 - 1024
 
 
 def test_nobody_s_text_is_not_kept() -> None:

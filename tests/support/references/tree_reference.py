@@ -133,6 +133,7 @@ def finish_tree_reference(
     *,
     num_extra: int = 0,
     extra_nodes: torch.Tensor | None = None,
+    of_memory: None = None,
 ) -> None:
     """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.finish.finish_tree`."""
     levels = num_candidates(table.topk, steps_done)

@@ -248,7 +248,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
             attn_metadata,
             slot_mappings,
             num_tokens_across_dp,
-            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            cudagraph_runtime_mode,
         )
         rows = num_reqs * self.positions
         slots = self.sample_idx_mapping[: rows : self.positions]

@@ -156,7 +156,8 @@ def engine_memory(arguments: Any) -> dict[str, Any]:
     capacity, _ = get_kv_cache_capacity(runner.vllm_config, cache)
     is_gpu = torch.cuda.is_available()
     return {
-        "weights": runner.model_memory_usage if is_gpu else sum(parameters.values()),
+        # On a CPU vLLM keeps packed copies of some, and lets their parameters go.
+        "weights": runner.model_memory_usage if is_gpu else 0,
         "parameters": sum(parameters.values()),
         "per_token": sum(
             spec.page_size_bytes // spec.block_size

@@ -90,7 +90,7 @@ def test_a_family_brings_rows_of_the_ledger(
     moved = [replace(seam, expected="self, layer") for seam in toy_family.SEAMS]
     monkeypatch.setattr(toy_family, "SEAMS", moved)
     with (
-        pytest.raises(SeamError, match=r"AttentionImpl\.forward: expected self, layer, found self"),
+        pytest.raises(SeamError, match=r"AttentionImpl\.forward: expected no more, found query"),
         cpu_engine(target, **options_of(draft, 3)),
     ):
         pass

@@ -29,7 +29,7 @@ def config(method: str, *, target: bool, draft: bool, name: str = "Some", nodes:
     return SimpleNamespace(
         model_config=model,
         speculative_config=speculative,
-        scheduler_config=SimpleNamespace(max_num_seqs=256),
+        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_scheduled_tokens=1024),
     )
 
 

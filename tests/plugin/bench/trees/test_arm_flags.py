@@ -78,7 +78,7 @@ def test_parts_of_ours_are_left_out_of_stocks_arms() -> None:
     none, chain, graft = read_arms(["none", "chain:3", "graft"], served, sampled=False)
     for arm in (none, chain):
         assert arm.options["additional_config"] == {"other": 1}
-        assert "graft" not in next(iter(arm.commands.values()))
+        assert "topk" not in next(iter(arm.commands.values()))
     assert graft.options["additional_config"] == more
 
 

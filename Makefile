@@ -42,8 +42,8 @@ demo: venv ## the tree beside stock vLLM's chain on a real server (2 to 5 minute
 
 # Most of it is Python, one thread a process: two processes, whole files each. They start many
 # more, which should not compile our sources anew, even where Python is told to write no bytecode.
-test: venv ## run the tests (under 30 minutes on 2 cores; PYTEST_ARGS is passed on)
-	@echo "== test: under 30 minutes on 2 cores =="
+test: venv ## run the tests (10 to 12 minutes on 2 idle cores; PYTEST_ARGS is passed on)
+	@echo "== test: 10 to 12 minutes on 2 idle cores =="
 	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 quick: venv ## run the pure tests: no engine, no GPU, nothing that takes long (under 2 minutes)

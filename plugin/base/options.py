@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
@@ -270,3 +270,14 @@ def target_of(vllm_config: Any) -> Any:
     """The target's model configuration, also in a configuration that vLLM derived for the draft."""
     speculative = vllm_config.speculative_config
     return getattr(speculative, "target_model_config", None) or vllm_config.model_config
+
+
+def without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """The arguments without these flags, in any form, and without their values."""
+    kept, dropped = [], False
+    for each in arguments:
+        if each.startswith("-"):
+            dropped = each.replace("_", "-").partition("=")[0].partition(".")[0] in flags
+        if not dropped:
+            kept.append(each)
+    return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.plan.gpu import NAMED, OPTION, Gpu, pretend
@@ -34,11 +34,8 @@ _QUIET = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    if not arguments or {"-h", "--help"} & {*arguments}:
-        print(HELP)
-        return 0 if arguments else 2
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    if (status := begin(arguments, HELP, _QUIET)) is not None:
+        return status
     try:
         gpu, rest = _gpu_of([each for each in arguments if each != "--json"])
         model = rest[0] if rest and not rest[0].startswith("-") else "the model"
@@ -49,6 +46,21 @@ def main(arguments: Sequence[str]) -> int:
     except GraftError as error:
         sys.exit(str(error))
     return _planned(rest, gpu, model, as_json="--json" in arguments)
+
+
+def begin(arguments: Sequence[str], text: str, quiet: Mapping[str, str]) -> int | None:
+    """Print a command's help if it is asked for, or nothing is; else set variables of logs that
+    the user left open.
+
+    Returns:
+        the exit status of help; None if the command has work to do.
+    """
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        print(text)
+        return 0 if arguments else 2
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    return None
 
 
 def _gpu_of(arguments: list[str]) -> tuple[Gpu | None, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.values import reason_of
+from vllm_graft.plan.command import begin
 
 HELP = """usage: vllm-graft prove MODEL [--json] [flags of vllm serve]
 
@@ -40,11 +40,8 @@ MOST = 12
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    if not arguments or {"-h", "--help"} & {*arguments}:
-        print(HELP)
-        return 0 if arguments else 2
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    if (status := begin(arguments, HELP, _QUIET)) is not None:
+        return status
     given = [each for each in arguments if each != "--json"]
     try:
         proof = prove(given)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.base.decision import decision_of, gave_drafts, preset_in
-from vllm_graft.base.options import KEY, target_of
+from vllm_graft.base.options import KEY, target_of, without
 from vllm_graft.base.version import __version__
 from vllm_graft.seams.compare import vllm_version
 
@@ -30,13 +30,7 @@ _SECRETS = ("--api-key", "--hf-token")
 
 def command_of(arguments: Sequence[str]) -> str:
     """The command that proves what ``vllm serve`` with these arguments would run."""
-    shown, secret = [], False
-    for each in arguments:
-        if each.startswith("--"):
-            secret = each.partition("=")[0].replace("_", "-") in _SECRETS
-        if not secret:
-            shown.append(each)
-    return shlex.join(["vllm-graft", "prove", *shown])
+    return shlex.join(["vllm-graft", "prove", *without(arguments, *_SECRETS)])
 
 
 @dataclass(frozen=True)

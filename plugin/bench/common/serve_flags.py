@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from vllm_graft.base.options import FLAG, KEY
+from vllm_graft.base.options import FLAG, KEY, without
 from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.arm_processes import SHARE
 from vllm_graft.bench.common.report import BenchmarkError
@@ -136,17 +136,6 @@ def groups(arms: Sequence[Arm], tokens: int) -> list[list[Arm]]:
         if taken + _ALLOWANCE + cache > share:
             return [[each] for each in arms]
     return [[*arms]]
-
-
-def without(arguments: Sequence[str], *flags: str) -> list[str]:
-    """The arguments without these flags, in any form, and without their values."""
-    kept, dropped = [], False
-    for each in arguments:
-        if each.startswith("-"):
-            dropped = each.replace("_", "-").partition("=")[0].partition(".")[0] in flags
-        if not dropped:
-            kept.append(each)
-    return kept
 
 
 def adding(arguments: Sequence[str], flag: str, values: Mapping[str, Any]) -> list[str]:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.engines.shipped_pair import SHIPPED
+from vllm_graft.base.options import without
 from vllm_graft.bench import BENCHMARKS, load
 from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.serve_flags import Serving, adding, groups, without
+from vllm_graft.bench.common.serve_flags import Serving, adding, groups
 from vllm_graft.bench.trees.arm_flags import LENGTHS, read_arms
 
 TARGET, DRAFT = str(SHIPPED / "target"), str(SHIPPED / "eagle3")

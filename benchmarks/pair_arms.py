@@ -30,8 +30,8 @@ from vllm_graft.spec_decode.presets.ngram_preset import ALONE_MIN, DEPTH, MATCHE
 NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
     "sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, tree:N@RANGES or "
-    "auto:N; +fp8 or +pdl behind a name, +ngram, +memory, +fp8head, +whole, +states, +hotN or "
-    "+windowW behind tree:N or auto:N"
+    "auto:N; +fp8 or +pdl behind a name, +ngram, +memory, +fp8head, +whole, +states, +hotN, "
+    "+windowW, +topkN or +stepsN behind tree:N or auto:N"
 )
 _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
     "none": {},
@@ -64,17 +64,18 @@ _TREES: dict[str, dict[str, Any]] = {
 }
 """Suffixes of a tree's name, and the keys of ``graft.tree`` that they add."""
 
-_NUMBERED = re.compile(r"\+(hot|window)([1-9][0-9]{0,9})$")
+_NUMBERED = re.compile(r"\+(hot|window|topk|steps)([1-9][0-9]{0,9})$")
 """Suffix of a tree's name, with the number that its key of ``graft.tree`` gets."""
 
-_NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window"}
-"""So many tokens are learned that drafts are chosen from, or the draft sees so many tokens."""
+_NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window", "topk": "topk", "steps": "steps"}
+"""So many tokens are learned that drafts are chosen from, or the draft sees so many tokens; or the
+tree has a topk or steps of its own."""
 
 
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Options that part the workers from the scheduler, whose table of lengths `fix_drafts` sets."""
 
-METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark")
+METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model")
 """vLLM's methods whose drafts a pair may hold, each in a folder of this name."""
 
 _BLOCKS = ("dflash", "dspark")

@@ -1,4 +1,4 @@
-"""A real small model with a head of its own, in the shapes of an 8B model, on a real server.
+"""A real model with a head of its own on a real server, as it is or in the shapes of an 8B model.
 
     python -m benchmarks.real_pair fetch WORK            # with a network: model, conversations
     python -m benchmarks.real_pair answers WORK          # the model's own answers to them
@@ -7,15 +7,21 @@
     python -m benchmarks.real_pair serve WIDE --json serve.json
     python -m benchmarks.real_pair table serve.json [other.json ...]
 
-The model is SmolLM2-135M-Instruct with an EAGLE-3 head. The conversations are ShareGPT's. One in
-sixteen of them is held out: the head's training never sees it, and all measurements are of these.
-`fetch` needs the packages `gguf` and `accelerate`.
+The model is SmolLM2-135M-Instruct with an EAGLE-3 head. `fetch --target qwen2.5-coder-1.5b --draft
+qwen2.5-coder-0.5b` takes a larger one, with a draft model beside it, and `serve WORK` measures it
+as it is. The conversations are ShareGPT's, with functions of Python's library among those to train
+on. One in sixteen is held out: the head's training never sees it. All measurements are of these,
+and of HumanEval. `fetch` needs the package `gguf`.
+
+A machine without a network gets the models in parts: carry `target` and `draft_model` without
+`model.safetensors`, and the files of `parts`, which `join` puts together there. A head comes back
+as `head.safetensors`, of which `expand` makes `eagle3`.
 
 WORK and WIDE are pairs as `vllm-graft bench trees` takes them, which measures tokens per second
-without a server; `serve` measures what users of one feel, too. `answers`, `train` and `widen` need
-20 GB of a GPU, and `serve` needs as much for each arm. Several GPUs share `answers` with `--part`,
-and `train` where `torchrun` starts it (`torchrun --nproc-per-node 4 -m benchmarks.real_pair train
-WORK`). On a CPU, give both small numbers.
+without a server; `serve` measures what users of one feel, too. `answers` and `widen` need 20 GB of
+a GPU, and `serve` as much for each arm of a widened pair; `train` needs 20 GB, or 50 with 1.5B.
+Several GPUs share `answers` with `--part`, and `train` where `torchrun` starts it (`torchrun
+--nproc-per-node 4 -m benchmarks.real_pair train WORK`). On a CPU, give both small numbers.
 """
 
 from __future__ import annotations
@@ -35,18 +41,34 @@ from typing import Any
 
 from benchmarks.real_pair import cells
 from benchmarks.real_pair.targets import TARGETS
+from benchmarks.real_pair.workloads import WORKLOADS
 from vllm_graft.bench.common import report
 
 PROMPTS, PROMPT_CHARACTERS = 128, 240
 
 
 def fetch(arguments: argparse.Namespace) -> None:
-    """Download the model and the conversations."""
+    """Download the models, the conversations and the tasks."""
     from benchmarks.real_pair import pretrained
 
     arguments.work.mkdir(parents=True, exist_ok=True)
-    pretrained.fetch(arguments.work, arguments.conversations, TARGETS[arguments.target])
+    pretrained.fetch_model(TARGETS[arguments.target], arguments.work / "target")
+    if arguments.draft:
+        pretrained.fetch_model(TARGETS[arguments.draft], arguments.work / "draft_model")
+    pretrained.fetch_texts(arguments.work, arguments.conversations, arguments.functions)
     write_prompts(arguments.work)
+
+
+def join(arguments: argparse.Namespace) -> None:
+    """Put parts of a model into its folder; without any, check that all of them are there."""
+    from benchmarks.real_pair import quantised
+
+    began = time.perf_counter()
+    if arguments.parts:
+        quantised.put_all(arguments.parts, arguments.folder)
+    else:
+        quantised.check(arguments.folder, arguments.seconds)
+    print(f"{arguments.folder}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def write_prompts(work: Path) -> None:
@@ -97,7 +119,14 @@ def train(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from benchmarks.real_pair import answers, descent, pretrained, training
-    from benchmarks.real_pair.head import Head, HeadSizes, save_head
+    from benchmarks.real_pair.head import (
+        Head,
+        HeadSizes,
+        expand_head,
+        load_head,
+        pack_head,
+        save_head,
+    )
     from benchmarks.real_pair.texts import read_texts
 
     work: Path = arguments.work
@@ -142,15 +171,27 @@ def train(arguments: argparse.Namespace) -> None:
     if rank:
         return
     save_head(head, teacher.ids, work / "eagle3")
+    pack_head(work / "eagle3", work / "head.safetensors")
     found: dict[str, Any] = {"covered": covered, "steps": len(losses), "losses": losses[::20]}
+    expand_head(work / "head.safetensors", work / "rounded")
+    rounded = load_head(work / "rounded")[0].to(device)
     for temperature in (0.0, 1.0):
         shown = [text for text in own if text.held_out and text.temperature == temperature]
         if not shown:
             continue
-        accepted = training.acceptance(head, teacher, shown, run)
-        print(f"held out, temperature {temperature:g}: {accepted}", flush=True)
-        found[f"temperature {temperature:g}"] = asdict(accepted)
+        shown = shown[: arguments.shown]
+        for name, each in (("", head), (", rounded for the way", rounded)):
+            accepted = training.acceptance(each, teacher, shown, run)
+            print(f"held out, temperature {temperature:g}{name}: {accepted}", flush=True)
+            found[f"temperature {temperature:g}{name}"] = asdict(accepted)
     report.write_json(str(work / "acceptance.json"), found)
+
+
+def expand(arguments: argparse.Namespace) -> None:
+    """Make a pair's `eagle3` of the head that came back from another machine."""
+    from benchmarks.real_pair.head import expand_head
+
+    expand_head(arguments.file, arguments.work / "eagle3")
 
 
 def widen(arguments: argparse.Namespace) -> None:
@@ -178,19 +219,19 @@ def serve(arguments: argparse.Namespace) -> None:
 
     report.require_folder("--json", arguments.json)
     until = time.perf_counter() + (math.inf if arguments.seconds is None else arguments.seconds)
-    load = serving.Load(arguments.pair / "held_out.json", arguments.pair / "target")
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    load = serving.load_of(arguments.pair, arguments.workloads, arguments.logs)
     chosen = [
-        cells.Cell(temperature, batch)
+        cells.Cell(temperature, batch, rate, workload)
         for temperature in arguments.temperature
-        for batch in arguments.batch
-    ] + [
-        cells.Cell(temperature, arguments.max_num_seqs, rate)
-        for temperature in arguments.temperature
-        for rate in arguments.rates
+        for workload in arguments.workloads
+        for batch, rate in [
+            *((batch, 0.0) for batch in arguments.batch),
+            *((arguments.max_num_seqs, rate) for rate in arguments.rates),
+        ]
     ]
     settings = {name: str(value) for name, value in vars(arguments).items()}
     race = serving.Race(load, arguments.json, settings)
-    arguments.logs.mkdir(parents=True, exist_ok=True)
     with serving.servers(arguments.pair, arguments, arguments.logs) as running:
         race.warm_up(running, chosen)
         race.run(running, chosen, arguments.rounds, arguments.cell_seconds, until)
@@ -225,7 +266,16 @@ def add_fetch(each: argparse.ArgumentParser) -> None:
     """Add the arguments of `fetch`."""
     each.add_argument("work", type=Path)
     each.add_argument("--target", choices=TARGETS, default="smollm2-135m")
+    each.add_argument("--draft", choices=TARGETS, help="a model for the method draft_model")
     each.add_argument("--conversations", type=int, default=20000)
+    each.add_argument("--functions", type=int, default=3000, help="to train on, beside those")
+
+
+def add_join(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `join`."""
+    each.add_argument("folder", type=Path)
+    each.add_argument("parts", nargs="*", type=Path)
+    each.add_argument("--seconds", type=float, default=0, help="to wait for others that put parts")
 
 
 def add_answers(each: argparse.ArgumentParser) -> None:
@@ -257,6 +307,13 @@ def add_train(each: argparse.ArgumentParser) -> None:
     each.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     each.add_argument("--draft-vocab", type=int, default=16384)
     each.add_argument("--written", type=int, default=20000, help="conversations beside answers")
+    each.add_argument("--shown", type=int, default=192, help="held-out answers of a temperature")
+
+
+def add_expand(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `expand`."""
+    each.add_argument("work", type=Path)
+    each.add_argument("file", type=Path)
 
 
 def add_widen(each: argparse.ArgumentParser) -> None:
@@ -270,6 +327,7 @@ def add_serve(each: argparse.ArgumentParser) -> None:
     """Add the arguments of `serve`."""
     each.add_argument("pair", type=Path)
     each.add_argument("--arms", nargs="+", default=["auto:63+fp8", "block:3+fp8", "block:5+fp8"])
+    each.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["chat"])
     each.add_argument("--batch", nargs="*", type=int, default=[1, 4, 16, 64])
     each.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
     each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
@@ -297,8 +355,10 @@ def add_table(each: argparse.ArgumentParser) -> None:
 
 COMMANDS: tuple[tuple[Any, Callable[[argparse.ArgumentParser], None]], ...] = (
     (fetch, add_fetch),
+    (join, add_join),
     (answers, add_answers),
     (train, add_train),
+    (expand, add_expand),
     (widen, add_widen),
     (serve, add_serve),
     (table, add_table),

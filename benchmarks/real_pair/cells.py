@@ -29,16 +29,19 @@ class Cell:
         temperature: of all requests.
         batch: requests in flight.
         rate: requests per second (Poisson); 0 where `batch` counts.
+        workload: what is asked.
     """
 
     temperature: float
     batch: int
     rate: float = 0.0
+    workload: str = "chat"
 
     def __str__(self) -> str:
         """What the table says."""
         load = f"{self.rate:g} per second" if self.rate else f"{self.batch} in flight"
-        return f"temperature {self.temperature:g}, {load}"
+        asked = "" if self.workload == "chat" else f"{self.workload}, "
+        return f"{asked}temperature {self.temperature:g}, {load}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def most_requests(cell: Cell, seconds: float) -> int:
 
 def ours(name: str) -> bool:
     """Whether an arm is one of vllm-graft."""
-    return is_ours(name) or name.startswith("graft")
+    return is_ours(name.rpartition("/")[2])
 
 
 def medians(turns: Sequence[Measured]) -> Measured:
@@ -181,7 +184,13 @@ def contests(runs: Sequence[Found]) -> list[Contest]:
             if cell not in found or ratio < found[cell].ratio:
                 found[cell] = Contest(cell, stock, best, ratio, middle[stock], middle[best])
     return sorted(
-        found.values(), key=lambda each: (each.cell.temperature, each.cell.rate, each.cell.batch)
+        found.values(),
+        key=lambda each: (
+            each.cell.workload,
+            each.cell.temperature,
+            each.cell.rate,
+            each.cell.batch,
+        ),
     )
 
 
@@ -239,20 +248,21 @@ def sustained(run: Found) -> str:
     of our best arm over stock's.
     """
     names = list(dict.fromkeys(name for arms in run.values() for name in arms))
-    temperatures = sorted({cell.temperature for cell in run if cell.rate})
+    loads = sorted({(cell.workload, cell.temperature) for cell in run if cell.rate})
     rows = []
-    for temperature in temperatures:
+    for workload, temperature in loads:
         by_rate = {
             cell.rate: arms
             for cell, arms in run.items()
-            if cell.rate and cell.temperature == temperature
+            if cell.rate and (cell.workload, cell.temperature) == (workload, temperature)
         }
         kept = {name: _kept(name, sorted(by_rate), by_rate) for name in names}
         mine = max((kept[name][0] for name in names if ours(name)), default=0.0)
         theirs = max((kept[name][0] for name in names if not ours(name)), default=0.0)
         ratio = f"{mine / theirs:.2f}" if theirs else "-"
-        rows.append([f"{temperature:g}", *(kept[name][1] for name in names), ratio])
-    return markdown.table(["temperature", *names, "ratio"], rows)
+        load = f"{workload}, temperature {temperature:g}"
+        rows.append([load, *(kept[name][1] for name in names), ratio])
+    return markdown.table(["load", *names, "ratio"], rows)
 
 
 def _kept(

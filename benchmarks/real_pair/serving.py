@@ -3,8 +3,8 @@
 All servers are up before anything is measured, because a start takes longer than a measurement. A
 cell is a load, one after another goes to each arm, and the order of arms turns round with each
 cell. The load comes from `vllm.benchmarks.serve`, which is what `vllm bench serve` runs: the
-questions of the held-out conversations, answered through the chat API, and no answer is longer than
-the one in the conversation.
+requests of a workload, through the chat API. All arms are asked the same ones, and each round asks
+others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pair_arms import read_arm
+from benchmarks.pair_arms import draft_folder, read_arm
+from benchmarks.real_pair import workloads
 from benchmarks.real_pair.cells import Cell, Measured, most_requests
 from vllm_graft.bench.common import report
 from vllm_graft.metrics.exposition import total
@@ -41,32 +43,61 @@ CHANGED: dict[str, dict[str, Any]] = {
 """What stands in for that, written out, but for a key: trees beside prompts keep all nodes,
 n-grams of the text join the trees or don't, prompts run in the steps that vLLM makes."""
 
+ALONE = "graft-draft"
+"""The arm of `--additional-config.graft auto` without a draft."""
+
 
 @dataclass(frozen=True)
 class Load:
-    """What all cells share: the conversations, the objectives of goodput, the tokenizer."""
+    """What all cells share: the workloads, the tokenizer, the objectives of goodput.
 
-    conversations: Path
+    Attributes:
+        workloads: a file for each name, as the serving benchmark reads its dataset "custom", and
+            how many requests it has.
+    """
+
+    workloads: Mapping[str, tuple[Path, int]]
     tokenizer: Path
     goodput: tuple[str, ...] = ("ttft:1000", "tpot:25")
-    seed: int = 0
 
 
-def arm_flags(name: str, draft: Path, topk: int, steps: int, max_num_seqs: int) -> list[str]:
+def load_of(pair: Path, names: Sequence[str], folder: Path) -> Load:
+    """Write the requests of workloads into a folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(pair / "target"))
+    written = {}
+    for name in names:
+        file = folder / f"{name}.jsonl"
+        count = workloads.write_requests(workloads.WORKLOADS[name](pair, tokenizer), file)
+        written[name] = (file, count)
+    return Load(written, pair / "target")
+
+
+def arm_flags(name: str, pair: Path, topk: int, steps: int, max_num_seqs: int) -> list[str]:
     """The flags of `vllm serve` for an arm.
+
+    An arm is one of `benchmarks.pair_arms`, whose draft is an EAGLE-3 head unless a method of vLLM
+    stands before it, as in ``draft_model/block:3``; `GRAFT`, one of `CHANGED`, or `ALONE`.
 
     Raises:
         BenchmarkError: the name can't be read, or asks for several lengths of chains.
     """
+    auto = ["--additional-config.graft", "auto"]
+    if name == ALONE:
+        return auto
+    method, _, name = name.rpartition("/")
+    method = method or "eagle3"
+    draft = draft_folder(pair, method)
     if name == GRAFT or name in CHANGED:
-        told = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": steps}
+        told = {"method": method, "model": str(draft), "num_speculative_tokens": steps}
         told["quantization"] = "fp8_per_channel"
         flags = ["--speculative-config", json.dumps(told)]
         if name == GRAFT:
-            return [*flags, "--additional-config.graft", "auto"]
+            return [*flags, *auto]
         tree = {"topk": 8, "nodes": 63, "shape": "auto", "head_dtype": "fp8", **CHANGED[name]}
         return [*flags, "--additional-config", json.dumps({"graft": {"tree": tree}})]
-    arm = read_arm(name, draft, topk, steps, max_num_seqs)
+    arm = read_arm(name, draft, topk, steps, max_num_seqs, method)
     if arm.drafts:
         raise report.BenchmarkError(
             f"--arms {name!r}: a server can't be told another length; give each an arm of its own"
@@ -108,10 +139,8 @@ def servers(
     shared = server_flags(pair, arguments)
     started = {}
     for place, name in enumerate(arguments.arms):
-        flags = arm_flags(
-            name, pair / "eagle3", arguments.topk, arguments.steps, arguments.max_num_seqs
-        )
-        log = logs / f"{place}-{name.replace(':', '-').replace('+', '-')}.log"
+        flags = arm_flags(name, pair, arguments.topk, arguments.steps, arguments.max_num_seqs)
+        log = logs / f"{place}-{re.sub('[:+/]', '-', name)}.log"
         started[name] = VllmServer([*shared, *flags], log, environment, VLLM)
     with contextlib.ExitStack() as running:
         for server in started.values():
@@ -128,12 +157,16 @@ def _cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def client_flags(server: VllmServer, load: Load, cell: Cell, requests: int) -> list[str]:
-    """The arguments of `vllm bench serve` for a cell."""
+def client_flags(
+    server: VllmServer, load: Load, cell: Cell, requests: int, seed: int = 0
+) -> list[str]:
+    """The arguments of `vllm bench serve` for a cell; the seed chooses its requests."""
     flags = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
     flags += ["--base-url", server.address, "--model", MODEL, "--tokenizer", str(load.tokenizer)]
-    flags += ["--dataset-name", "sharegpt", "--dataset-path", str(load.conversations)]
-    flags += ["--num-prompts", str(requests), "--seed", str(load.seed)]
+    # The server applies the chat template.
+    flags += ["--dataset-name", "custom", "--custom-output-len", "-1", "--skip-chat-template"]
+    flags += ["--dataset-path", str(load.workloads[cell.workload][0])]
+    flags += ["--num-prompts", str(requests), "--seed", str(seed)]
     flags += ["--temperature", f"{cell.temperature:g}"]
     flags += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
     flags += ["--goodput", *load.goodput, "--disable-tqdm", "--save-detailed"]
@@ -144,7 +177,7 @@ def client_flags(server: VllmServer, load: Load, cell: Cell, requests: int) -> l
     return flags
 
 
-def measure(server: VllmServer, load: Load, cell: Cell, requests: int) -> Measured:
+def measure(server: VllmServer, load: Load, cell: Cell, requests: int, seed: int = 0) -> Measured:
     """Put a load on a server and say what came of it.
 
     Raises:
@@ -155,7 +188,7 @@ def measure(server: VllmServer, load: Load, cell: Cell, requests: int) -> Measur
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
-    given = parser.parse_args(client_flags(server, load, cell, requests))
+    given = parser.parse_args(client_flags(server, load, cell, requests, seed))
     before = counted(server.address)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         found: dict[str, Any] = asyncio.run(main_async(given))
@@ -211,20 +244,22 @@ class Race:
                 began = time.perf_counter()
                 names = list(running)[:: -1 if (number + place) % 2 else 1]
                 for name in names:
-                    self._turn(name, running[name], cell, seconds)
+                    self._turn(name, running[name], cell, seconds, number)
                 took[cell] = time.perf_counter() - began
                 self.write()
 
     def warm_up(self, running: dict[str, VllmServer], cells: Sequence[Cell]) -> None:
         """Have all arms answer some requests of each temperature, to compile what is left."""
+        batch, workload = max((cell.batch, cell.workload) for cell in cells)
         for temperature in sorted({cell.temperature for cell in cells}):
             for server in running.values():
-                batch = max(cell.batch for cell in cells)
-                measure(server, self.load, Cell(temperature, batch), min(batch, 16))
+                cell = Cell(temperature, batch, workload=workload)
+                measure(server, self.load, cell, min(batch, 16))
 
-    def _turn(self, name: str, server: VllmServer, cell: Cell, seconds: float) -> None:
-        requests = most_requests(cell, seconds)
-        measured = measure(server, self.load, cell, requests)
+    def _turn(self, name: str, server: VllmServer, cell: Cell, seconds: float, seed: int) -> None:
+        # A request that comes twice would find its first answer in a memory of all requests.
+        requests = min(most_requests(cell, seconds), self.load.workloads[cell.workload][1])
+        measured = measure(server, self.load, cell, requests, seed)
         self.found.setdefault(cell, {}).setdefault(name, []).append(measured)
         print(f"{cell}: {name}: {measured}", flush=True)
         print(f"    {measured.engine}; last first tokens: {measured.slowest}", flush=True)

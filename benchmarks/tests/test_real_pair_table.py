@@ -77,8 +77,8 @@ def test_an_arm_sustains_a_rate_if_it_meets_the_objectives_up_to_there() -> None
     }
     first, second = cells.sustained(run).splitlines()[2:]
     assert first == (
-        "| 0 | 12 (12: 9.0, 80; 16: 9.0, 1001) | 8 (8: 9.0, 80; 12: 25.5, 80) | 0 (8: 9.0, 1001) "
-        "| 1.50 |"
+        "| chat, temperature 0 | 12 (12: 9.0, 80; 16: 9.0, 1001) | 8 (8: 9.0, 80; 12: 25.5, 80) "
+        "| 0 (8: 9.0, 1001) | 1.50 |"
     )
     assert second.endswith("| 0 (8: 9.0, 1001) | 0 () | - |")
 
@@ -111,24 +111,47 @@ def test_turns_have_requests_for_their_seconds() -> None:
 
 
 def test_servers_are_told_what_arms_are() -> None:
-    draft = Path("pair/eagle3")
-    flags = serving.arm_flags("block:5+fp8", draft, 8, 12, 64)
+    pair = Path("pair")
+    flags = serving.arm_flags("block:5+fp8", pair, 8, 12, 64)
     assert flags[0] == "--speculative-config"
     told = json.loads(flags[1])
     assert told["rejection_sample_method"] == "block"
     assert (told["num_speculative_tokens"], told["quantization"]) == (5, "fp8_per_channel")
-    assert serving.arm_flags("none", draft, 8, 12, 64) == []
-    ours = serving.arm_flags("auto:63+fp8", draft, 8, 12, 64)
+    assert serving.arm_flags("none", pair, 8, 12, 64) == []
+    ours = serving.arm_flags("auto:63+fp8", pair, 8, 12, 64)
     assert json.loads(ours[3])["graft"]["tree"]["steps"] == 12
-    assert serving.arm_flags(serving.GRAFT, draft, 8, 12, 64)[2:] == [
+    assert serving.arm_flags(serving.GRAFT, pair, 8, 12, 64)[2:] == [
         "--additional-config.graft",
         "auto",
     ]
     for name, value in (("graft+ngram", True), ("graft-ngram", False)):
-        changed = json.loads(serving.arm_flags(name, draft, 8, 12, 64)[3])["graft"]["tree"]
+        changed = json.loads(serving.arm_flags(name, pair, 8, 12, 64)[3])["graft"]["tree"]
         assert (changed["nodes"], changed["head_dtype"], changed["ngram"]) == (63, "fp8", value)
+    assert told["model"] == "pair/eagle3"
+    assert serving.arm_flags(serving.ALONE, pair, 8, 12, 64) == [
+        "--additional-config.graft",
+        "auto",
+    ]
     with pytest.raises(BenchmarkError, match="an arm of its own"):
-        serving.arm_flags("block:3,5", draft, 8, 12, 64)
+        serving.arm_flags("block:3,5", pair, 8, 12, 64)
+
+
+def test_a_method_may_stand_before_an_arm() -> None:
+    pair = Path("pair")
+    chain, tree, graft = (
+        [json.loads(each) for each in serving.arm_flags(name, pair, 8, 12, 64) if each[0] == "{"]
+        for name in (
+            "draft_model/block:3",
+            "draft_model/tree:15+topk4+steps3",
+            "draft_model/graft",
+        )
+    )
+    for told in (chain, tree, graft):
+        assert told[0]["method"] == "draft_model"
+        assert told[0]["model"] == "pair/draft_model"
+    assert tree[1]["graft"]["tree"] == {"topk": 4, "steps": 3, "recurrent": True}
+    assert len(chain) == 1
+    assert [cells.ours(name) for name in ("draft_model/tree:15", "draft_model/block:3")] == [1, 0]
 
 
 def served(*given: str) -> argparse.Namespace:
@@ -146,9 +169,10 @@ def test_servers_share_their_flags() -> None:
 
 
 def test_a_load_is_open_or_closed() -> None:
-    load = serving.Load(Path("held_out.json"), Path("target"))
+    load = serving.Load({"chat": (Path("chat.jsonl"), 9)}, Path("target"))
     server: Any = SimpleNamespace(address="http://here")
     closed = serving.client_flags(server, load, Cell(0.6, 4), 20)
+    assert closed[closed.index("--dataset-path") + 1] == "chat.jsonl"
     assert closed[-2:] == ["--max-concurrency", "4"]
     assert closed[closed.index("--temperature") + 1] == "0.6"
     opened = serving.client_flags(server, load, Cell(0.6, 64, 2.5), 20)
@@ -158,16 +182,23 @@ def test_a_load_is_open_or_closed() -> None:
 def test_arms_take_turns_in_either_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def measure(server: Any, load: serving.Load, cell: Cell, requests: int) -> Measured:
+    seeds: list[int] = []
+
+    def measure(server: Any, load: serving.Load, cell: Cell, requests: int, seed: int) -> Measured:
         order.append(server)
+        seeds.append(seed)
         return measured(100.0 * len(order), requests=requests)
 
     monkeypatch.setattr(serving, "measure", measure)
     file = str(tmp_path / "race.json")
-    race = serving.Race(serving.Load(Path("a"), Path("b")), file, {"seconds": "9"})
+    load = serving.Load({"chat": (Path("a"), 17)}, Path("b"))
+    race = serving.Race(load, file, {"seconds": "9"})
     running: Any = {"block:5": "stock", "graft": "ours"}
     race.run(running, [ONE, SIXTEEN], 2, 1.0, math.inf)
     assert order == ["stock", "ours", "ours", "stock", "ours", "stock", "stock", "ours"]
+    # All arms of a round are asked alike, and no request comes twice in a turn.
+    assert seeds == [0] * 4 + [1] * 4
+    assert race.found[SIXTEEN]["graft"][0].requests == 17
     assert cells.read(file) == race.found
     assert [turn.tokens for turn in race.found[ONE]["graft"]] == [200, 500]
     # A cell that would not end in time is left out.

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.real_pair.conversations import Conversation, messages, tokens_of
 from benchmarks.real_pair.texts import Text, Turn
+from vllm_graft import testing
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 AT_A_TIME, PART = 1024, 4096
@@ -124,6 +125,9 @@ def run(
     """
     # Asking whether there is a GPU starts CUDA, and an engine can't be a fork of that.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if not torch.cuda.is_available():
+        # Before transformers, which may import Triton.
+        testing.install()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(target))
@@ -141,8 +145,6 @@ def run(
 
 @contextlib.contextmanager
 def _answering(target: Path) -> Iterator[Any]:
-    from vllm_graft import testing
-
     if torch.cuda.is_available():
         with testing.running(target, **ENGINE) as llm:
             yield functools.partial(answer, llm, at_a_time=PART)

@@ -27,7 +27,7 @@ from benchmarks.real_pair import workloads
 from benchmarks.real_pair.cells import Cell, Measured, most_requests
 from vllm_graft.bench.common import report
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing.vllm_server import VLLM, VllmServer
+from vllm_graft.testing.vllm_server import VLLM, ServerError, VllmServer
 
 MODEL = "real-pair"
 
@@ -131,8 +131,10 @@ def servers(
 ) -> Iterator[dict[str, VllmServer]]:
     """Start a server of each arm, all at once, and wait until all are ready.
 
+    An arm whose server does not start is left out, and why is printed: the others are up by then.
+
     Raises:
-        ServerError: a server did not start.
+        ServerError: no server started.
     """
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {} if _cuda() else {"VLLM_GRAFT_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -145,9 +147,18 @@ def servers(
     with contextlib.ExitStack() as running:
         for server in started.values():
             running.enter_context(server)
-        for name, server in started.items():
+        failed: ServerError | None = None
+        for name, server in list(started.items()):
             print(f"waiting for {name}", flush=True)
-            server.wait_ready(arguments.start_seconds, every=20)
+            try:
+                server.wait_ready(arguments.start_seconds, every=20)
+            except ServerError as error:
+                print(f"Error: {name} is left out: {error}", flush=True)
+                server.stop()
+                failed = error
+                del started[name]
+        if failed and not started:
+            raise failed
         yield started
 
 
@@ -183,15 +194,18 @@ def measure(server: VllmServer, load: Load, cell: Cell, requests: int, seed: int
     Raises:
         BenchmarkError: requests failed.
     """
-    from vllm.benchmarks.serve import add_cli_args, main_async
+    from vllm.benchmarks import serve
+    from vllm.tokenizers import cached_get_tokenizer
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    # A turn lasts seconds, of which reading a large tokenizer would take one.
+    serve.get_tokenizer = cached_get_tokenizer
     parser = FlexibleArgumentParser()
-    add_cli_args(parser)
+    serve.add_cli_args(parser)
     given = parser.parse_args(client_flags(server, load, cell, requests, seed))
     before = counted(server.address)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        found: dict[str, Any] = asyncio.run(main_async(given))
+        found: dict[str, Any] = asyncio.run(serve.main_async(given))
     after = counted(server.address)
     if found["completed"] < requests:
         raise report.BenchmarkError(

@@ -42,13 +42,18 @@ WORDINGS = (
 )
 """How functions are asked for in training."""
 
+FUNCTION = "function-"
+"""What the name of a conversation about a function begins with."""
+
 FEWEST_DOCUMENTED = 40
 """Characters of a docstring that says what a function does."""
 
 
 def chat(pair: Path, tokenizer: Any) -> Iterator[Request]:
-    """Held-out questions, with the length of the answer that stands in the conversation."""
+    """Held-out questions of people, with the length of the answer in the conversation."""
     for conversation in json.loads((pair / "held_out.json").read_text()):
+        if conversation["id"].startswith(FUNCTION):
+            continue
         question, answer = (each["content"] for each in messages(conversation)[:2])
         asked, told = (len(tokenizer(text)["input_ids"]) for text in (question, answer))
         if 4 <= asked <= LONGEST and 4 <= told <= LONGEST:
@@ -87,7 +92,7 @@ def functions(count: int, folder: Path | None = None) -> list[Conversation]:
     order.shuffle(found)
     asked = (
         {
-            "id": f"function-{number}",
+            "id": f"{FUNCTION}{number}",
             "conversations": [
                 {"from": "human", "value": order.choice(WORDINGS).format(declared)},
                 {"from": "gpt", "value": f"```python\n{whole}\n```"},

@@ -171,9 +171,11 @@ def test_requests_are_kept_as_the_serving_benchmark_reads_them(tmp_path: Path) -
         [{"from": "human", "value": "what is this good for?"}, {"from": "gpt", "value": answer}]
         for answer in ("it is for measuring", "no")
     ]
-    pretrained.write_conversations(tmp_path, [], [{"conversations": each} for each in turns])
+    held_out = [{"id": "a", "conversations": each} for each in turns]
+    held_out.append({"id": "function-1", "conversations": turns[0]})
+    pretrained.write_conversations(tmp_path, [], held_out)
     (tmp_path / "humaneval.json").write_text(json.dumps(["def f():\n"]))
-    # An answer of one word says nothing about speed.
+    # An answer of one word says nothing about speed, and a function is no chat.
     assert list(workloads.chat(tmp_path, words)) == [("what is this good for?", 4)]
     [(task, most)] = workloads.human_eval(tmp_path, words)
     assert task.endswith("```python\ndef f():\n```")

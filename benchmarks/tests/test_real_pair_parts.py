@@ -153,17 +153,18 @@ def test_functions_are_asked_without_their_bodies(tmp_path: Path) -> None:
     assert "return (a, b)" in answer
 
 
-def test_functions_go_among_both_kinds_of_conversations(tmp_path: Path) -> None:
+def test_functions_go_among_what_is_trained_on(tmp_path: Path) -> None:
     lines = [SOURCE.replace("told", f"told_{number}") for number in range(64)]
     (tmp_path / "module.py").write_text("".join(lines))
     found = workloads.functions(60, tmp_path)
     assert len(found) == 60
     assert found == workloads.functions(60, tmp_path)
-    train, held_out = workloads.mixed(found[:1], [], found)
-    assert len(train) + len(held_out) == 60
+    held_out = [each for each in found if is_held_out(each)]
     assert held_out
-    assert all(map(is_held_out, held_out))
-    assert not any(is_held_out(each) for each in train if each is not found[0])
+    # A question comes once.
+    mixed = workloads.mixed([found[0]], found)
+    assert len(mixed) == 60 - len(held_out)
+    assert not any(map(is_held_out, mixed))
 
 
 def test_requests_are_kept_as_the_serving_benchmark_reads_them(tmp_path: Path) -> None:
@@ -171,13 +172,11 @@ def test_requests_are_kept_as_the_serving_benchmark_reads_them(tmp_path: Path) -
         [{"from": "human", "value": "what is this good for?"}, {"from": "gpt", "value": answer}]
         for answer in ("it is for measuring", "no")
     ]
-    held_out = [{"id": "a", "conversations": each} for each in turns]
-    held_out.append({"id": "function-1", "conversations": turns[0]})
-    pretrained.write_conversations(tmp_path, [], held_out)
+    pretrained.write_conversations(tmp_path, [], [{"conversations": each} for each in turns])
     (tmp_path / "humaneval.json").write_text(json.dumps(["def f():\n"]))
-    # An answer of one word says nothing about speed, and a function is no chat.
+    # An answer of one word says nothing about speed.
     assert list(workloads.chat(tmp_path, words)) == [("what is this good for?", 4)]
     [(task, most)] = workloads.human_eval(tmp_path, words)
     assert task.endswith("```python\ndef f():\n```")
-    assert workloads.write_requests([(task, most)], tmp_path / "x.jsonl") == 1
+    workloads.write_requests([(task, most)], tmp_path / "x.jsonl")
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"prompt": task, "output_tokens": most}

@@ -211,3 +211,12 @@ def test_a_part_of_the_questions() -> None:
     for bad in ("3/3", "-1/3", "1", "a/b"):
         with pytest.raises(SystemExit):
             command.parser().parse_args(["answers", "work", f"--part={bad}"])
+
+
+def test_a_workload_is_known_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "edits.jsonl").write_text("{}\n{}\n")
+    given = f"edits={tmp_path}/edits.jsonl"
+    assert served("--workloads", "humaneval", given).workloads == ["humaneval", given]
+    for bad in ("edits", "edits=nothing.jsonl"):
+        with pytest.raises(SystemExit):
+            served("--workloads", bad)

@@ -11,7 +11,7 @@ The model is SmolLM2-135M-Instruct with an EAGLE-3 head. `fetch --target qwen2.5
 qwen2.5-coder-0.5b` takes a larger one, with a draft model beside it, and `serve WORK` measures it
 as it is. The conversations are ShareGPT's, with functions of Python's library among those to train
 on. One in sixteen is held out: the head's training never sees it. All measurements are of these,
-and of HumanEval. `fetch` needs the package `gguf`.
+and of HumanEval. `fetch` needs the package `gguf`, and `serve` needs `pandas`.
 
 A machine without a network gets the models in parts: carry `target` and `draft_model` without
 `model.safetensors`, and the files of `parts`, which `join` puts together there. A head comes back

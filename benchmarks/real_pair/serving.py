@@ -260,7 +260,12 @@ class Race:
                 began = time.perf_counter()
                 names = list(running)[:: -1 if (number + place) % 2 else 1]
                 for name in names:
-                    self._turn(name, running[name], cell, seconds, number)
+                    try:
+                        self._turn(name, running[name], cell, seconds, number)
+                    except report.BenchmarkError as error:
+                        # The others go on, and what is missing shows in the table.
+                        print(f"Error: {name} is left out from here: {error}", flush=True)
+                        del running[name]
                 took[cell] = time.perf_counter() - began
                 self.write()
 

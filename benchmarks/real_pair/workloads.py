@@ -26,8 +26,9 @@ from benchmarks.real_pair.conversations import (
 Request = tuple[str, int]
 """A question, and the most tokens of its answer."""
 
-ANSWER, LONGEST = 512, 1024
-"""Tokens of an answer with code at most, and of a chat's question and answer at most."""
+ANSWER, LONGEST = 512, 900
+"""Tokens of an answer with code at most, and of a chat's question and answer at most: both fit into
+2048 tokens with a chat template around them."""
 
 TASK = (
     "Complete this function, and answer with the whole function in one block of Python.\n\n"

@@ -187,6 +187,8 @@ def test_arms_take_turns_in_either_order(tmp_path: Path, monkeypatch: pytest.Mon
     def measure(server: Any, load: serving.Load, cell: Cell, requests: int, seed: int) -> Measured:
         order.append(server)
         seeds.append(seed)
+        if server == "broken":
+            raise BenchmarkError("it fell over")
         return measured(100.0 * len(order), requests=requests)
 
     monkeypatch.setattr(serving, "measure", measure)
@@ -201,9 +203,14 @@ def test_arms_take_turns_in_either_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert race.found[SIXTEEN]["graft"][0].requests == 17
     assert cells.read(file) == race.found
     assert [turn.tokens for turn in race.found[ONE]["graft"]] == [200, 500]
+    # An arm that fails is left out, and the others go on.
+    more = {"bad": "broken", **running}
+    race.run(more, [ONE], 2, 1.0, math.inf)
+    assert order[8:] == ["broken", "stock", "ours", "ours", "stock"]
+    assert more == running
     # A cell that would not end in time is left out.
     race.run(running, [ONE], 3, 100.0, time.perf_counter() + 150.0)
-    assert len(order) == 8
+    assert len(order) == 13
 
 
 def test_a_part_of_the_questions() -> None:

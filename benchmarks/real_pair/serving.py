@@ -43,6 +43,9 @@ CHANGED: dict[str, dict[str, Any]] = {
 """What stands in for that, written out, but for a key: trees beside prompts keep all nodes,
 n-grams of the text join the trees or don't, prompts run in the steps that vLLM makes."""
 
+DRAFTED = {"draft_model": 3}
+"""Tokens that `GRAFT` is told of methods whose every token costs a pass of a whole model."""
+
 ALONE = "graft-draft"
 """The arm of `--additional-config.graft auto` without a draft."""
 
@@ -92,7 +95,8 @@ def arm_flags(name: str, pair: Path, topk: int, steps: int, max_num_seqs: int) -
     method = method or "eagle3"
     draft = draft_folder(pair, method)
     if name == GRAFT or name in CHANGED:
-        told = {"method": method, "model": str(draft), "num_speculative_tokens": steps}
+        tokens = DRAFTED.get(method, steps)
+        told = {"method": method, "model": str(draft), "num_speculative_tokens": tokens}
         told["quantization"] = "fp8_per_channel"
         flags = ["--speculative-config", json.dumps(told)]
         if name == GRAFT:

@@ -151,6 +151,7 @@ def test_a_method_may_stand_before_an_arm() -> None:
         assert told[0]["model"] == "pair/draft_model"
     assert tree[1]["graft"]["tree"] == {"topk": 4, "steps": 3, "recurrent": True}
     assert len(chain) == 1
+    assert [each[0]["num_speculative_tokens"] for each in (chain, tree, graft)] == [3, 15, 3]
     assert [cells.ours(name) for name in ("draft_model/tree:15", "draft_model/block:3")] == [1, 0]
 
 

@@ -119,7 +119,8 @@ def _paths_kernel(
             REFERENCE, SEGMENTS,
         )  # fmt: skip
         ended = ended | (token < 0) | (token >= vocab_size)
-        token = tl.where(ended, 0, token)
+        # A path that has ended is no longer one with a path that goes on, whatever its token.
+        token = tl.where(ended, -1, token)
         siblings = one & earlier
         one = one & (token[:, None] == token[None, :])
         node = tl.min(tl.where(one, path[None, :], PATHS_PAD), 1)
@@ -132,7 +133,7 @@ def _paths_kernel(
         # All matches of a node go on from its score.
         column = tl.where(path < PATHS, depth * PATHS + path, 0)
         tl.store(scores + column, tl.where(is_node, score, float("-inf")), mask=path < PATHS)
-        tl.store(tokens + column, token.to(tl.int64), mask=path < PATHS)
+        tl.store(tokens + column, tl.maximum(token, 0).to(tl.int64), mask=path < PATHS)
         tl.store(parents + column, tl.where(is_node, parent, -1), mask=path < PATHS)
         score = tl.sum(tl.where(node[:, None] == path[None, :], score[None, :], 0.0), 1)
         parent = FIRST + depth * PATHS + node

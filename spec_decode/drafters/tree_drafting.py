@@ -344,7 +344,7 @@ class TreeDrafting(DraftModelSpeculator):
         )  # fmt: skip
         ngrams = None if dummy_run else self.trees.sources.ngrams
         if ngrams is not None:
-            ngrams.remember(input_batch)
+            ngrams.remember(input_batch, drafts=num_speculative_tokens != 0)
         if num_speculative_tokens == 0:
             return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
         if self.head.learned is not None and not dummy_run:

@@ -26,16 +26,14 @@ from vllm_graft.spec_decode.trees.shape import num_candidates
 @triton.jit
 def observe(
     text, memory, segments, pending, note, used, total, d, columns,
-    DEPTH: tl.constexpr, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr,
+    DEPTH: tl.constexpr, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """Compare what the noted match predicted with the tokens that have come since."""
     start = tl.load(note + 1, mask=used, other=0)
     n = tl.load(note + 2, mask=used, other=0)
     before = tl.load(note + 3, mask=used, other=0)
     told = (n > 0) & (d < total - before) & (d < DEPTH)
-    predicted = tokens_behind(
-        text, memory, segments, start, d, before, columns, told, REFERENCE, SEGMENTS
-    )
+    predicted = tokens_behind(text, memory, segments, start, d, before, columns, told, REFERENCE)
     # Behind the end of its piece a reference has predicted nothing, nor a memory behind its text's.
     told = told & (d < tl.min(tl.where(predicted == END, d, DEPTH), 0))
     actual = tl.load(text + before + d, mask=told, other=0)
@@ -88,7 +86,6 @@ def _insert_kernel(
     BLOCKS_PAD: tl.constexpr,
     REFERENCE: tl.constexpr,
     LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
@@ -103,22 +100,22 @@ def _insert_kernel(
     d = tl.arange(0, DEPTH_PAD)
     observe(
         text, memory, segments, pending, note, used, total, d, history_stride,
-        DEPTH, REFERENCE, LENGTHS, SEGMENTS,
+        DEPTH, REFERENCE, LENGTHS,
     )  # fmt: skip
 
     b = tl.arange(0, BLOCKS_PAD)
     found = tl.load(keys + row * BLOCKS + b, mask=(b < BLOCKS) & used, other=0)
-    found = in_order(found, rates, history_stride, REFERENCE, LENGTHS, SEGMENTS)
+    found = in_order(found, rates, memory, history_stride, REFERENCE, LENGTHS)
     key = tl.max(found, 0).to(tl.int32)
     n = key >> PLACE_BITS
     start = (key & PLACE_MASK) + 1
     keep_note(note, used, start, n, total)
-    if SEGMENTS > 0:
+    if memory is not None:
         tl.store(sources + row, is_remembered(start, history_stride).to(tl.int32))
 
     copied = (n > 0) & (d < DEPTH)
     token = tokens_behind(
-        text, memory, segments, start, d, total, history_stride, copied, REFERENCE, SEGMENTS
+        text, memory, segments, start, d, total, history_stride, copied, REFERENCE
     )
     # Places of a prompt's embeddings may hold what is no token, as the end of a piece does.
     length = tl.min(tl.where((token >= 0) & (token < vocab_size), DEPTH_PAD, d), 0)
@@ -212,7 +209,6 @@ def insert_ngrams(
         BLOCKS_PAD=next_power_of_2(blocks),
         REFERENCE=state.reference,
         LENGTHS=state.lengths,
-        SEGMENTS=state.segments,
         num_warps=1 if topk <= 8 else 4,
     )
 

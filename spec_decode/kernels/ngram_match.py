@@ -28,7 +28,7 @@ END = tl.constexpr(BORDER)
 """What ends a piece of a reference."""
 
 SIZE, ROW, BEHIND = tl.constexpr(SEGMENT), tl.constexpr(4), tl.constexpr(3)
-"""Tokens of a memory's segment, numbers that are kept of each, and which the next one's is."""
+"""Tokens of a memory's segment, numbers that are kept of each, and which tells the next one."""
 
 
 @triton.jit
@@ -64,15 +64,13 @@ def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def in_order(
-    key, rates, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr, SEGMENTS: tl.constexpr
-):
+def in_order(key, rates, memory, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
     """Keys whose order is that of their matches.
 
     It is by length, unless there is a memory: then it is by what was learned, as classes of matches
     in a memory are no lengths. The key itself is in the lower 32 bits.
     """
-    if SEGMENTS > 0:
+    if memory is not None:
         start = (key & PLACE_MASK) + 1
         place = rate_of(key >> PLACE_BITS, start, columns, REFERENCE, LENGTHS)
         rate = tl.load(rates + place, mask=key > 0, other=0.0).to(tl.int32, bitcast=True)
@@ -82,29 +80,26 @@ def in_order(
 
 
 @triton.jit
-def remembered(memory, segments, start, d, mask, SEGMENTS: tl.constexpr):
+def remembered(memory, segments, start, d, mask):
     """Tokens of a memory that follow `start`, which is counted from the ring's first; `END` behind
     the last one."""
     place = start % SIZE + d
     own = start // SIZE + d * 0
     behind = tl.load(segments + own * ROW + BEHIND, mask=mask & (place >= SIZE), other=0)
     mask = mask & ((place < SIZE) | (behind > 0))
-    segment = tl.where(place < SIZE, own, (behind % SEGMENTS).to(tl.int32))
+    segment = tl.where(place < SIZE, own, behind.to(tl.int32) - 1)
     return tl.load(memory + segment * SIZE + place % SIZE, mask=mask, other=END)
 
 
 @triton.jit
-def tokens_behind(
-    text, memory, segments, start, d, total, columns, mask,
-    REFERENCE: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+def tokens_behind(text, memory, segments, start, d, total, columns, mask, REFERENCE: tl.constexpr):
     """Tokens of a history that is copied, or of the memory; `END` where there is none."""
     place = place_behind(start, d, total, columns, REFERENCE)
     found = tl.load(text + place, mask=mask & (place < columns), other=END)
-    if SEGMENTS > 0:
+    if memory is not None:
         inside = is_remembered(start, columns)
         start = tl.where(inside, start - columns, 0)
-        others = remembered(memory, segments, start, d, mask & inside, SEGMENTS)
+        others = remembered(memory, segments, start, d, mask & inside)
         found = tl.where(inside, others, found)
     return found
 

@@ -60,7 +60,6 @@ def _paths_kernel(
     KEYS_PAD: tl.constexpr,
     REFERENCE: tl.constexpr,
     LENGTHS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH + FIRST
@@ -75,7 +74,7 @@ def _paths_kernel(
     d = tl.arange(0, DEPTH_PAD)
     observe(
         text, memory, segments, pending, note, used, total, d, history_stride,
-        DEPTH, REFERENCE, LENGTHS, SEGMENTS,
+        DEPTH, REFERENCE, LENGTHS,
     )  # fmt: skip
 
     # The best matches of all blocks.
@@ -85,9 +84,9 @@ def _paths_kernel(
     later, found = tl.arange(0, ALIKE)[None, :], (key > 0)[:, None]
     following = tokens_behind(
         text, memory, segments, start[:, None], later, total, history_stride, found,
-        REFERENCE, SEGMENTS,
+        REFERENCE,
     )  # fmt: skip
-    key = in_order(key, rates, history_stride, REFERENCE, LENGTHS, SEGMENTS)
+    key = in_order(key, rates, memory, history_stride, REFERENCE, LENGTHS)
     path = tl.arange(0, PATHS_PAD)
     kept = tl.zeros([PATHS_PAD], tl.int32)
     for i in range(PATHS):
@@ -98,7 +97,7 @@ def _paths_kernel(
     best_start = tl.sum(tl.where(path == 0, start, 0), 0)
     best_n = tl.sum(tl.where(path == 0, n, 0), 0)
     keep_note(note, used, best_start, best_n, total)
-    if SEGMENTS > 0:
+    if memory is not None:
         from_memory = ((n > 0) & is_remembered(start, history_stride)).to(tl.int32)
         tl.store(sources + row, tl.sum(from_memory << path, 0))
 
@@ -116,7 +115,7 @@ def _paths_kernel(
     for depth in range(DEPTH):
         token = tokens_behind(
             text, memory, segments, start, depth, total, history_stride, is_match,
-            REFERENCE, SEGMENTS,
+            REFERENCE,
         )  # fmt: skip
         ended = ended | (token < 0) | (token >= vocab_size)
         # A path that has ended is no longer one with a path that goes on, whatever its token.
@@ -184,7 +183,6 @@ def insert_paths(
         KEYS_PAD=next_power_of_2(count),
         REFERENCE=state.reference,
         LENGTHS=state.lengths,
-        SEGMENTS=state.segments,
         num_warps=warps(count),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +12,12 @@ from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFER
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
+from vllm_graft.spec_decode.kernels.text_memory import (
+    drop_corpus,
+    search_memory,
+    write_corpus,
+    write_memory,
+)
 from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, PROMPT_TOKENS, MemoryState
 from vllm_graft.spec_decode.trees.ngram_state import NgramState
 from vllm_graft.spec_decode.trees.reference import reference_in
@@ -34,6 +40,11 @@ _COUNTED = (
     "memory_nodes_verified",
     "memory_nodes_accepted",
 )
+
+
+REST = 8
+"""Steps without drafts of which one adds to the memory what they have emitted. So few tokens are
+lost where a request ends among them, and most of them launch nothing."""
 
 
 class Requests(Protocol):
@@ -68,8 +79,8 @@ class Ngrams:
     that all ranks agree.
 
     With a memory (`MemoryState`) the end of a text is looked for in the texts of other requests of
-    its scope as well, by a third launch. Two more per step add to it what was emitted, also in
-    steps without drafts.
+    its scope as well, by a launch more, and before that another one adds what was emitted. Both
+    are in the graph. Steps without drafts add what they have emitted every `REST` steps.
 
     Args:
         config: lengths of matches.
@@ -98,12 +109,15 @@ class Ngrams:
         memory: MemoryConfig | None = None,
     ) -> None:
         self.references = ReferenceCounts()
-        kept = None if memory is None else MemoryState.allocate(memory.bytes, max_reqs, device)
+        kept = None
+        if memory is not None:
+            kept = MemoryState.allocate(memory.bytes, max_reqs, device, memory.corpora_bytes)
         self.state = NgramState.allocate(
             config.min, config.max, max_reqs, width, device, matches, reference, kept
         )
         self._keeps_prompts = memory is not None and memory.prompts
         self._refers = [False] * max_reqs
+        self._rested = 0
         self.vocab_size = vocab_size
         kinds = 1 if kept is None else 2
         size = (max_reqs,) if kept is None else (kinds, max_reqs)
@@ -119,7 +133,7 @@ class Ngrams:
         self._lengths: torch.Tensor = req_states.total_len.gpu
         if (memory := self.state.memory) is not None and memory.tokens.device.type != "meta":
             # Compile now what the first step would wait for; nobody's text is added.
-            write_memory(memory, self._texts, self._lengths, memory.head - 1, 1)
+            write_memory(memory, self._texts, self._lengths, memory.head[1:] - 1, 1)
 
     def begin(self, req_index: int, request: NewRequestData) -> None:
         """Note a new request of this index: its text is to be copied anew, and its reference."""
@@ -144,9 +158,13 @@ class Ngrams:
             return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
         return max(0, len(known) - (PROMPT_TOKENS if self._keeps_prompts else LONGEST))
 
-    def remember(self, batch: InputBatch) -> None:
-        """Add what a step has emitted to the memory."""
-        if (memory := self.state.memory) is not None:
+    def remember(self, batch: InputBatch, *, drafts: bool) -> None:
+        """Add what steps without drafts have emitted; `add` does it in those with drafts."""
+        if (memory := self.state.memory) is None:
+            return
+        memory.tell()
+        self._rested = 0 if drafts else self._rested + 1
+        if self._rested % REST == 1:
             num_reqs, slots = batch.num_reqs, batch.idx_mapping
             write_memory(memory, self._texts, self._lengths, slots, num_reqs)
 
@@ -166,6 +184,8 @@ class Ngrams:
     ) -> None:
         """Put what followed the matches of each request into the table; see `Extra.add`."""
         slots = drafter.idx_mapping[:num_reqs]
+        if self.state.memory is not None:
+            write_memory(self.state.memory, self._texts, self._lengths, slots, num_reqs)
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
         search_memory(self.state, self._lengths, slots, num_reqs)
         self._insert(candidates, slots, num_reqs, levels=levels, first=first, num_nodes=num_nodes)
@@ -224,7 +244,7 @@ class Ngrams:
                 "rates": rates[2 * self.state.lengths :][1:CLASSES],
                 "bytes": memory.num_bytes,
                 "segments": memory.size,
-                "segments_written": int(memory.head) - 1,
+                "segments_written": int(memory.head[0]) - 1,
             }
         return found
 
@@ -266,3 +286,18 @@ class SeveralNgrams(Ngrams):
 
     def _depth(self, num_nodes: int) -> int:
         return min(self.depth, num_nodes)
+
+
+def add_corpus(worker: Any, *corpus: Any) -> None:
+    """Runs in each worker, between two steps; see `write_corpus`."""
+    write_corpus(_memory_of(worker), *corpus)
+
+
+def erase_corpus(worker: Any, places: Sequence[int]) -> None:
+    """Likewise; see `drop_corpus`."""
+    drop_corpus(_memory_of(worker), places)
+
+
+def _memory_of(worker: Any) -> MemoryState:
+    found: MemoryState = worker.model_runner.speculator.trees.sources.ngrams.state.memory
+    return found

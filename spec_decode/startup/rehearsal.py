@@ -277,7 +277,7 @@ class _Stage:
             accepted.move(context, batch, hidden, twin.max_num_reqs)
             if (ngrams := twin.trees.sources.ngrams) is not None:
                 learn_rates(ngrams.state)
-                ngrams.remember(batch)
+                ngrams.remember(batch, drafts=False)
 
 
 def _named(kind: str, shapes: list[LayerShape]) -> dict[str, LayerShape]:

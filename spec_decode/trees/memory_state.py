@@ -18,11 +18,12 @@ segment, the one before, or the one behind."""
 WAYS = 8
 """Occurrences that are kept of what has the same hash."""
 
-LENGTHS = (8, 5, 3, 3)
+LENGTHS = (8, 5, 3, 1)
 """Tokens that each index looks up, the longest first."""
 
 SAME_PROMPT = 3
-"""The index that is of answers to the same prompt alone."""
+"""The index that is of answers to the same prompt alone. These are likely to repeat each other, so
+that one token is enough, whatever the least length of other matches is."""
 
 LONGEST = max(LENGTHS)
 
@@ -30,17 +31,19 @@ PROMPT_TOKENS = 1024
 """Tokens of a prompt's end that are kept at most, where prompts are: an answer waits for them, as
 each step adds a segment of a text."""
 
-CLASSES = 33
-"""Kinds of matches in a memory, each with a rate; 0 is none. See `match_memory`."""
+CLASSES = 49
+"""Kinds of matches in a memory, each with a rate; 0 is none. See `search_memory`."""
 
-_SHARES, _SIZES = (0.3, 0.55, 0.85, 0.95), (3, 5, 8, 16)
+_SHARES, _SIZES = (0.3, 0.55, 0.85, 0.95), (1, 3, 5, 8)
 
-_SEGMENT_BYTES = SEGMENT * (4 + 8 * len(LENGTHS)) + 4 * 8
+SEGMENT_BYTES = SEGMENT * (4 + 8 * len(LENGTHS)) + 4 * 8
+"""Bytes of a segment with its part of the index."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemoryState:
-    """A ring of texts with an index. Addresses are stable, so CUDA graphs may hold them.
+    """A ring of texts with an index, and corpora behind it. Addresses are stable, so CUDA graphs
+    may hold them.
 
     A text is a list of segments, which are given out in the ring's order; the newest one replaces
     the oldest. Segments are counted from 1 on by their *serials*. The address of a token is its
@@ -54,35 +57,46 @@ class MemoryState:
     programs write does not matter, and all ranks agree. A cell proves nothing: whoever reads it
     compares the very tokens and the scope.
 
+    Corpora have segments and cells of their own, which no answer replaces. Each corpus added has
+    larger serials than those before it; the rest of a serial's division by `corpora` is the
+    segment. A corpus is dropped by taking the scope from its segments.
+
     Attributes:
-        tokens: i32 ``[segments, SEGMENT]``, `BORDER` behind the end of a text.
-        segments: i64 ``[segments, 4]``: scope and prompt of its text, serials of the segments
-            before and behind; 0 for none.
-        cells: i64 ``[buckets, WAYS]``, addresses; 0 for none.
-        writers: i64 ``[max_reqs, 6]`` by request-state index: scope and prompt, the first place of
-            its text that is here without a gap, the place up to which it is here, the serial of its
-            last segment (0 for none), and the tokens in that.
-        turns: i64 ``[max_reqs, 4]`` by batch row, what is added in a step: tokens, the serial of
-            the last segment and the tokens in it, and the serial of a new segment or 0.
-        head: i64 ``[1]``, the next serial.
+        size: segments of the ring.
+        tokens: i32 ``[size + corpora, SEGMENT]``, `BORDER` behind the end of a text.
+        segments: i64 ``[size + corpora, 4]``: scope and prompt of its text, serial of the segment
+            before, row of the one behind plus 1; 0 for none.
+        cells: i64 ``[buckets, WAYS]``, addresses; 0 for none. Those of corpora are behind.
+        owners: i64 ``[max_reqs, 4]`` by request-state index: scope and prompt, the first token that
+            is kept, and the number of the request among those of this index.
+        writers: i64 ``[max_reqs, 5]``, likewise: the first place of its text that is here without a
+            gap, the place up to which it is here, the serial of its last segment (0 for none), the
+            tokens in that, and the number of the request that all this is of.
+        head: i64 ``[2]``: the next serial, and programs of a launch that are done.
+        begun: ``owners`` as the host knows them.
     """
 
+    size: int
     tokens: torch.Tensor
     segments: torch.Tensor
     cells: torch.Tensor
+    owners: torch.Tensor
     writers: torch.Tensor
-    turns: torch.Tensor
     head: torch.Tensor
+    begun: torch.Tensor
+    is_told: bool = True
 
     @classmethod
-    def allocate(cls, max_bytes: int, max_reqs: int, device: torch.device | str) -> MemoryState:
-        """The largest memory of so many bytes.
+    def allocate(
+        cls, max_bytes: int, max_reqs: int, device: torch.device | str, corpora: int = 0
+    ) -> MemoryState:
+        """The largest memory of so many bytes, and of so many for corpora.
 
         Raises:
             ValueError: if each request could not have a few segments.
         """
-        count = (max_bytes - bytes_of(0, max_reqs)) // _SEGMENT_BYTES
-        if count < 2 * max_reqs:
+        size = (max_bytes - bytes_of(0, max_reqs)) // SEGMENT_BYTES
+        if size < 2 * max_reqs:
             least = bytes_of(2 * max_reqs, max_reqs)
             raise ValueError(
                 f"a memory for {max_reqs} requests has at least {least} bytes, not {max_bytes}"
@@ -91,39 +105,51 @@ class MemoryState:
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
+        count = size + corpora // SEGMENT_BYTES
         return cls(
+            size,
             tokens=torch.zeros(count, SEGMENT, dtype=torch.int32, device=device),
             segments=zeros(count, 4),
             cells=zeros(count * SEGMENT * len(LENGTHS) // WAYS, WAYS),
-            writers=zeros(max_reqs, 6),
-            turns=zeros(max_reqs, 4),
-            head=zeros(1) + 1,
+            owners=zeros(max_reqs, 4),
+            writers=zeros(max_reqs, 5),
+            head=torch.tensor([1, 0], device=device),
+            begun=torch.zeros(max_reqs, 4, dtype=torch.int64),
         )
 
     def begin(self, slot: int, owner: Owner, first: int) -> None:
-        """Let a slot's text be another one, from the token number ``first`` on."""
-        row = torch.tensor([*owner, first, first, 0, 0])
-        if self.writers.device.type == "cuda":
-            # The host does not wait for the copy, which keeps the row until it has been made.
-            row = row.pin_memory()
-        self.writers[slot].copy_(row, non_blocking=True)
+        """Let a slot's text be another one, from the token number ``first`` on, at `tell`."""
+        number = int(self.begun[slot, 3]) + 1
+        self.begun[slot] = torch.tensor([*owner, first, number])
+        self.is_told = False
+
+    def tell(self) -> None:
+        """Tell the device of all texts that were begun, behind what it was asked to do before."""
+        if self.is_told:
+            return
+        self.is_told = True
+        # The host does not wait for the copy, which keeps what it reads until it has been made.
+        rows = self.begun.pin_memory() if self.owners.is_cuda else self.begun
+        self.owners.copy_(rows, non_blocking=True)
 
     @property
-    def size(self) -> int:
-        """Segments."""
-        return len(self.tokens)
+    def corpora(self) -> int:
+        """Segments of corpora."""
+        return len(self.tokens) - self.size
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in vars(self).values())
+        """Device bytes."""
+        on_device = (self.tokens, self.segments, self.cells, self.owners, self.writers, self.head)
+        return sum(each.nbytes for each in on_device)
 
 
 def bytes_of(segments: int, max_reqs: int) -> int:
     """Bytes of a memory of so many segments; each request needs two."""
-    return 8 * (10 * max_reqs + 1) + segments * _SEGMENT_BYTES
+    return 8 * (9 * max_reqs + 2) + segments * SEGMENT_BYTES
 
 
 def first_rates() -> Sequence[float]:
     """Rates of the `CLASSES`, until texts are seen."""
     by_length = [(1 - 1 / (n + 1)) * share for n in _SIZES for share in _SHARES]
-    return [0.5, *by_length, *by_length]
+    return [0.5, *by_length, *by_length, *by_length]

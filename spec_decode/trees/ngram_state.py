@@ -105,6 +105,8 @@ class NgramState:
         if memory is not None:
             rates = torch.cat((rates, torch.full_like(rates, 0.5)))
             rates[2 * count : 2 * count + CLASSES] = torch.tensor(first_rates())
+        # What a memory and its corpora have is found by a program each.
+        parts = 0 if memory is None else 1 + (memory.corpora > 0)
         history = zeros(max_reqs, columns)
         history[:, width:] = BORDER
         return cls(
@@ -114,9 +116,7 @@ class NgramState:
             reference,
             history=history,
             notes=zeros(max_reqs, 4),
-            keys=zeros(
-                max_reqs, matches * (-(-columns // scan_block(columns)) + (memory is not None))
-            ),
+            keys=zeros(max_reqs, matches * (-(-columns // scan_block(columns)) + parts)),
             pending=zeros(len(rates), 2),
             rates=rates,
             memory=memory,
@@ -142,11 +142,6 @@ class NgramState:
     def lengths(self) -> int:
         """Rates of one kind: a power of two, more than `max_n`."""
         return _lengths(self.max_n, self.memory)
-
-    @property
-    def segments(self) -> int:
-        """Segments of the memory; 0 for none."""
-        return 0 if self.memory is None else self.memory.size
 
     @property
     def remembered(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -15,10 +15,15 @@ from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
+from vllm_graft.spec_decode.kernels.text_memory import (
+    drop_corpus,
+    search_memory,
+    write_corpus,
+    write_memory,
+)
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, MemoryState, bytes_of
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES, MemoryState, bytes_of
 from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.reference import NOBODY, Owner
 from vllm_graft.spec_decode.trees.shape import num_candidates
@@ -33,17 +38,19 @@ class World:
 
     def __init__(
         self, seed: int, *, vocab: int = 4, segments: int = 11, slots: int = 4, matches: int = 3,
-        width: int = 300, reference: int = 0,
+        width: int = 300, reference: int = 0, corpora: int = 0,
     ) -> None:  # fmt: skip
         self.rng, self.vocab, self.width, self.slots = random.Random(seed), vocab, width, slots
         rows = slots + 1
         size = bytes_of(segments, rows)
-        self.memory = MemoryState.allocate(size, rows, DEVICE)
-        assert (self.memory.size, self.memory.num_bytes) == (segments, size)
+        more = corpora * SEGMENT_BYTES
+        self.memory = MemoryState.allocate(size, rows, DEVICE, more)
+        assert (self.memory.size, self.memory.corpora) == (segments, corpora)
+        assert self.memory.num_bytes == size + more
         self.state = NgramState.allocate(
             2, 16, rows, width, DEVICE, matches, reference, self.memory
         )
-        self.plain = PlainMemory(self.memory.size, len(self.memory.cells))
+        self.plain = PlainMemory(self.memory.size, rows)
         self.texts: dict[int, list[int]] = {}
         self.seen = self.nodes = self.deepest = 0
 
@@ -51,6 +58,7 @@ class World:
         self.texts[slot] = list(prompt)
         first = begin_of(prompt) if first is None else first
         self.memory.begin(slot, owner, first)
+        self.memory.tell()
         self.plain.begin(slot, owner, first)
         self.state.notes[slot].zero_()
 
@@ -78,13 +86,13 @@ class World:
         self.check_tokens()
 
     def check_tokens(self) -> None:
-        assert int(self.memory.head) == self.plain.head
+        assert self.memory.head.tolist() == [self.plain.head, 0]
         for serial, segment in self.plain.segments.items():
             place = serial % self.memory.size
             padded = segment.tokens + [BORDER] * (SEGMENT - len(segment.tokens))
             assert self.memory.tokens[place].tolist() == padded
             before = 0 if segment.before is None else segment.before.serial
-            behind = 0 if segment.behind is None else segment.behind.serial
+            behind = 0 if segment.behind is None else segment.behind.serial % self.memory.size + 1
             assert self.memory.segments[place].tolist() == [*segment.owner, before, behind]
         cells = {
             (bucket, way): address
@@ -232,7 +240,7 @@ def test_an_answer_is_drafted_for_its_tenant_alone() -> None:
     for other in (Owner(6, 7), Owner(6, 6), Owner(7, 5), NOBODY):
         assert told(other, ours) == []
     assert told(ours, NOBODY) == []
-    assert told(ours, ours, prompt=[9, 2, 6, 5, 4]) == []
+    assert told(ours, ours, prompt=[9, 2, 6, 5, 77]) == []
 
 
 def test_without_scopes_a_secret_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +254,46 @@ def test_without_scopes_a_secret_is_drafted(monkeypatch: pytest.MonkeyPatch) -> 
     plain = PlainMemory.begin
     monkeypatch.setattr(PlainMemory, "begin", lambda *args: plain(*args[:2], Owner(1, 1), args[3]))
     assert told(Owner(6, 7), Owner(5, 7)) == SECRET[:20]
+
+
+PLACES = [22, 0, 39, 1]
+
+
+def of_corpora(here: World, owner: Owner, prompt: list[int]) -> list[int]:
+    """What is drafted for an owner's prompt."""
+    here.add(0, owner, prompt)
+    search(here, 0)
+    _, total = here.tensors()
+    table = CandidateTable.allocate(1, 1, FIRST, DEVICE, extra=3 * 20)
+    slots = torch.tensor([0], device=DEVICE)
+    options = {"first": FIRST, "depth": 20, "vocab_size": here.vocab}
+    insert_paths(table, here.state, total, slots, 1, **options)
+    real = table.scores[0] > -1e19
+    real[:FIRST] = False
+    return list(table.tokens[0][real].tolist())
+
+
+def test_a_corpus_is_its_scope_s_until_it_is_dropped() -> None:
+    """Corpora come and go in the same segments; each is found whole, by those who may."""
+    here = World(0, segments=12, slots=2, vocab=10_000, corpora=40)
+    texts = [[*range(1000 * k, 1000 * k + 200), BORDER, *range(50), BORDER] for k in (1, 2)]
+    for serial, (scope, text) in enumerate(zip((5, 6), texts, strict=True), start=1):
+        write_corpus(here.memory, scope, PLACES, text, 40 * serial)
+        for start in (0, 55, 62, 126, 190):
+            asked, following = text[start : start + 5], text[start + 5 : start + 25]
+            expected = following[: following.index(BORDER)] if BORDER in following else following
+            assert of_corpora(here, Owner(scope, 7), asked) == expected
+            assert of_corpora(here, Owner(9, 7), asked) == []
+        # No match goes from a text to the next one.
+        assert of_corpora(here, Owner(scope, 7), [*text[198:200], 0]) == []
+        assert of_corpora(here, Owner(scope, 7), [0, 1, 2]) == [*range(3, 23)]
+        drop_corpus(here.memory, PLACES)
+        assert of_corpora(here, Owner(scope, 7), text[:5]) == []
+    # What is gone leaves no trace that hides what comes.
+    write_corpus(here.memory, 5, [1], [*range(50), BORDER], 120)
+    assert of_corpora(here, Owner(5, 7), [0, 1, 2]) == [*range(3, 23)]
+    assert here.memory.head.tolist() == [1, 0]
+    write_corpus(here.memory, 5, [], [], 160)
 
 
 def test_what_only_looks_alike_is_not_drafted() -> None:
@@ -264,7 +312,7 @@ def test_what_only_looks_alike_is_not_drafted() -> None:
         here.memory.cells.fill_(address)
         (keys,) = search(here, 1)
         assert any(keys) == finds
-    here.memory.head.add_(here.memory.size)
+    here.memory.head[0] += here.memory.size
     here.add(1, Owner(5, 7), PROMPT)
     (keys,) = search(here, 1)
     assert not any(keys)
@@ -389,7 +437,7 @@ def test_a_long_text_takes_several_steps_and_a_lost_segment_none() -> None:
     # The first request's segments were all replaced: it goes on in a new one.
     here.texts[0] += [1, 2, 3]
     here.write([0, 1])
-    assert here.memory.writers[0].tolist()[2:4] == [200, 203]
+    assert here.memory.writers[0].tolist()[:2] == [200, 203]
 
 
 def test_a_memory_that_is_too_small_or_too_large_is_refused() -> None:

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_graft.spec_decode.config.memory_config import MemoryConfig
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.lookup.ngrams import REST, Ngrams
 from vllm_graft.spec_decode.trees.memory_state import bytes_of
 from vllm_graft.spec_decode.trees.reference import KEY, NONE, Owner, Reference
 
@@ -39,10 +39,11 @@ def request(carried: Reference, **tokens: Any) -> Any:
 
 
 def kept(ngrams: Ngrams, lengths: torch.Tensor, length: int) -> list[int]:
-    """The tokens in the memory when the text of slot 1 has grown to a length."""
+    """The tokens in the memory when the text of slot 1 has grown to a length, without drafts."""
     lengths[1] = length
     batch: Any = SimpleNamespace(num_reqs=1, idx_mapping=torch.tensor([1], device=DEVICE))
-    ngrams.remember(batch)
+    for _ in range(REST):
+        ngrams.remember(batch, drafts=False)
     assert ngrams.state.memory is not None
     return [each for each in ngrams.state.memory.tokens.flatten().tolist() if each > 0]
 
@@ -73,7 +74,7 @@ def test_prompts_are_kept_if_asked() -> None:
     ngrams, texts, lengths = made(prompts=True)
     ngrams.begin(1, request(Reference(owner=OWNER), prompt_token_ids=[1] * 1100))
     assert ngrams.state.memory is not None
-    assert ngrams.state.memory.writers[1, 3] == 1100 - 1024
+    assert ngrams.state.memory.begun[1, 2] == 1100 - 1024
 
 
 def test_nobody_s_text_is_not_kept() -> None:
@@ -93,7 +94,7 @@ def test_counts_of_the_memory_are_published() -> None:
     assert numbers["ngram_nodes_verified"] == 9
     assert (numbers["memory_nodes_verified"], numbers["memory_nodes_accepted"]) == (4, 2)
     found = ngrams.report()["memory"]
-    assert (found["segments"], found["segments_written"], len(found["rates"])) == (4, 0, 32)
+    assert (found["segments"], found["segments_written"], len(found["rates"])) == (4, 0, 48)
     alone = Ngrams(NgramConfig(), 2, 200, 1000, DEVICE)
     assert "memory_nodes_verified" not in alone.numbers()
     assert "memory" not in alone.report()

@@ -21,7 +21,7 @@ _MATCH = {
     "keys_stride": "i32",
 }
 _MEMORY = {"memory": "*i32", "segments": "*i64"}
-_INDEX = {"cells": "*i64", "writers": "*i64", "head": "*i64"}
+_INDEX = {"cells": "*i64", "owners": "*i64", "head": "*i64"}
 _TABLE = {"scores": "*fp32", "tokens": "*i64", "parents": "*i32", "vocab_size": "i32"}
 
 
@@ -56,8 +56,9 @@ def _match_cases(state: NgramState, name: str) -> list[KernelCase]:
             **sizes,
             "MAX_N_PAD": next_power_of_2(state.max_n),
             "LENGTHS": state.lengths,
-            "SEGMENTS": state.segments,
-            "BUCKETS": len(memory.cells),
+            "SEGMENTS": memory.corpora or memory.size,
+            "BEFORE_IT": memory.size if memory.corpora else 0,
+            "COLUMN": state.keys.shape[1] - state.matches,
         },
         options={"num_warps": 1},
     )
@@ -74,9 +75,9 @@ def _path_cases(
     paths: int, depth: int, nodes: int, width: int, reference: int = 0, memory: int = 0
 ) -> list[KernelCase]:
     """Trees of n-grams alone: several matches, and their paths."""
-    kept = MemoryState.allocate(memory, 1, "cpu") if memory else None
+    kept = MemoryState.allocate(memory, 1, "cpu", corpora=memory) if memory else None
     state = NgramState.allocate(3, 16, 1, width, "cpu", paths, reference, kept)
-    count, name = state.keys.shape[1], f"{paths} n-grams width={width}+{reference}+{state.segments}"
+    count, name = state.keys.shape[1], f"{paths} n-grams width={width}+{reference}+{memory}"
     signature, absent = _sources(state)
     insert = KernelCase(
         name=f"insert {name}",
@@ -94,7 +95,6 @@ def _path_cases(
             "KEYS_PAD": next_power_of_2(count),
             "REFERENCE": reference,
             "LENGTHS": state.lengths,
-            "SEGMENTS": state.segments,
         },
         options={"num_warps": warps(count)},
     )
@@ -106,7 +106,7 @@ def _ngram_cases(
 ) -> list[KernelCase]:
     kept = MemoryState.allocate(memory, 1, "cpu") if memory else None
     state = NgramState.allocate(3, 16, 1, width, "cpu", 1, reference, kept)
-    blocks, name = state.keys.shape[1], f"n-grams width={width}+{reference}+{state.segments}"
+    blocks, name = state.keys.shape[1], f"n-grams width={width}+{reference}+{memory}"
     signature, absent = _sources(state)
     first = topk + (levels - 1) * topk * topk
     insert = KernelCase(
@@ -126,7 +126,6 @@ def _ngram_cases(
             "BLOCKS_PAD": next_power_of_2(blocks),
             "REFERENCE": reference,
             "LENGTHS": state.lengths,
-            "SEGMENTS": state.segments,
         },
         options={"num_warps": 1 if topk <= 8 else 4},
     )
@@ -141,31 +140,33 @@ def _ngram_cases(
 
 
 def _memory_cases(size: int, max_reqs: int) -> list[KernelCase]:
-    """What is added to a memory."""
-    memory = MemoryState.allocate(size, max_reqs, "cpu")
-    common = {"idx_mapping": "*i64", "writers": "*i64", "turns": "*i64"}
-    turns = KernelCase(
-        name=f"turns of {max_reqs} requests",
-        function=f"{_KERNELS}.text_memory:_turns_kernel",
-        signature={**common, "total_len": "*i32", "head": "*i64", "num_reqs": "i32"},
-        constexprs={"PAD": next_power_of_2(max_reqs), "SEGMENTS": memory.size},
-        options={},
-    )
+    """What is added to a memory, and to its corpora."""
+    memory = MemoryState.allocate(size, max_reqs, "cpu", size)
+    segments = {"segments": "*i64", "cells": "*i64"}
     write = KernelCase(
         name=f"write to {memory.size} segments",
         function=f"{_KERNELS}.text_memory:_write_kernel",
         signature={
-            **common,
-            "source": "*i32",
-            "tokens": "*i32",
-            "segments": "*i64",
-            "cells": "*i64",
+            **dict.fromkeys(("idx_mapping", "owners", "writers", "head"), "*i64"),
+            **dict.fromkeys(("source", "total_len", "tokens"), "*i32"),
+            **segments,
             "source_stride": "i32",
         },
-        constexprs={"SEGMENTS": memory.size, "BUCKETS": len(memory.cells)},
+        constexprs={
+            "REQUESTS": max_reqs,
+            "PAD": next_power_of_2(max_reqs),
+            "SEGMENTS": memory.size,
+        },
         options={"num_warps": 4},
     )
-    return [turns, write]
+    corpus = KernelCase(
+        name=f"write to {memory.corpora} segments of corpora",
+        function=f"{_KERNELS}.text_memory:_corpus_kernel",
+        signature={**segments, "text": "*i32", "places": "*i64", "serial": "i64"},
+        constexprs={"BEFORE_IT": memory.size, "CORPORA": memory.corpora},
+        options={},
+    )
+    return [write, corpus]
 
 
 NGRAM_CASES: list[KernelCase] = [

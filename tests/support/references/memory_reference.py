@@ -50,8 +50,9 @@ class Found(NamedTuple):
 class PlainMemory:
     """Segments by serial, and cells by bucket and way."""
 
-    def __init__(self, size: int, buckets: int) -> None:
-        self.size, self.buckets, self.head = size, buckets, 1
+    def __init__(self, size: int, requests: int) -> None:
+        self.size, self.buckets, self.head = size, size * SEGMENT * len(LENGTHS) // WAYS, 1
+        self.requests = requests
         self.segments: dict[int, Segment] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.writers: dict[int, Writer] = {}
@@ -70,7 +71,7 @@ class PlainMemory:
             if not tokens:
                 continue
             last = writer.last
-            if last is None or last.serial < first + len(slots) - self.size:
+            if last is None or last.serial < first + self.requests - self.size:
                 last, writer.begin = None, writer.done
             new = None
             if last is None or len(last.tokens) + len(tokens) > SEGMENT:
@@ -137,7 +138,7 @@ class PlainMemory:
                 n = 0
                 while n < min(max_n, len(before), len(text)) and before[-1 - n] == text[-1 - n]:
                     n += 1
-                if n >= min(length, max_n) and n >= min_n:
+                if n >= (1 if index == SAME_PROMPT else max(min(length, max_n), min_n)):
                     alike.append((address, n))
             nexts = [self.tokens_behind(address)[0] for address, _ in alike]
             for (address, n), token in zip(alike, nexts, strict=True):
@@ -154,7 +155,7 @@ class PlainMemory:
 def _kind(n: int, alike: int, count: int) -> int:
     share = (3 * alike >= count) + (3 * alike >= 2 * count)
     share += 3 * alike >= 2 * count and alike >= 3
-    return 1 + share + 4 * ((n >= 5) + (n >= 8) + (n >= 16))
+    return 1 + share + 4 * ((n >= 3) + (n >= 5) + (n >= 8))
 
 
 def begin_of(prompt: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.building import Built, build
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.lookup.corpora import room_of
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, is_assistant
 from vllm_graft.spec_decode.presets.ngram_preset import text_bytes
@@ -210,8 +211,10 @@ def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Mem
     ngram = lengths_of(tree, speculative) if alone else tree.ngram
     memory = None
     if tree.memory is not None:
-        memory = MemoryState.allocate(tree.memory.bytes, requests, torch.device("meta"))
+        kept, corpora = tree.memory.bytes, tree.memory.corpora_bytes
+        memory = MemoryState.allocate(kept, requests, torch.device("meta"), corpora)
         says = f"of {memory.tokens.numel()} tokens, in which n-grams are looked for"
+        says += f", {room_of(tree.memory)} of them of corpora" if corpora else ""
         yield Memory("texts of other requests", memory.num_bytes, RANK, says)
     if ngram is not None:
         room = ngram.room(vllm_config.model_config.max_model_len)

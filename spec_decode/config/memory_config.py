@@ -20,6 +20,16 @@ class MemoryConfig(Section):
     """Requests that draft from each other's texts. ``tenant``: those with the same ``cache_salt``
     and LoRA adapter; those without either share, as in vLLM's prefix cache. ``server``: all."""
 
+    corpora: tuple[str, ...] = ()
+    """Files of texts that the server knows from its start on, as `corpora_bytes` has room for them:
+    ``.jsonl`` with a text per line (a string, or an object with ``text``), else one text in UTF-8.
+    Requests without a ``cache_salt`` and an adapter find what is in them, with scope ``server``
+    all."""
+
+    corpora_bytes: Bytes = Field(default=ByteSize(0), ge=0)
+    """Memory of each rank's device for corpora, beside ``bytes``; 0 for none. A token takes 36.5
+    bytes. What is there stays until it is dropped."""
+
     prompts: bool = False
     """Whether the last 1,024 tokens of each prompt are kept too, 64 of them in a step. False:
     answers, each with the last 8 tokens before it."""

@@ -28,10 +28,17 @@ class Owners:
 
     def of(self, request: Request) -> Owner:
         adapter = request.lora_request
-        tenant = (request.cache_salt, None if adapter is None else adapter.lora_name)
-        scope = repr(tenant if self._by_tenant else "server").encode("utf-8", "surrogatepass")
+        scope = self._name(request.cache_salt, None if adapter is None else adapter.lora_name)
         prompt = array("q", request.prompt_token_ids or ()).tobytes()
         return Owner(self._number(scope), self._number(scope + b"\0" + prompt))
+
+    def scope(self, salt: str | None, adapter: str | None) -> int:
+        """The scope of requests with this ``cache_salt`` and adapter."""
+        return self._number(self._name(salt, adapter))
+
+    def _name(self, salt: str | None, adapter: str | None) -> bytes:
+        tenant = (salt, adapter) if self._by_tenant else "server"
+        return repr(tenant).encode("utf-8", "surrogatepass")
 
     def _number(self, text: bytes) -> int:
         found = hashlib.blake2b(text, digest_size=8, key=self._key).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers.registry import cached_tokenizer_from_config
@@ -19,6 +19,8 @@ from vllm_graft.base.options import did_you_mean
 from vllm_graft.base.values import shown
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.config.ngram_config import lengths_of
+from vllm_graft.spec_decode.lookup.corpora import Corpora
+from vllm_graft.spec_decode.lookup.ngrams import add_corpus, erase_corpus
 from vllm_graft.spec_decode.lookup.owners import Owners
 from vllm_graft.spec_decode.lookup.references import References, styles_of
 from vllm_graft.spec_decode.models.chosen import has_model
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
+    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
@@ -108,7 +111,10 @@ def _name_misspelt(given: Mapping[object, object]) -> None:
 def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConfig) -> None:
     """Let an engine core, before it takes requests in, carry their references to its workers."""
     references = served_references(tree, vllm_config)
-    owners = None if tree.memory is None else Owners(tree.memory.scope)
+    owners = None
+    if tree.memory is not None:
+        owners = Owners(tree.memory.scope)
+        serve_corpora(engine, tree.memory, vllm_config, owners)
 
     def then_carry(original: Callable[..., Any]) -> Callable[..., Any]:
         def preprocess_add_request(request: Any) -> tuple[Request, int]:
@@ -120,3 +126,21 @@ def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConf
 
     # Only this engine is changed: others in the process may have other configurations.
     wrap(engine, "preprocess_add_request", then_carry)
+
+
+def serve_corpora(
+    engine: EngineCore, memory: MemoryConfig, vllm_config: VllmConfig, owners: Owners
+) -> None:
+    """Let an engine core add the corpora of its configuration, and answer what is asked of them."""
+
+    def write(*corpus: object) -> None:
+        engine.collective_rpc(add_corpus, args=corpus)
+
+    def erase(places: Sequence[int]) -> None:
+        engine.collective_rpc(erase_corpus, args=(places,))
+
+    tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
+    corpora = Corpora(memory, tokenizer, owners, write, erase)
+    for path in memory.corpora:
+        corpora.add(path, corpora.tokens_of(path), None, None)
+    wrap(engine, "collective_rpc", corpora.answer)

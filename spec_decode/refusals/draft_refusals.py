@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH, MAX_REFERENCE
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.lookup.corpora import ROOM, read_texts, room_of
 from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
 from vllm_graft.spec_decode.models.draft_facts import (
     CANDIDATE_KEYS,
@@ -401,13 +403,31 @@ def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         return
     key, requests = flag("tree", "memory", "bytes"), vllm_config.scheduler_config.max_num_seqs
     least, given = bytes_of(2 * requests, requests), int(tree.memory.bytes)
-    texts = vllm_config.model_config.max_model_len + MAX_REFERENCE
+    texts = vllm_config.model_config.max_model_len + MAX_REFERENCE + room_of(tree.memory)
     most = bytes_of((MAX_PLACE - texts) // SEGMENT, requests)
     if not least <= given <= most:
         yield Found(
             f"{key} is {given}, with --max-num-seqs {requests}",
             f"set {key} to {least} to {most}",
         )
+
+
+@DRAFTS.row(
+    "files of `memory.corpora` that can't be read, or without `corpora_bytes`",
+    "What is named is there when the server is.",
+    f"change `{flag('tree', 'memory', 'corpora')}`",
+)
+def _corpora(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+    if tree.memory is None:
+        return
+    for path in tree.memory.corpora:
+        if not room_of(tree.memory):
+            yield Found(f"{ROOM} is {int(tree.memory.corpora_bytes)}", f"set {ROOM} to 64MiB")
+            return
+        try:
+            read_texts(path, room_of(tree.memory))
+        except ConfigError as refused:
+            yield Found(str(refused))
 
 
 @DRAFTS.row(

@@ -1,0 +1,211 @@
+"""Corpora: texts that a memory has from files, and is given while it serves.
+
+The engine core reads and tokenises them and says where they go, so that all ranks have the same.
+Workers write between two steps, on the stream that drafts: no step finds a part of a corpus.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import flag
+from vllm_graft.base.values import human, reason_of, shown
+from vllm_graft.spec_decode.lookup.references import CHARACTERS
+from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES
+from vllm_graft.spec_decode.trees.ngram_state import BORDER
+
+if TYPE_CHECKING:
+    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
+    from vllm_graft.spec_decode.lookup.owners import Owners
+    from vllm_graft.spec_decode.lookup.references import Tokenizer
+
+METHOD = "graft_corpora"
+"""What ``collective_rpc`` is asked for."""
+
+ROOM, _FILES = flag("tree", "memory", "corpora_bytes"), flag("tree", "memory", "corpora")
+_CHUNK = 1 << 15
+"""Characters that the tokenizer gets at once: threads share the work."""
+
+
+def room_of(memory: MemoryConfig) -> int:
+    """Tokens that corpora may have, with one more for each text."""
+    return memory.corpora_bytes // SEGMENT_BYTES * SEGMENT
+
+
+def read_texts(path: str, tokens: int) -> list[str]:
+    """Read the texts of a file that could have so many tokens.
+
+    Raises:
+        ConfigError: for a file that can't be read, is of another form, or has too much.
+    """
+    try:
+        file = Path(path).expanduser()
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no file")
+        if (size := file.stat().st_size) > CHARACTERS * tokens:
+            raise ValueError(f"it has {human(size)}, and there is room for {tokens} tokens")
+        text = file.read_text(encoding="utf-8")
+        if file.suffix != ".jsonl":
+            return [text]
+        return [_text(json.loads(line)) for line in text.splitlines() if line.strip()]
+    # A decoder's errors have Exception as common base.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{_FILES}: can't read {shown(path)}: {reason_of(error)}") from error
+
+
+def _text(value: Any) -> str:
+    found = value.get("text") if isinstance(value, dict) else value
+    if not isinstance(found, str):
+        raise ValueError("a line is neither a string nor an object with a string 'text'")
+    return found
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus that is there: its tokens, its segments, and whether it is a tenant's."""
+
+    tokens: int
+    places: tuple[int, ...]
+    is_salted: bool
+
+
+class Corpora:
+    """The corpora of an engine, by name.
+
+    Args:
+        config: their room, and the files of the start.
+        tokenizer: of the model; None where it has none.
+        owners: numbers the scopes.
+        write: tells all workers a scope, segments, tokens and the first serial.
+        erase: tells all workers segments of which nothing is to be found any more.
+    """
+
+    def __init__(
+        self,
+        config: MemoryConfig,
+        tokenizer: Tokenizer | None,
+        owners: Owners,
+        write: Callable[[int, Sequence[int], Sequence[int], int], object],
+        erase: Callable[[Sequence[int]], object],
+    ) -> None:
+        self.config, self.tokenizer, self.owners = config, tokenizer, owners
+        self._write, self._erase = write, erase
+        self.segments = room_of(config) // SEGMENT
+        self._free = list(range(self.segments))
+        self._added = 0
+        self.known: dict[str, Corpus] = {}
+
+    def asked(
+        self,
+        *,
+        add: str | None = None,
+        drop: str | None = None,
+        text: str | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+    ) -> dict[str, Any]:
+        """Drop a corpus, add one, and list all.
+
+        Args:
+            add: name of a new one. Without `text` it is a file, as in the configuration.
+            salt: ``cache_salt`` of those who find it.
+            adapter: name of their LoRA adapter.
+
+        Raises:
+            ConfigError: if it can't be done. Then all is as it was.
+        """
+        if drop is not None:
+            self.drop(drop)
+        if add is not None:
+            self.add(add, self.tokens_of(add, text), salt, adapter)
+        free = len(self._free) * SEGMENT
+        corpora = [
+            {"name": name, "tokens": each.tokens, "salted": each.is_salted}
+            for name, each in self.known.items()
+        ]
+        return {"corpora": corpora, "tokens_free": free, "tokens": self.segments * SEGMENT}
+
+    def tokens_of(self, name: str, text: str | None = None) -> array[int]:
+        """The tokens of a text, or of those in a file, a `BORDER` behind each."""
+        if not self.segments:
+            raise ConfigError(f"there is no room for corpora: set {ROOM}")
+        if self.tokenizer is None:
+            raise ConfigError("corpora are tokenised, which --skip-tokenizer-init forbids: drop it")
+        most = self.segments * SEGMENT
+        tokens = array("i")
+        for each in read_texts(name, most) if text is None else [text]:
+            tokens.extend(_encoded(self.tokenizer, each))
+            tokens.append(BORDER)
+            if len(tokens) > most:
+                raise self._lack(name, f"more than {most}", most)
+        return tokens
+
+    def add(self, name: str, tokens: Sequence[int], salt: str | None, adapter: str | None) -> None:
+        """Write a corpus to all ranks."""
+        if name in self.known:
+            raise ConfigError(f"there is a corpus {shown(name)}: drop it before it is added again")
+        if self.config.scope == "server" and (salt or adapter):
+            raise ConfigError(
+                f"salt and adapter are for {flag('tree', 'memory', 'scope')} tenant: drop them"
+            )
+        count = -(-len(tokens) // SEGMENT)
+        if count > len(self._free):
+            raise self._lack(name, str(len(tokens)), len(self._free) * SEGMENT)
+        places, self._added = tuple(self._free[:count]), self._added + 1
+        try:
+            scope = self.owners.scope(salt, adapter)
+            self._write(scope, places, tokens, self._added * self.segments)
+        except BaseException:
+            # No rank may know more than another: they would draft different trees.
+            self._erase(places)
+            raise
+        self._free = self._free[count:]
+        of_tenant = bool(salt or adapter)
+        self.known[name] = Corpus(len(tokens), places, of_tenant)
+
+    def drop(self, name: str) -> None:
+        """Let nobody find a corpus any more."""
+        if name not in self.known:
+            names = ", ".join(map(shown, self.known)) or "none"
+            raise ConfigError(f"there is no corpus {shown(name)}: there are {names}")
+        self._erase(self.known[name].places)
+        self._free += self.known.pop(name).places
+
+    def answer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand around ``EngineCore.collective_rpc``."""
+
+        def collective_rpc(
+            method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if method != METHOD:
+                return original(method, timeout, args, kwargs)
+            return [self.asked(*args, **(kwargs or {}))]
+
+        return collective_rpc
+
+    def _lack(self, name: str, tokens: str, free: int) -> ConfigError:
+        return ConfigError(
+            f"corpus {shown(name)} has {tokens} tokens, and there is room for {free}: raise "
+            f"{ROOM}, which is {int(self.config.corpora_bytes)}, or drop another one"
+        )
+
+
+def _encoded(tokenizer: Any, text: str) -> Iterable[int]:
+    """The tokens of a text, which is cut behind lines."""
+    chunks, begin = [], 0
+    while begin < len(text):
+        end = text.rfind("\n", begin, begin + _CHUNK) + 1 if begin + _CHUNK < len(text) else 0
+        end = end or begin + _CHUNK
+        chunks.append(text[begin:end])
+        begin = end
+    if getattr(tokenizer, "is_fast", False) and chunks:
+        lists = tokenizer(chunks, add_special_tokens=False)["input_ids"]
+    else:
+        lists = [tokenizer.encode(each, add_special_tokens=False) for each in chunks]
+    return (token for each in lists for token in each)

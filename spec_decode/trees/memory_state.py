@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class MemoryState:
     owners: torch.Tensor
     writers: torch.Tensor
     head: torch.Tensor
-    begun: torch.Tensor
+    begun: np.ndarray
     is_told: bool = True
 
     @classmethod
@@ -114,13 +115,12 @@ class MemoryState:
             owners=zeros(max_reqs, 4),
             writers=zeros(max_reqs, 5),
             head=torch.tensor([1, 0], device=device),
-            begun=torch.zeros(max_reqs, 4, dtype=torch.int64),
+            begun=np.zeros((max_reqs, 4), dtype=np.int64),
         )
 
     def begin(self, slot: int, owner: Owner, first: int) -> None:
         """Let a slot's text be another one, from the token number ``first`` on, at `tell`."""
-        number = int(self.begun[slot, 3]) + 1
-        self.begun[slot] = torch.tensor([*owner, first, number])
+        self.begun[slot] = (*owner, first, self.begun[slot, 3] + 1)
         self.is_told = False
 
     def tell(self) -> None:
@@ -129,8 +129,8 @@ class MemoryState:
             return
         self.is_told = True
         # The host does not wait for the copy, which keeps what it reads until it has been made.
-        rows = self.begun.pin_memory() if self.owners.is_cuda else self.begun
-        self.owners.copy_(rows, non_blocking=True)
+        rows = torch.from_numpy(self.begun)
+        self.owners.copy_(rows.pin_memory() if self.owners.is_cuda else rows, non_blocking=True)
 
     @property
     def corpora(self) -> int:

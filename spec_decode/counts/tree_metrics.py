@@ -46,7 +46,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("block_positions_drafted", _C, "Positions that block drafters predicted, of all requests. Divided by the requests that drafted, it is the mean depth of a block."),
     Metric("ngram_nodes_verified", _C, "Verified nodes that n-grams put into a tree and the draft did not (graft.tree.ngram, method ngram)."),
     Metric("ngram_nodes_accepted", _C, "How many of these nodes had a token that was accepted."),
-    Metric("memory_nodes_verified", _C, "How many of the nodes of n-grams were from the memory of other requests' texts (graft.tree.memory)."),
+    Metric("memory_nodes_verified", _C, "How many of the nodes of n-grams were from the memory of other requests' texts and corpora (graft.tree.memory)."),
     Metric("memory_nodes_accepted", _C, "How many of these nodes had a token that was accepted."),
     Metric("reference_tokens", _C, "Tokens of the references of new requests, in which n-grams are looked for beside the requests' texts, by source. A request that was preempted is new again.", label="source", values=REFERENCE_SOURCES),
     Metric("reference_declines", _C, "New requests whose schema or prediction was not made a reference, or not all of it (cut), by reason.", label="reason", values=REFERENCE_DECLINES),

@@ -120,10 +120,17 @@ class Corpora:
         Raises:
             ConfigError: if it can't be done. Then all is as it was.
         """
+        gone = None if drop is None else self._known(drop)
+        if add is not None:
+            tokens = self.tokens_of(add, text)
+            if add in self.known and add != drop:
+                raise ConfigError(f"there is a corpus {shown(add)}: drop it in the same call")
+            free = len(self._free) + (0 if gone is None else len(gone.places))
+            self._require(add, tokens, free, salt, adapter)
         if drop is not None:
             self.drop(drop)
         if add is not None:
-            self.add(add, self.tokens_of(add, text), salt, adapter)
+            self.add(add, tokens, salt, adapter)
         free = len(self._free) * SEGMENT
         corpora = [
             {"name": name, "tokens": each.tokens, "salted": each.is_salted}
@@ -147,16 +154,9 @@ class Corpora:
         return tokens
 
     def add(self, name: str, tokens: Sequence[int], salt: str | None, adapter: str | None) -> None:
-        """Write a corpus to all ranks."""
-        if name in self.known:
-            raise ConfigError(f"there is a corpus {shown(name)}: drop it before it is added again")
-        if self.config.scope == "server" and (salt or adapter):
-            raise ConfigError(
-                f"salt and adapter are for {flag('tree', 'memory', 'scope')} tenant: drop them"
-            )
+        """Write a corpus of a new name to all ranks."""
+        self._require(name, tokens, len(self._free), salt, adapter)
         count = -(-len(tokens) // SEGMENT)
-        if count > len(self._free):
-            raise self._lack(name, str(len(tokens)), len(self._free) * SEGMENT)
         places, self._added = tuple(self._free[:count]), self._added + 1
         try:
             scope = self.owners.scope(salt, adapter)
@@ -171,10 +171,7 @@ class Corpora:
 
     def drop(self, name: str) -> None:
         """Let nobody find a corpus any more."""
-        if name not in self.known:
-            names = ", ".join(map(shown, self.known)) or "none"
-            raise ConfigError(f"there is no corpus {shown(name)}: there are {names}")
-        self._erase(self.known[name].places)
+        self._erase(self._known(name).places)
         self._free += self.known.pop(name).places
 
     def answer(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,6 +185,22 @@ class Corpora:
             return [self.asked(*args, **(kwargs or {}))]
 
         return collective_rpc
+
+    def _known(self, name: str) -> Corpus:
+        if name not in self.known:
+            names = ", ".join(map(shown, self.known)) or "none"
+            raise ConfigError(f"there is no corpus {shown(name)}: there are {names}")
+        return self.known[name]
+
+    def _require(
+        self, name: str, tokens: Sequence[int], free: int, salt: str | None, adapter: str | None
+    ) -> None:
+        if self.config.scope == "server" and (salt or adapter):
+            raise ConfigError(
+                f"salt and adapter are for {flag('tree', 'memory', 'scope')} tenant: drop them"
+            )
+        if len(tokens) > free * SEGMENT:
+            raise self._lack(name, str(len(tokens)), free * SEGMENT)
 
     def _lack(self, name: str, tokens: str, free: int) -> ConfigError:
         return ConfigError(

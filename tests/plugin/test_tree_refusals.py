@@ -232,9 +232,24 @@ def test_a_memory_is_for_ngrams_and_has_room(config: Any) -> None:
     _refusal(config, f"memory is given, and {KEY}.ngram is not|ngram to true", memory=True)
     small, large = "1196032B", "1.2GB"
     for size in (small, large):
-        words = f"{KEY}.memory.bytes is |with --max-num-seqs 256|bytes to 1216520 to 118"
+        words = f"{KEY}.memory.bytes is |with --max-num-seqs 256|bytes to 1214480 to 118"
         _refusal(config, words, ngram=True, memory={"bytes": size})
-    _serve(config, ngram=True, memory={"bytes": 1216520})
+    _serve(config, ngram=True, memory={"bytes": 1214480})
+
+
+def test_corpora_are_files_with_room(config: Any, tmp_path: Path) -> None:
+    config.model_config.max_model_len = 4096
+    file = tmp_path / "a.jsonl"
+    file.write_text('"one"')
+    memory: dict[str, Any] = {"corpora": [str(file)]}
+    words = f"{KEY}.memory.corpora_bytes is 0|set {KEY}.memory.corpora_bytes to 64MiB"
+    _refusal(config, words, ngram=True, memory=memory)
+    memory["corpora_bytes"] = "1MiB"
+    _serve(config, ngram=True, memory=memory)
+    file.write_text("one")
+    _refusal(config, f"{KEY}.memory.corpora: can't read|change", ngram=True, memory=memory)
+    memory = {"corpora_bytes": "1.2GB"}
+    _refusal(config, f"{KEY}.memory.bytes is |set {KEY}", ngram=True, memory=memory)
 
 
 def test_ngrams_alone_may_have_a_memory(ngrams: Any) -> None:

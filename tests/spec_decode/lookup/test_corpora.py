@@ -118,6 +118,9 @@ def test_corpora_come_and_go() -> None:
         ({"add": "/none/of/these"}, "can't read '/none/of/these'"),
         ({"add": "c", "text": "what!"}, "no such letter"),
         ({"drop": "c"}, "there is no corpus 'c': there are 'a'"),
+        ({"drop": "c", "add": "d", "text": ""}, "there is no corpus 'c'"),
+        ({"drop": "a", "add": "a", "text": "what!"}, "no such letter"),
+        ({"drop": "a", "add": "a", "text": "x" * 256}, "corpus 'a' has more than 256 tokens"),
     ],
 )
 def test_what_cannot_be_done_changes_nothing(asked: dict[str, str], told: str) -> None:

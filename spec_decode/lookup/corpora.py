@@ -151,6 +151,8 @@ class Corpora:
             tokens.append(BORDER)
             if len(tokens) > most:
                 raise self._lack(name, f"more than {most}", most)
+        if not tokens:
+            raise ConfigError(f"corpus {shown(name)} has no text: give it one")
         return tokens
 
     def add(self, name: str, tokens: Sequence[int], salt: str | None, adapter: str | None) -> None:

@@ -81,6 +81,8 @@ BOUNDED = {
         spec_decode/lookup/schema_text.py:_Reader._found""",
     "Bounded by bytes, and keyed by hashes.": """
         spec_decode/lookup/token_cache.py:TokenCache._kept""",
+    "Each has one of the segments that the configuration gives; no request adds one.": """
+        spec_decode/lookup/corpora.py:Corpora.known""",
     "Graphs and buffers within the memory that the configuration gives.": """
         graph_runners/vision/capture/device_memory.py:Arena._buffers
         graph_runners/vision/capture/device_memory.py:ByteBudget.owners

@@ -144,11 +144,15 @@ def test_no_rank_knows_more_than_another() -> None:
     assert workers.serials == [8]
 
 
-def test_what_cannot_be_said() -> None:
+def test_what_cannot_be_said(tmp_path: Path) -> None:
     none, _ = corpora(0)
     with pytest.raises(ConfigError, match=r"no room for corpora: set .*corpora_bytes"):
         none.asked(add="a", text="x")
     server, _ = corpora(scope="server")
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ConfigError, match="has no text"):
+        server.asked(add=str(empty))
     with pytest.raises(ConfigError, match=r"memory\.scope tenant"):
         server.asked(add="a", text="x", salt="s")
     server.tokenizer = None

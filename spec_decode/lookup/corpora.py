@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.values import human, reason_of, shown
-from vllm_graft.spec_decode.lookup.references import CHARACTERS
+from vllm_graft.spec_decode.lookup.references import CHARACTERS, encoded
 from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES
 from vllm_graft.spec_decode.trees.ngram_state import BORDER
 
@@ -147,7 +147,8 @@ class Corpora:
         most = self.segments * SEGMENT
         tokens = array("i")
         for each in read_texts(name, most) if text is None else [text]:
-            tokens.extend(_encoded(self.tokenizer, each))
+            for part in encoded(self.tokenizer, [*_chunks(each)]):
+                tokens.extend(part)
             tokens.append(BORDER)
             if len(tokens) > most:
                 raise self._lack(name, f"more than {most}", most)
@@ -211,16 +212,11 @@ class Corpora:
         )
 
 
-def _encoded(tokenizer: Any, text: str) -> Iterable[int]:
-    """The tokens of a text, which is cut behind lines."""
-    chunks, begin = [], 0
+def _chunks(text: str) -> Iterator[str]:
+    """The parts of a text, which is cut behind lines."""
+    begin = 0
     while begin < len(text):
         end = text.rfind("\n", begin, begin + _CHUNK) + 1 if begin + _CHUNK < len(text) else 0
         end = end or begin + _CHUNK
-        chunks.append(text[begin:end])
+        yield text[begin:end]
         begin = end
-    if getattr(tokenizer, "is_fast", False) and chunks:
-        lists = tokenizer(chunks, add_special_tokens=False)["input_ids"]
-    else:
-        lists = [tokenizer.encode(each, add_special_tokens=False) for each in chunks]
-    return (token for each in lists for token in each)

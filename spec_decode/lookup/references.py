@@ -230,12 +230,16 @@ class References:
         return Split(made, is_cut or next(pieces, None) is not None)
 
     def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        tokenizer: Any = self.tokenizer
-        if texts and getattr(tokenizer, "is_fast", False):
-            # One call for all, in which other threads may run.
-            found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            return found
-        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return encoded(self.tokenizer, texts)
+
+
+def encoded(tokenizer: Any, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+    """The tokens of each text."""
+    if texts and getattr(tokenizer, "is_fast", False):
+        # One call for all, in which other threads may run.
+        found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return found
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def _batch(pieces: Iterator[Piece], seen: set[Piece], characters: int) -> list[Piece]:

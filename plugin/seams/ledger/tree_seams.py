@@ -71,7 +71,7 @@ TREE = (
         ("v1.engine.core.EngineCore.__init__", "order", "load_general_plugins(), self._initialize_kv_caches(, self.scheduler: SchedulerInterface = Scheduler(", "graphs are captured and the tuner is there when the next asks what steps cost"),
         ("v1.engine.core.EngineCore.preprocess_add_request", "order", "(self, request, no other), req = Request.from_engine_core_request(request, return req, request.current_wave", "wrapped on an engine: references are made where requests are taken in, beside the steps"),
         ("v1.engine.core.EngineCoreProc.process_input_sockets", "order", "request = self.preprocess_add_request(req), self.input_queue.put_nowait(", "that is in a thread of its own"),
-        ("v1.engine.core.EngineCore.collective_rpc", "call", "self, method, args=", "asks the workers"),
+        ("v1.engine.core.EngineCore.collective_rpc", "call", "self, method, timeout=, args=, kwargs=", "asks the workers; wrapped on an engine: it answers what is asked of corpora"),
     ),
     *seams("tree", "vLLM's heads offer their best k tokens", "",
         ("model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM", "has", "combine_hidden_states, compute_logits, draft_id_to_target_id, embed_input_ids, lm_head, logits_processor", "top k in the draft's own vocabulary"),

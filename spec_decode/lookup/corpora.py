@@ -6,6 +6,7 @@ Workers write between two steps, on the stream that drafts: no step finds a part
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -147,8 +148,14 @@ class Corpora:
         most = self.segments * SEGMENT
         tokens = array("i")
         for each in read_texts(name, most) if text is None else [text]:
-            for part in encoded(self.tokenizer, [*_chunks(each)]):
-                tokens.extend(part)
+            try:
+                tokens.extend(itertools.chain(*encoded(self.tokenizer, [*_chunks(each)])))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                # A tokenizer in Rust may panic, which is no Exception and would end the engine.
+                why = reason_of(error)
+                raise ConfigError(f"corpus {shown(name)} is not tokenised: {why}") from error
             tokens.append(BORDER)
             if len(tokens) > most:
                 raise self._lack(name, f"more than {most}", most)

@@ -154,19 +154,23 @@ def test_ngrams_alone_remember_their_tenant(
 
 
 def test_a_draft_is_joined_by_the_memory(
-    pair: Pair, requests: list[Request], right: list[Answer], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, requests: list[Request], right: list[Answer]
 ) -> None:
-    watch = Watch(monkeypatch)
-    tree = {"ngram": True, "memory": {"bytes": "1MiB", "scope": "server"}}
-    with pair.engine(nodes=15, topk=4, steps=3, tree=tree, **CROWDED) as llm:
+    """Graphs of growing add and search; the first replay of each is compared with launches."""
+    memory = {"bytes": "1MiB", "scope": "server"}
+    tree = {"ngram": True, "memory": memory, "graph_runner": "verify"}
+    graphs = [4, 8, 16]
+    with pair.engine(nodes=15, topk=4, steps=3, tree=tree, graphs=graphs, **CROWDED) as llm:
         assert not differing(answer_all(llm, requests), right)
         first = counter(llm, "vllm:graft_tree_steps")
         assert not differing(answer_all(llm, requests), right)
         assert counter(llm, "vllm:graft_tree_steps") - first < 0.8 * first
         verified, accepted = counts(llm)
         assert verified > accepted > 5
-    assert watch.drafted > 10
-    assert watch.foreign == 0
+        (info,) = llm.collective_rpc("graft_info")
+        assert counter(llm, "vllm:graft_tree_draft_replays") > 5
+    assert info["counters"]["tree"]["draft_graphs_differing"] == {15: []}
+    assert info["counters"]["tree"]["draft_graphs_verified"][15]
 
 
 def swap_before_steps(llm: Any, texts: list[str]) -> list[int]:

@@ -11,6 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_graft.spec_decode.config.memory_config import MemoryConfig
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.lookup import ngrams as lookup
 from vllm_graft.spec_decode.lookup.ngrams import REST, Ngrams
 from vllm_graft.spec_decode.trees.memory_state import bytes_of
 from vllm_graft.spec_decode.trees.reference import KEY, NONE, Owner, Reference
@@ -82,6 +83,17 @@ def test_nobody_s_text_is_not_kept() -> None:
     ngrams, _, lengths = made()
     ngrams.begin(1, request(NONE, prompt_token_ids=[1] * 30))
     assert kept(ngrams, lengths, 60) == []
+
+
+def test_most_steps_without_drafts_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them adds what it has emitted, then every few; one with drafts begins anew."""
+    ngrams, _, _ = made()
+    added: list[int] = []
+    monkeypatch.setattr(lookup, "write_memory", lambda *_: added.append(step))
+    batch: Any = SimpleNamespace(num_reqs=1, idx_mapping=None)
+    for step in range(2 * REST + 4):
+        ngrams.remember(batch, drafts=step == REST + 2)
+    assert added == [0, REST, REST + 3, 2 * REST + 3]
 
 
 def test_counts_of_the_memory_are_published() -> None:

@@ -49,13 +49,15 @@ def read_texts(path: str, tokens: int) -> list[str]:
         file = Path(path).expanduser()
         if file.exists() and not file.is_file():
             raise ValueError("it is no file")
-        if (size := file.stat().st_size) > CHARACTERS * tokens:
-            raise ValueError(f"it has {human(size)}, and there is room for {tokens} tokens")
-        text = file.read_text(encoding="utf-8")
+        most = CHARACTERS * tokens
+        with file.open("rb") as opened:
+            found = opened.read(most + 1)
+        if len(found) > most:
+            raise ValueError(f"it has over {human(most)}, and there is room for {tokens} tokens")
+        text = found.decode()
         if file.suffix != ".jsonl":
             return [text]
-        return [_text(json.loads(line)) for line in text.splitlines() if line.strip()]
-    # A decoder's errors have Exception as common base.
+        return [_text(json.loads(line)) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{_FILES}: can't read {shown(path)}: {reason_of(error)}") from error
 

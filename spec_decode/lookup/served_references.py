@@ -142,5 +142,5 @@ def serve_corpora(
     tokenizer = cached_tokenizer_from_config(vllm_config.model_config)
     corpora = Corpora(memory, tokenizer, owners, write, erase)
     for path in memory.corpora:
-        corpora.add(path, corpora.tokens_of(path), None, None)
+        corpora.asked(add=path)
     wrap(engine, "collective_rpc", corpora.answer)

@@ -65,9 +65,9 @@ def corpora(
 def test_texts_of_files(tmp_path: Path) -> None:
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("one\n\ntwo é")
-    lines.write_text('"one"\n\n{"text": "two", "id": 3}\n')
+    lines.write_text('"one"\n\n{"text": "two\u2028", "id": 3}\r\n')
     assert read_texts(str(plain), 100) == ["one\n\ntwo é"]
-    assert read_texts(str(lines), 100) == ["one", "two"]
+    assert read_texts(str(lines), 100) == ["one", "two\u2028"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ class MemoryConfig(Section):
     """Texts of finished and running requests, in which those of others are looked for."""
 
     bytes: Bytes = Field(default=ByteSize(64 << 20), gt=0)
-    """Memory of each rank's device. A token takes 36.5 bytes; the oldest texts make room for new
+    """Memory of each rank's device. A token takes 36.6 bytes; the oldest texts make room for new
     ones."""
 
     scope: Literal["tenant", "server"] = "tenant"
@@ -27,7 +27,7 @@ class MemoryConfig(Section):
     all."""
 
     corpora_bytes: Bytes = Field(default=ByteSize(0), ge=0)
-    """Memory of each rank's device for corpora, beside ``bytes``; 0 for none. A token takes 36.5
+    """Memory of each rank's device for corpora, beside ``bytes``; 0 for none. A token takes 36.6
     bytes. What is there stays until it is dropped."""
 
     prompts: bool = False

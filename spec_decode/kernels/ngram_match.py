@@ -27,7 +27,7 @@ value that it doesn't know a text meets it again with a single token."""
 END = tl.constexpr(BORDER)
 """What ends a piece of a reference."""
 
-SIZE, ROW, BEHIND = tl.constexpr(SEGMENT), tl.constexpr(4), tl.constexpr(3)
+SIZE, ROW, BEHIND = tl.constexpr(SEGMENT), tl.constexpr(5), tl.constexpr(3)
 """Tokens of a memory's segment, numbers that are kept of each, and which tells the next one."""
 
 

@@ -39,9 +39,9 @@ OF_PROMPT = tl.constexpr(SAME_PROMPT)
 LENGTH_0, LENGTH_1, LENGTH_2, LENGTH_3 = (tl.constexpr(length) for length in LENGTHS)
 
 SCOPE, PROMPT, BEFORE = (tl.constexpr(place) for place in range(3))
-FIRST, NUMBER = tl.constexpr(2), tl.constexpr(3)
+FIRST, REQUEST = tl.constexpr(2), tl.constexpr(3)
 BEGIN, DONE, LAST, FILL, OF = (tl.constexpr(place) for place in range(5))
-WRITER = tl.constexpr(5)
+OWNER, WRITER = tl.constexpr(4), tl.constexpr(5)
 
 BUCKETS = tl.constexpr(SEGMENT * len(LENGTHS) // WAYS)
 """Buckets of the index for each segment."""
@@ -109,13 +109,13 @@ def _write_kernel(
     r = tl.arange(0, PAD)
     slot = tl.load(idx_mapping + r, mask=r < programs, other=-1).to(tl.int64)
     used = slot >= 0
-    owner = owners + slot * ROW
+    owner = owners + slot * OWNER
     scope = tl.load(owner + SCOPE, mask=used, other=0)
     # Who is nobody's neither reads nor writes.
     used = used & (scope != 0)
-    number = tl.load(owner + NUMBER, mask=used, other=0)
+    request = tl.load(owner + REQUEST, mask=used, other=0)
     writer = writers + slot * WRITER
-    known = used & (tl.load(writer + OF, mask=used, other=0) == number)
+    known = used & (tl.load(writer + OF, mask=used, other=0) == request)
     total = tl.load(total_len + slot, mask=used, other=0).to(tl.int64)
     start = tl.load(owner + FIRST, mask=used, other=0)
     done = tl.where(known, tl.load(writer + DONE, mask=known, other=0), start)
@@ -135,9 +135,9 @@ def _write_kernel(
     if added > 0:
         _write_row(
             source + mine(slot, r, row) * source_stride, mine(scope, r, row),
-            tl.load(owners + mine(slot, r, row) * ROW + PROMPT), mine(begin, r, row),
-            mine(done, r, row), added, mine(last, r, row), mine(fill, r, row), mine(new, r, row),
-            tokens, segments, cells, SEGMENTS,
+            tl.load(owners + mine(slot, r, row) * OWNER + PROMPT), mine(request, r, row),
+            mine(begin, r, row), mine(done, r, row), added, mine(last, r, row), mine(fill, r, row),
+            mine(new, r, row), tokens, segments, cells, SEGMENTS,
         )  # fmt: skip
     # The last program notes what all have written: none reads the notes of before any more.
     tl.debug_barrier()
@@ -147,14 +147,14 @@ def _write_kernel(
     tl.store(writer + DONE, done + count, mask=changed)
     tl.store(writer + LAST, tl.where(wants, new, last), mask=changed)
     tl.store(writer + FILL, fill + count - tl.where(wants, SIZE, 0), mask=changed)
-    tl.store(writer + OF, number, mask=changed)
+    tl.store(writer + OF, request, mask=changed)
     tl.store(head, first + tl.sum(wanted, 0), mask=is_last)
     tl.store(head + 1, first * 0, mask=is_last)
 
 
 @triton.jit
 def _write_row(
-    text, scope, prompt, begin, done, count, last, fill, new, tokens, segments, cells,
+    text, scope, prompt, request, begin, done, count, last, fill, new, tokens, segments, cells,
     SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """Write tokens of a text to its last segment and to a new one."""
@@ -165,6 +165,7 @@ def _write_row(
         tl.store(segment + PROMPT, prompt)
         tl.store(segment + BEFORE, last)
         tl.store(segment + BEHIND, new * 0)
+        tl.store(segment + OF, request)
         tl.store(segments + last % SEGMENTS * ROW + BEHIND, new % SEGMENTS + 1, mask=last > 0)
         behind = tl.full([SIZE], END, tl.int32)
         tl.store(tokens + new % SEGMENTS * SIZE + j, behind, mask=fill + count <= SIZE + j)
@@ -240,7 +241,7 @@ def write_corpus(
     text = torch.full((len(places), SEGMENT), BORDER, dtype=torch.int32)
     text.view(-1)[: len(texts)] = torch.tensor(texts, dtype=torch.int32)
     place = torch.tensor(places)
-    rows = torch.zeros(len(places), 4, dtype=torch.int64)
+    rows = torch.zeros(len(places), 5, dtype=torch.int64)
     rows[:, 0] = scope
     rows[1:, 2] = first + place[:-1]
     rows[:-1, 3] = memory.size + place[1:] + 1
@@ -279,8 +280,10 @@ def _search_kernel(
     i = tl.arange(0, INDICES * IN_BUCKET)
     index = i // IN_BUCKET
     length = length_of(index)
-    scope = tl.load(owners + slot * ROW + SCOPE, mask=used, other=0)
-    prompt = tl.load(owners + slot * ROW + PROMPT, mask=used, other=0)
+    owner = owners + slot * OWNER
+    scope = tl.load(owner + SCOPE, mask=used, other=0)
+    prompt = tl.load(owner + PROMPT, mask=used, other=0)
+    request = tl.load(owner + REQUEST, mask=used, other=0)
     value = seed_of(scope, prompt, index.to(tl.int64))
     for back in tl.static_range(1, MOST + 1):
         last = tl.load(text + total - back, mask=total >= back, other=0)
@@ -289,12 +292,14 @@ def _search_kernel(
     cells += BEFORE_IT * BUCKETS * IN_BUCKET
     address = tl.load(cells + cell_of(value, i % IN_BUCKET, SEGMENTS), mask=known, other=0)
 
-    # What the cells say may be long gone, or another's. In corpora nothing grows old.
+    # What the cells say may be long gone, another's, or this very text, in which n-grams are
+    # looked for besides. In corpora nothing grows old.
     oldest = tl.where(BEFORE_IT > 0, 1, tl.load(head) - SEGMENTS)
     serial = address // SIZE
     known = known & (serial > 0) & (serial >= oldest)
     own = BEFORE_IT + (serial % SEGMENTS).to(tl.int32)
     known = known & (tl.load(segments + own * ROW + SCOPE, mask=known, other=0) == scope)
+    known = known & (tl.load(segments + own * ROW + OF, mask=known, other=0) != request)
     theirs = tl.load(segments + own * ROW + PROMPT, mask=known, other=0)
     known = known & ((index != OF_PROMPT) | (theirs == prompt))
     before = tl.load(segments + own * ROW + BEFORE, mask=known, other=0)
@@ -338,7 +343,7 @@ def _search_kernel(
 def search_memory(
     state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor, num_reqs: int
 ) -> None:
-    """Find the best ``state.matches`` occurrences of the end of each text in the memory.
+    """Find the best ``state.matches`` occurrences of the end of each text in others of the memory.
 
     Each index looks up so many last tokens; whatever it finds must have the text's scope, and be
     equal in as many tokens at least. The class of a match, from 1 on, is made of what part of what

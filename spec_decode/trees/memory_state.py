@@ -37,7 +37,7 @@ CLASSES = 49
 
 _SHARES, _SIZES = (0.3, 0.55, 0.85, 0.95), (1, 3, 5, 8)
 
-SEGMENT_BYTES = SEGMENT * (4 + 8 * len(LENGTHS)) + 4 * 8
+SEGMENT_BYTES = SEGMENT * (4 + 8 * len(LENGTHS)) + 5 * 8
 """Bytes of a segment with its part of the index."""
 
 
@@ -65,11 +65,11 @@ class MemoryState:
     Attributes:
         size: segments of the ring.
         tokens: i32 ``[size + corpora, SEGMENT]``, `BORDER` behind the end of a text.
-        segments: i64 ``[size + corpora, 4]``: scope and prompt of its text, serial of the segment
-            before, row of the one behind plus 1; 0 for none.
+        segments: i64 ``[size + corpora, 5]``: scope and prompt of its text, serial of the segment
+            before, row of the one behind plus 1, number of the request; 0 for none.
         cells: i64 ``[buckets, WAYS]``, addresses; 0 for none. Those of corpora are behind.
         owners: i64 ``[max_reqs, 4]`` by request-state index: scope and prompt, the first token that
-            is kept, and the number of the request among those of this index.
+            is kept, and the number of the request, which no other one has.
         writers: i64 ``[max_reqs, 5]``, likewise: the first place of its text that is here without a
             gap, the place up to which it is here, the serial of its last segment (0 for none), the
             tokens in that, and the number of the request that all this is of.
@@ -110,7 +110,7 @@ class MemoryState:
         return cls(
             size,
             tokens=torch.zeros(count, SEGMENT, dtype=torch.int32, device=device),
-            segments=zeros(count, 4),
+            segments=zeros(count, 5),
             cells=zeros(count * SEGMENT * len(LENGTHS) // WAYS, WAYS),
             owners=zeros(max_reqs, 4),
             writers=zeros(max_reqs, 5),
@@ -120,7 +120,7 @@ class MemoryState:
 
     def begin(self, slot: int, owner: Owner, first: int) -> None:
         """Let a slot's text be another one, from the token number ``first`` on, at `tell`."""
-        self.begun[slot] = (*owner, first, self.begun[slot, 3] + 1)
+        self.begun[slot] = (*owner, first, self.begun[:, 3].max() + 1)
         self.is_told = False
 
     def tell(self) -> None:

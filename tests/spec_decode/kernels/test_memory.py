@@ -93,7 +93,8 @@ class World:
             assert self.memory.tokens[place].tolist() == padded
             before = 0 if segment.before is None else segment.before.serial
             behind = 0 if segment.behind is None else segment.behind.serial % self.memory.size + 1
-            assert self.memory.segments[place].tolist() == [*segment.owner, before, behind]
+            expected = [*segment.owner, before, behind, segment.number]
+            assert self.memory.segments[place].tolist() == expected
         cells = {
             (bucket, way): address
             for bucket, row in enumerate(self.memory.cells.tolist())

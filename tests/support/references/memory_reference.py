@@ -24,6 +24,7 @@ def _hash(owner: Owner, index: int, before: Sequence[int]) -> int:
 @dataclass
 class Segment:
     owner: Owner
+    number: int
     before: Segment | None
     tokens: list[int] = field(default_factory=list)
     behind: Segment | None = None
@@ -33,6 +34,7 @@ class Segment:
 @dataclass
 class Writer:
     owner: Owner
+    number: int
     done: int
     begin: int
     last: Segment | None = None
@@ -52,13 +54,14 @@ class PlainMemory:
 
     def __init__(self, size: int, requests: int) -> None:
         self.size, self.buckets, self.head = size, size * SEGMENT * len(LENGTHS) // WAYS, 1
-        self.requests = requests
+        self.requests, self.begun = requests, 0
         self.segments: dict[int, Segment] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.writers: dict[int, Writer] = {}
 
     def begin(self, slot: int, owner: Owner, first: int) -> None:
-        self.writers[slot] = Writer(owner, first, first)
+        self.begun += 1
+        self.writers[slot] = Writer(owner, self.begun, first, first)
 
     def write(self, texts: dict[int, list[int]], slots: Sequence[int]) -> None:
         """Add at most a segment of each text, in the batch's order."""
@@ -75,7 +78,7 @@ class PlainMemory:
                 last, writer.begin = None, writer.done
             new = None
             if last is None or len(last.tokens) + len(tokens) > SEGMENT:
-                new = Segment(writer.owner, last, serial=self.head)
+                new = Segment(writer.owner, writer.number, last, serial=self.head)
                 self.head += 1
                 if last is not None:
                     last.behind = new
@@ -117,8 +120,9 @@ class PlainMemory:
         return segment.tokens[address % SEGMENT :] + more
 
     def search(self, slot: int, text: list[int], min_n: int, max_n: int) -> list[Found]:
-        """Return the matches of the end of a text, each once."""
-        owner, seen, found = self.writers[slot].owner, set(), []
+        """Return the matches of the end of a text in others, each once."""
+        owner, number = self.writers[slot].owner, self.writers[slot].number
+        seen, found = set(), []
         if owner == NOBODY:
             return []
         for index, length in enumerate(LENGTHS):
@@ -130,7 +134,7 @@ class PlainMemory:
                 address = self.cells.get((bucket, way), 0)
                 if (segment := self.segments.get(address // SEGMENT)) is None:
                     continue
-                if segment.owner.scope != owner.scope:
+                if segment.owner.scope != owner.scope or segment.number == number:
                     continue
                 if index == SAME_PROMPT and segment.owner.prompt != owner.prompt:
                     continue

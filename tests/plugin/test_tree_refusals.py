@@ -232,7 +232,7 @@ def test_a_memory_is_for_ngrams_and_has_room(config: Any) -> None:
     _refusal(config, f"memory is given, and {KEY}.ngram is not|ngram to true", memory=True)
     small, large = "1196032B", "1.2GB"
     for size in (small, large):
-        words = f"{KEY}.memory.bytes is |with --max-num-seqs 256|bytes to 1218576 to 118"
+        words = f"{KEY}.memory.bytes is |with --max-num-seqs 256|bytes to 1218576 to 119"
         _refusal(config, words, ngram=True, memory={"bytes": size})
     _serve(config, ngram=True, memory={"bytes": 1218576})
 

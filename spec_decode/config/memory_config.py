@@ -28,7 +28,7 @@ class MemoryConfig(Section):
 
     corpora_bytes: Bytes = Field(default=ByteSize(0), ge=0)
     """Memory of each rank's device for corpora, beside ``bytes``; 0 for none. A token takes 36.6
-    bytes. What is there stays until it is dropped."""
+    bytes. A corpus stays until it is dropped."""
 
     prompts: bool = False
     """Whether the last 1,024 tokens of each prompt are kept too, 64 of them in a step. False:

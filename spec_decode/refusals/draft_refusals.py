@@ -414,7 +414,7 @@ def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
 
 @DRAFTS.row(
     "files of `memory.corpora` that can't be read, or without `corpora_bytes`",
-    "What is named is there when the server is.",
+    "A server has the corpora that it names from its start on.",
     f"change `{flag('tree', 'memory', 'corpora')}`",
 )
 def _corpora(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:

@@ -104,7 +104,7 @@ def test_all_launches_of_an_engine_are_foretold(pair: Pair, watched: Watched) ->
         assert speculator.numbers()["start_kernels"]["ahead"] == 0
         widths = {nodes + 1 for nodes in speculator.trees.plans}
         del speculator
-    remembering = {"_turns_kernel", "_write_kernel", "_search_kernel"}
+    remembering = {"_write_kernel", "_search_kernel"}
     check(watched, {*ALL, *remembering, "_match_kernel", "_insert_kernel", "_learn_kernel"})
     # Control: had a launcher another block, its launches would not have been foretold.
     assert watched.unforetold("wrong")["_block_kernel"] > 0

@@ -272,14 +272,6 @@ def test_what_no_file_tells_is_shared_with_nobody(
     assert namespace(found) != namespace(found)
 
 
-def test_adapters_are_shared_with_nobody_where_their_pages_go_to_storage(checkpoint: Path) -> None:
-    found = engine(checkpoint)
-    found.vllm_config.lora_config = object()
-    assert namespace(found) == namespace(found)
-    held = replace(found, holds_adapters=True)
-    assert namespace(held) != namespace(held)
-
-
 def test_a_block_size_that_vllm_has_chosen_may_change(checkpoint: Path) -> None:
     found = engine(checkpoint)
     before = namespace_start(found)

@@ -39,7 +39,6 @@ from vllm_graft.hicache.copies.page_kernel import fits, load_runs
 from vllm_graft.hicache.copies.row_copies import PlannedCopy, RowCopies, StagingRing
 from vllm_graft.hicache.copies.staged_plan import StagedCopies
 from vllm_graft.hicache.copies.strided import HostShard, RangeCopy, StridedCopies
-from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
@@ -130,13 +129,12 @@ class StreamCopyEngine(CopyEngine):
         shard: HostShard,
         batch_copy: BatchCopy = driver_copy,
         run_copy: Callable[[Copies], RangeCopy] = load_runs,
-        injector: FaultInjector | None = None,
         delay_cycles: int = 0,
         convert: Convert | None = None,
         strided: CudaDriver | None = None,
         ring: StagingRing | None = None,
     ) -> None:
-        super().__init__(pools, shard, injector, convert)
+        super().__init__(pools, shard, convert)
         self._rows = None
         if strided is not None and convert is None:
             self._rows = RowCopies(pools, shard, strided, ring, run_copy)
@@ -293,8 +291,6 @@ class StreamCopyEngine(CopyEngine):
         self, operation: CacheOperation, prepare_rest: PrepareRest, again: bool = False
     ) -> Enqueued:
         """Enqueue a whole operation, ``again`` without the ring, whose kernel may have failed."""
-        if not again:
-            self._inject()
         planned = self._prepare(operation, prepare_rest, staged=not again)
         start = self._begin(operation.direction)
         for copy in planned:
@@ -302,7 +298,6 @@ class StreamCopyEngine(CopyEngine):
         return start, planned
 
     def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
-        self._inject()
         planned = self._prepare(operation, self._by_kernel, by_layer=True)
         start = self._begin(operation.direction)
         names = self._layers(operation, first)

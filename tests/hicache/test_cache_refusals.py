@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -333,14 +332,8 @@ def open_elsewhere(tmp_path: Path) -> Iterator[Open]:
     running = []
 
     def start(own_group: bool) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", storage_writer.__file__, str(tmp_path), "0"]
-        process = subprocess.Popen(
-            [*command, "0"], stdout=subprocess.PIPE, text=True, start_new_session=own_group
-        )
-        running.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
+        running.append(storage_writer.started(tmp_path, 0, 0, start_new_session=own_group))
+        return running[-1]
 
     yield start
     for process in running:

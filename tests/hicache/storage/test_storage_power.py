@@ -2,10 +2,7 @@
 
 import os
 import random
-import runpy
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,21 +164,17 @@ def test_an_index_that_came_first_would_be_found_out(tmp_path: Path) -> None:
     assert all(page == right for (status, page), right in found if status is ReadStatus.HIT)
 
 
-WRITER = Path(storage_writer.__file__)
 KILLS = int(os.environ.get("GRAFT_KILLS", "10"))
 """The bar is 200."""
-PAGE_BYTES = 500_000
 STRIDE = 100_000
 
 
 def run_and_kill(path: Path, first: int, seed: int, seconds: float) -> list[int]:
     """Run and kill the writer; return the pages that it had reported as durable."""
-    command = [sys.executable, "-P", str(WRITER), str(path), str(first), str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+    with storage_writer.started(path, first, seed) as writer:
         time.sleep(seconds)
         writer.send_signal(signal.SIGKILL)
+        assert writer.stdout is not None
         lines = writer.stdout.read().splitlines()
         assert writer.wait(30) == -signal.SIGKILL
     return [int(line) for line in lines]
@@ -189,20 +182,19 @@ def run_and_kill(path: Path, first: int, seed: int, seconds: float) -> list[int]
 
 @pytest.mark.timeout(120 + 10 * KILLS)
 def test_killed_in_mid_write(tmp_path: Path) -> None:
-    open_store = runpy.run_path(str(WRITER))["open_store"]
     rng = random.Random(1)
     hits = cut = salvaged = promised = 0
     for kill in range(KILLS):
         first = kill * STRIDE
         # Every other time the writer kills itself, certainly in the middle of a write.
         durable = run_and_kill(tmp_path, first, kill * (kill % 2), rng.uniform(0.0, 0.25))
-        store = open_store(tmp_path)
+        store = storage_writer.open_store(tmp_path)
         newest = range(first, max([first, *durable]) + 30)
         for number in [*newest, *(rng.randrange(first + 1) for _ in range(20))]:
-            status, page = read_page(store, page_key(number), PAGE_BYTES)
+            status, page = read_page(store, page_key(number), storage_writer.PAGE_BYTES)
             if status is ReadStatus.HIT:
                 hits += 1
-                assert page == page_of(page_key(number), PAGE_BYTES)
+                assert page == page_of(page_key(number), storage_writer.PAGE_BYTES)
             # No page that recovery accepted is corrupt.
             assert status in (ReadStatus.HIT, ReadStatus.MISS)
         # The last flushed page is promised, unless the writer removes it 15 pages later.

@@ -207,11 +207,6 @@ def graft_vision_adapters() -> list[entries.VisionAdapter]:
             f"{adapters}.pixtral:Mistral3Adapter",
             "Pixtral's tower and the projector, a graph a size",
         ),
-        entries.VisionAdapter(
-            "Phi4MMForCausalLM",
-            f"{adapters}.phi4mm:Phi4MMAdapter",
-            "SigLIP over crops, a graph a number of crops",
-        ),
     ]
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.host_cache.faults import Faults, FaultyFiles
 from tests.support.host_cache.prefetches import wait_for
-from vllm_graft.hicache.pages.page_key import PageKey
+from vllm_graft.hicache.host.eviction import LruPolicy
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.segments import space
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
-from vllm_graft.hicache.storage.tier.io_threads import Slot
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
 
@@ -77,33 +77,18 @@ def test_without_checksums_it_would_be_wrong(
     assert wrong > 10
 
 
-class Pool:
-    """Slots of a host pool, and the bytes of pages that were published."""
-
-    def __init__(self, slots: int) -> None:
-        self.free = [bytearray(3000) for _ in range(slots)]
-        self.published: dict[PageKey, bytes] = {}
-
-    def has(self, key: PageKey) -> bool:
-        return False
-
-    def allocate(self, key: PageKey) -> Slot | None:
-        return Slot(0, memoryview(self.free.pop())) if self.free else None
-
-    def publish(self, key: PageKey, slot: Slot) -> None:
-        self.published[key] = bytes(slot.buffer)
-        self.release(key, slot)
-
-    def release(self, key: PageKey, slot: Slot) -> None:
-        buffer = slot.buffer.obj
-        assert isinstance(buffer, bytearray)
-        self.free.append(buffer)
-
-
 def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) -> None:
-    store, pool = open_store(tmp_path, Faults(0.3)), Pool(8)
-    prefetcher = Prefetcher(store, pool, threads=3, budget_bytes=15_000)
+    store, index = open_store(tmp_path, Faults(0.3)), HostIndex(8, LruPolicy(8), {0: 3000})
+    slots = [memoryview(bytearray(3000)) for _ in range(8)]
+    prefetcher = Prefetcher(
+        store,
+        index,
+        lambda page: ((page.key, slots[page.slot]),),
+        threads=3,
+        budget_bytes=15_000,
+    )
     rng = random.Random(5)
+    loaded = 0
     for number in range(150):
         for key in KEYS:
             store.write(key, memoryview(page_of(key)))
@@ -112,8 +97,11 @@ def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) ->
         if rng.random() < 0.3:
             threading.Thread(target=operation.cancel).start()
         wait_for(prefetcher, operation)
+        pages = [page for key in KEYS if (page := index.get(key)) is not None and page.ready]
+        assert all(bytes(slots[page.slot]) == page_of(page.key) for page in pages)
+        loaded += len(pages)
+        index.clear()
     prefetcher.close()
-    assert len(pool.free) == 8
+    assert index.num_free == 8
     assert prefetcher.bytes_in_flight == 0
-    assert pool.published
-    assert all(page == page_of(key) for key, page in pool.published.items())
+    assert loaded > 100

@@ -117,9 +117,7 @@ BOUNDED = {
         hicache/planning/storage_reads.py:StorageReads._running
         hicache/rank/worker.py:HiCacheWorker._async_loads
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
-        hicache/storage/tier/prefetcher.py:Prefetcher._loads
-        hicache/storage/tier/storage_tier.py:StorageTier._incoming
-        hicache/storage/tier/storage_tier.py:_Incoming.came""",
+        hicache/storage/tier/prefetcher.py:Prefetcher._loads""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
         hicache/host/index.py:HostIndex._pages hicache/host/eviction.py:ArcPolicy._gone_often

@@ -108,25 +108,19 @@ def _graph(rig: GpuRig, block: int) -> tuple[Any, torch.Tensor]:
     return graph, sums
 
 
-def test_a_full_graph_reads_what_was_loaded_for_it(late: GpuRig) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_full_graph_reads_what_was_loaded_for_it(late: GpuRig, whole: bool) -> None:
     block = 9
     graph, sums = _graph(late, block)
     size = late.page // 4 // LAYERS
     for step in range(1, 40):
         late.slot(0)[:] = float(step)
-        late.engine.load_layers(late.operation(Direction.LOAD, [0], [block]), first=())
-        assert late.engine.wait_all_layers() == LAYERS
-        graph.replay()
-        assert sums.tolist() == [float(step) * size] * LAYERS
-
-
-def test_a_whole_load_is_there_for_a_full_graph(late: GpuRig) -> None:
-    block = 9
-    graph, sums = _graph(late, block)
-    size = late.page // 4 // LAYERS
-    for step in range(1, 40):
-        late.slot(0)[:] = float(step)
-        late.engine.load_now(late.operation(Direction.LOAD, [0], [block]))
+        load = late.operation(Direction.LOAD, [0], [block])
+        if whole:
+            late.engine.load_now(load)
+        else:
+            late.engine.load_layers(load, first=())
+            assert late.engine.wait_all_layers() == LAYERS
         graph.replay()
         assert sums.tolist() == [float(step) * size] * LAYERS
 
@@ -140,18 +134,6 @@ def test_without_the_wait_a_full_graph_reads_old_bytes(late: GpuRig) -> None:
     graph.replay()
     assert 0.0 in sums.tolist()
     late.engine.wait_all_layers()
-
-
-def test_hooks_wait_for_their_layer(late: GpuRig) -> None:
-    for step in range(1, 20):
-        late.slot(4)[:] = float(step)
-        late.engine.load_layers(late.operation(Direction.LOAD, [4], [11]), first=())
-        seen = []
-        for name, cache in late.caches.items():
-            late.engine.wait_layer(name)
-            seen.append(cache[11].mean())
-        assert [value.item() for value in seen] == [float(step)] * LAYERS
-        assert late.engine.wait_all_layers() == 0
 
 
 def test_an_async_load_runs_beside_the_step(late: GpuRig) -> None:
@@ -265,25 +247,6 @@ def test_2d_copies_there_and_back(
         assert (0 < result.strided_bytes < result.num_bytes) is (layers or not whole)
     assert rig.engine.second_tries == 0
     assert rig.engine.strided
-    rig.close()
-
-
-def test_without_the_wait_2d_copies_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the delay is long enough to be seen."""
-    rig = _strided_rig("LBHNC", DELAY, monkeypatch)
-    slots = list(range(8))
-    for slot in slots:
-        rig.slot(slot)[:] = 3.0
-
-    def read() -> torch.Tensor:
-        return torch.stack([cache[:8].amin() for cache in rig.caches.values()])
-
-    assert read().tolist() == [0.0] * LAYERS, "kernels are loaded now"
-    rig.engine.load_layers(rig.operation(Direction.LOAD, slots, slots), first=())
-    early = read()
-    rig.engine.wait_all_layers()
-    assert read().tolist() == [3.0] * LAYERS
-    assert early.tolist() == [0.0] * LAYERS
     rig.close()
 
 
@@ -485,35 +448,6 @@ def test_without_its_wait_a_buffer_is_overwritten(small: Any) -> None:
     assert wrong
 
 
-def test_a_layer_s_event_on_the_copies_stream_is_early(small: Any) -> None:
-    """Negative control: kernels are late enough to be seen."""
-    rig = small()
-    slots, blocks = SLOT_LIST[:9], [30, 12, 28, 14, 26, 16, 24, 18, 22]
-    for slot in slots:
-        rig.slot(slot)[:] = 3.0
-
-    def read(name: str) -> torch.Tensor:
-        return rig.caches[name][blocks].amin()
-
-    name = next(iter(rig.caches))
-    assert read(name).item() == 0.0, "kernels are loaded now"
-    stock = rig.engine._rows.ring.behind
-    for behind, value in ((lambda copies: copies, 0.0), (stock, 3.0)):
-        for cache in rig.caches.values():
-            cache.zero_()
-        torch.cuda.synchronize()
-        rig.engine._rows.ring.behind = behind
-        _hold_up(rig)
-        rig.engine.load_layers(rig.operation(Direction.LOAD, slots, blocks), first=())
-        # A copy of the first layer waits for no buffer: there are as many as it needs.
-        rig.engine.wait_layer(name)
-        early = read(name)
-        rig.engine.drain()
-        rig.engine.wait_all_layers()
-        assert early.item() == value
-        assert read(name).item() == 3.0
-
-
 def test_layers_beside_a_busy_device(small: Any) -> None:
     """Matrices are multiplied before each layer is read, as in a step; steps follow each other."""
     rig = small()
@@ -543,73 +477,3 @@ def test_layers_beside_a_busy_device(small: Any) -> None:
             assert torch.equal(cache, expected[step][name]), (step, name)
     rig.engine.drain()
     assert [result.failed for result in rig.engine.finished()] == [False] * 6
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_two_loads_in_a_row(small: Any, held: bool) -> None:
-    """A step's load and one beside it use the same buffers; the second writes last."""
-    rig = small()
-    _fill(rig, SLOT_LIST)
-    first = SLOT_LIST[:18], TARGETS["reversed"][:18]
-    # These go straight, in ascending order, and the rest through buffers.
-    second = SLOT_LIST[18:], [*range(46, 55), 8, 6, 4, 2, 0]
-    slots, blocks = first[0] + second[0], first[1] + second[1]
-    last = {block: slot for slot, block in zip(slots, blocks)}
-    expected = _expected(rig, list(last.values()), list(last))
-    rig.engine.begin_step()
-    if held:
-        _hold_up(rig)
-    rig.engine.load_layers(rig.operation(Direction.LOAD, *first), first=())
-    rig.engine.load(rig.operation(Direction.LOAD, *second))
-    rig.engine.drain()
-    assert rig.engine.wait_all_layers() == LAYERS
-    torch.cuda.synchronize()
-    for name, cache in rig.caches.items():
-        assert torch.equal(cache, expected[name]), name
-    results = rig.engine.finished()
-    assert [result.staged_bytes for result in results] == [18 * rig.page, 5 * rig.page]
-    assert [result.strided_bytes for result in results] == [0, 9 * rig.page]
-
-
-def test_an_operation_has_ended_when_its_kernels_have(small: Any) -> None:
-    """vLLM reads the blocks of an ended operation at once."""
-    rig, blocks = small(), TARGETS["reversed"]
-    _fill(rig, SLOT_LIST)
-    expected = _expected(rig, SLOT_LIST, blocks)
-    rig.engine.begin_step()
-    _hold_up(rig)
-    rig.engine.load(rig.operation(Direction.LOAD, SLOT_LIST, blocks))
-    assert rig.engine.finished() == []
-    while not (results := rig.engine.finished()):
-        pass
-    found = {name: cache.clone() for name, cache in rig.caches.items()}
-    assert [result.failed for result in results] == [False]
-    for name, cache in found.items():
-        assert torch.equal(cache, expected[name]), name
-
-
-def test_a_graph_reads_what_was_loaded_for_it(small: Any) -> None:
-    rig, blocks = small(), TARGETS["reversed"]
-    sums = torch.zeros(LAYERS, device="cuda")
-
-    def read() -> None:
-        for number, cache in enumerate(rig.caches.values()):
-            sums[number] = cache[blocks[0] - SLOTS + 1 : blocks[0] + 1].sum()
-
-    read()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        read()
-    size = rig.page // 4 // LAYERS * SLOTS
-    for step in range(1, 20):
-        for slot in SLOT_LIST:
-            rig.slot(slot)[:] = float(step)
-        _hold_up(rig)
-        if step % 2:
-            rig.engine.load_now(rig.operation(Direction.LOAD, SLOT_LIST, blocks))
-        else:
-            rig.engine.load_layers(rig.operation(Direction.LOAD, SLOT_LIST, blocks), first=())
-            assert rig.engine.wait_all_layers() == LAYERS
-        graph.replay()
-        assert sums.tolist() == [float(step) * size] * LAYERS

@@ -84,15 +84,14 @@ BOUNDED = {
     "Graphs and buffers within the memory that the configuration gives.": """
         graph_runners/vision/capture/device_memory.py:Arena._buffers
         graph_runners/vision/capture/device_memory.py:ByteBudget.owners
-        graph_runners/vision/capture/tensor_cache.py:TensorCache._entries
         graph_runners/vision/graphs/graph.py:PaddedGraph._offsets
         graph_runners/vision/graphs/graph.py:TowerGraph.buffers
         graph_runners/vision/graphs/graph_store.py:GraphStore.buckets
         graph_runners/vision/graphs/graph_store.py:GraphStore.exact
+        graph_runners/vision/graphs/padding_metadata.py:MetadataCache._kept
         graph_runners/vision/graphs/padding_metadata.py:MetadataCache._ranges""",
     "Counts of sizes of images, which are halved and dropped as they age.": """
-        graph_runners/vision/capture/admission.py:Admission._counts
-        graph_runners/vision/capture/tensor_cache.py:TensorCache._asked""",
+        graph_runners/vision/capture/admission.py:Admission._counts""",
     "Sizes of images that a capture or a measurement was tried for, at a limited rate.": """
         graph_runners/vision/capture/admission.py:Admission._for_now
         graph_runners/vision/capture/admission.py:Admission.refused

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.vision.random_towers import Limits, vllm_config
+from tests.support.vision.towers import prewarm
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Arm:
 
     def prewarm(self, inputs: Mapping[str, Any]) -> None:
         """Bring our manager, which captures on demand, to the state after many such inputs."""
-        self.manager.prewarm(dict(inputs))
+        prewarm(self.manager, dict(inputs))
         self._machine.synchronize()
 
 

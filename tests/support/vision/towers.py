@@ -18,8 +18,10 @@ from vllm.distributed import (
 from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 
 from tests.support.vision.fake_backend import FakeBackend
+from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision import runner as runner_module
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
 Grid = tuple[int, int, int]
@@ -141,6 +143,33 @@ def make_runner(
     if capture:
         runner.capture("pool")
     return runner
+
+
+@torch.inference_mode()
+def prewarm(runner: ViTCudaGraphRunner, inputs: Any) -> dict[Any, str]:
+    """Capture the exact graphs of these inputs now, whatever their counts and the rate.
+
+    Returns ``captured`` per exact graph, or why there is none. A batch larger than any graph also
+    has an entry ``("too_large", 0)``: ``cut``, or why it is not cut.
+    """
+    batch = VisionBatch.read(runner.tower, inputs)
+    large = batch.rows > runner.max_rows
+    if large and not runner.cuts.possible(batch, runner.max_rows):
+        return {("too_large", 0): "too_large"}
+    groups = replay_plan.groups(batch.items, runner.max_rows)
+    for group in groups:
+        if group.key not in runner.store.exact and group.key not in runner.admission.refused:
+            runner.captures.capture(group, batch)
+    found: dict[Any, str] = {
+        group.key: runner.admission.refused.get(group.key, "captured") for group in groups
+    }
+    if large:
+        found["too_large", 0] = "too_large"
+        if replays := runner.router.replays(groups, batch, cut=True):
+            runner.cuts.measure(replays, batch)
+            pays = runner.cuts.pays[replay_plan.size_class(batch.items)]
+            found["too_large", 0] = "cut" if pays else "no_gain"
+    return found
 
 
 def batch(kind: str, grids: Sequence[Grid], modality: str = "image", seed: int = 0) -> Any:

@@ -169,7 +169,7 @@ def _sizes(model: Any) -> list[tuple[int, int]]:
 
 def test_every_size_is_bit_identical(model: Any, runner: Any) -> None:
     for size in _sizes(model):
-        runner.prewarm(_images(model, size))
+        towers.prewarm(runner, _images(model, size))
         for seed in (1, 2):
             assert _right(runner, _images(model, size, seed=seed))
     assert runner.stats.replays["exact"] == 2 * len(_sizes(model))
@@ -179,14 +179,14 @@ def test_every_size_is_bit_identical(model: Any, runner: Any) -> None:
 @pytest.mark.parametrize("model", ANY_SIZE, indirect=True)
 def test_sizes_of_equal_length_have_graphs_of_their_own(model: Any, runner: Any) -> None:
     for size in ((16, 24), (24, 16), (8, 48)):
-        runner.prewarm(_images(model, size))
+        towers.prewarm(runner, _images(model, size))
     assert len(runner.store.exact) == 3
     assert all(_right(runner, _images(model, size, seed=3)) for size in ((16, 24), (24, 16)))
 
 
 def test_batches_are_cut(model: Any, runner: Any) -> None:
     sizes = _sizes(model)[:2] * 3
-    runner.prewarm(_images(model, *sizes))
+    towers.prewarm(runner, _images(model, *sizes))
     inputs = _images(model, *sizes, seed=4)
     found = runner.execute(inputs)
     # Three images of one size are served by a graph of two and a graph of one.
@@ -274,13 +274,13 @@ def test_the_check_can_fail(rank: None) -> None:
 
     attach(model, Wrong(model, _config()))
     runner = towers.make_runner(model, {"verify": False})
-    runner.prewarm(_images(model, (16, 24)))
+    towers.prewarm(runner, _images(model, (16, 24)))
     inputs = _images(model, (16, 24), seed=1)
     assert not _right(runner, inputs)
     assert runner.stats.replays["exact"] > 0
     # The runner's own check notices it, too.
     runner = towers.make_runner(model, {"verify": True})
-    assert list(runner.prewarm(inputs).values()) == ["mismatch"]
+    assert list(towers.prewarm(runner, inputs).values()) == ["mismatch"]
 
 
 @pytest.mark.gpu
@@ -301,7 +301,7 @@ def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
             key: value.to(device, dtype if value.is_floating_point() else value.dtype)
             for key, value in case.items()
         }
-        runner.prewarm(inputs)
+        towers.prewarm(runner, inputs)
         assert _right(runner, inputs), runner.report()
     assert runner.stats.replays["exact"] == len(cases)
     assert runner.stats.failures == []

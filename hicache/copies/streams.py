@@ -119,7 +119,6 @@ class StreamCopyEngine(CopyEngine):
     Args:
         batch_copy: enqueues a batch of copies. Tests replace it.
         run_copy: prepares the copies of a load within a step, which are then enqueued in ranges.
-        delay_cycles: GPU clock cycles by which each load is delayed, to find races.
         ring: buffers for loads to blocks in any order; None for none. It needs ``strided``.
     """
 
@@ -129,7 +128,6 @@ class StreamCopyEngine(CopyEngine):
         shard: HostShard,
         batch_copy: BatchCopy = driver_copy,
         run_copy: Callable[[Copies], RangeCopy] = load_runs,
-        delay_cycles: int = 0,
         convert: Convert | None = None,
         strided: CudaDriver | None = None,
         ring: StagingRing | None = None,
@@ -140,7 +138,6 @@ class StreamCopyEngine(CopyEngine):
             self._rows = RowCopies(pools, shard, strided, ring, run_copy)
         self._batch_copy = batch_copy
         self._run_copy = run_copy
-        self._delay_cycles = delay_cycles
         # Loads have high priority: the step's own kernels wait for what a load's kernel brings.
         self._streams = {
             Direction.LOAD: torch.cuda.Stream(priority=-1),
@@ -283,8 +280,6 @@ class StreamCopyEngine(CopyEngine):
         """Record the event before the first copy, on the direction's stream."""
         start = _timed_event()
         start.record(self._streams[direction])
-        if direction is Direction.LOAD and self._delay_cycles:
-            torch.cuda._sleep(self._delay_cycles)
         return start
 
     def _enqueue(

@@ -45,7 +45,7 @@ CACHE = (
         ("kv_cache_interface.KVCacheConfig", "has", "needs_kv_cache_zeroing, prefix_cacheable_group_ids", "needs_kv_cache_zeroing: reused blocks are zeroed before we are told; prefix_cacheable_group_ids: pools that a prefix is made of"),
     ),
     *seams("hicache", "vLLM's connector API becomes stable", "",
-        ("distributed.kv_transfer.get_kv_transfer_group", "name", "present", "the connector whose loads begin early; the benchmark slows loads down, to find races"),
+        ("distributed.kv_transfer.get_kv_transfer_group", "name", "present", "the connector whose loads begin early"),
         ("_custom_ops.swap_blocks_batch", "call", "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=", "batched copies by the driver"),
         ("forward_context.ForwardContext", "has", "attn_metadata, cudagraph_runtime_mode", "whether attention layers call us in a step"),
         ("model_executor.layers.attention.MLAAttention", "name", "present", "layers that call us"),

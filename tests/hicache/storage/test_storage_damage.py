@@ -276,18 +276,6 @@ def test_files_that_vanish_under_it_are_made_anew(tmp_path: Path) -> None:
     assert count_hits(segments(tmp_path)) == len(KEYS)
 
 
-def test_an_older_version_does_not_come_back(tmp_path: Path) -> None:
-    key = KEYS[0]
-    for length in (100, 200):
-        store = segments(tmp_path)
-        assert store.write(key, memoryview(page_of(key, length)))
-        store.close()
-    store = segments(tmp_path)
-    store.remove(key)
-    store.close()
-    assert segments(tmp_path).contains([key]) == [False]
-
-
 def test_keys_of_any_length(tmp_path: Path) -> None:
     store = segments(tmp_path)
     keys = [PageKey(bytes(length), 3) for length in range(1, 65)]

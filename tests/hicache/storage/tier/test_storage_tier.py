@@ -86,7 +86,8 @@ class _Rig:
     def fetch(self, *numbers: int) -> Any:
         operation = self.tier.prefetch("r", [_key(number) for number in numbers], 1000)
         until = time.monotonic() + 20
-        while not operation.ended and time.monotonic() < until:
+        # It ends with the first page that is missing, while others may be read still.
+        while (self.tier.bytes_in_flight or not operation.ended) and time.monotonic() < until:
             self.tier.poll()
         return operation
 
@@ -126,7 +127,6 @@ def test_a_page_without_one_of_its_shards_is_not_offered(rig: _Rig) -> None:
     rig.fetch(0, 1)
     assert rig.index.has(_key(0))
     assert not rig.index.has(_key(1))
-    rig.tier.poll()
     assert rig.index.num_free == SLOTS - 1
 
 
@@ -288,17 +288,6 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(
     rig.tier.close()
     gate.set()
     assert rig.tier._prefetcher.close(), "the thread ends with the read"
-
-
-def test_a_backend_that_raises_costs_a_page_and_no_thread(
-    rig: _Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.backend, "write", raising(OSError("gone")))
-        rig.store(0)
-    assert (rig.tier.written, rig.tier.errors) == (0, 1)
-    rig.store(1)
-    assert rig.tier.written == 1
 
 
 def test_a_lookup_that_raises_finds_nothing_and_is_an_error(

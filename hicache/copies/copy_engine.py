@@ -22,10 +22,10 @@ from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import (
     Copies,
     LayerPages,
-    concatenated,
     copies,
     layer_copies,
     layer_order,
+    stacked,
 )
 
 Pools = Mapping[int, Sequence[LayerPages]]
@@ -145,7 +145,7 @@ class CopyEngine(ABC):
         if self._convert is not None:
             # Bytes differ between device and host, so runs cannot be merged.
             return self._layer_copies(operation)[0]
-        return concatenated(
+        return stacked(
             [
                 copies(
                     self._pools[transfer.group],

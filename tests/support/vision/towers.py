@@ -2,29 +2,23 @@
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.config import CompilationConfig, VllmConfig
 from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
 
 from tests.support.vision.fake_backend import FakeBackend
+from tests.support.vision.random_towers import Grid, one_rank
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision import runner as runner_module
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
 from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
-Grid = tuple[int, int, int]
 FEATURES = {"qwen3": 3 * 2 * 4 * 4, "qwen2_5": 3 * 2 * 14 * 14}
 """Channels, frames and pixels of a patch."""
 
@@ -32,18 +26,10 @@ FEATURES = {"qwen3": 3 * 2 * 4 * 4, "qwen2_5": 3 * 2 * 14 * 14}
 @contextlib.contextmanager
 def engine_state() -> Iterator[None]:
     """The state of one rank that layers ask for while they are built."""
+    config = VllmConfig(compilation_config=CompilationConfig(mode=0))
     native = mock.patch.object(qwen3_vl, "HAS_TRITON", False)  # Interpreted, it takes seconds.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))),
-        native,
-    ):
-        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        initialize_model_parallel(1)
-        try:
-            yield
-        finally:
-            cleanup_dist_env_and_memory()
+    with native, one_rank(config):
+        yield
 
 
 def make_model(kind: str, width: int = 64) -> Any:

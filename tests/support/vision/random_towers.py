@@ -179,7 +179,7 @@ def captured(manager: Any, model: Any, config: Any, device: str, dtype: Any) -> 
 def _without_language_model(tower: Tower, config: Any) -> Any:
     from torch import nn
 
-    vision, model_class, visual_class = _classes(tower)
+    vision, model_class, visual_class = classes(tower)
 
     class TowerOnly(model_class):  # type: ignore[misc, valid-type]
         """The real class without its constructor, which would build the language model too."""
@@ -199,7 +199,7 @@ def _without_language_model(tower: Tower, config: Any) -> Any:
     return TowerOnly()
 
 
-def _classes(tower: Tower) -> tuple[Any, Any, Any]:
+def classes(tower: Tower) -> tuple[Any, Any, Any]:
     """Return the vision configuration, the model's class and the tower's class."""
     if tower.family == "qwen3_vl":
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig

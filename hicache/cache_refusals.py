@@ -22,7 +22,6 @@ from vllm_graft.hicache.config.cache_config import (
     refuse_misspelt,
 )
 from vllm_graft.hicache.config.connector_options import flags_below
-from vllm_graft.hicache.faults.injector import asked_for
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
 from vllm_graft.hicache.pages.pool_shape import least_page_bytes
@@ -47,11 +46,10 @@ def parse_connectors(vllm_config: Any) -> Asked:
 
 
 def check_names(asked: Asked) -> None:
-    """Raise ConfigError for a policy that nobody provides, or faults that there are not."""
+    """Raise ConfigError for a policy that nobody provides."""
     for path, config in asked:
         with flags_below(path):
             manager.manager().choose("graft_eviction_policies", config.eviction, flag("eviction"))
-    asked_for()
 
 
 def storage_offer(storage: Mapping[str, Any]) -> tuple[manager.Offer, dict[str, Any]]:

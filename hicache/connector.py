@@ -23,7 +23,7 @@ from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.rank.worker import HiCacheWorker, hook_early_loads
-from vllm_graft.hicache.setup import make_injector, make_scheduler, require_storage_room
+from vllm_graft.hicache.setup import make_scheduler, require_storage_room
 from vllm_graft.seams.permission import require_seams
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             hook_early_loads()
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
-            staging_bytes = int(config.staging_bytes)
-            self.worker = HiCacheWorker(geometry, rank, num_blocks, make_injector(), staging_bytes)
+            self.worker = HiCacheWorker(geometry, rank, num_blocks, int(config.staging_bytes))
 
     @property
     def requires_kv_delivery(self) -> bool:

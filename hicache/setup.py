@@ -8,7 +8,6 @@ from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.cache_refusals import storage_offer
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
-from vllm_graft.hicache.faults.injector import FaultInjector, asked_for
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
@@ -18,7 +17,6 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.namespace import Engine, namespace
 from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.storage.backend import StorageBackend
-from vllm_graft.hicache.storage.faulty import inject
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 from vllm_graft.hooks.manager import manager
 
@@ -105,7 +103,7 @@ def require_storage_room(config: HiCacheConfig, geometry: Geometry) -> None:
 
 
 def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
-    """Open the configured storage backend, with injected faults if they are configured."""
+    """Open the configured storage backend."""
     offer, options = storage_offer(config.storage or {})
     backend = offer.entry.resolve()(space, options)
     if not isinstance(backend, StorageBackend):
@@ -113,14 +111,7 @@ def make_backend(config: HiCacheConfig, space: bytes) -> StorageBackend:
             f"{flag('storage', 'backend')}={offer.entry.name}: {type(backend).__name__} of "
             f"{offer.provider} is not a vllm_graft.hicache.storage.backend.StorageBackend"
         )
-    injector = make_injector()
-    return backend if injector is None else inject(backend, injector)
-
-
-def make_injector() -> FaultInjector | None:
-    """The fault injector that the environment asks for; None if it asks for none."""
-    options = asked_for()
-    return None if options is None else FaultInjector(options)
+    return backend
 
 
 def make_policy(name: str, capacity: int) -> EvictionPolicy:

@@ -100,7 +100,7 @@ class DraftGraphRunner(CudaGraphManager):
     ) -> BatchExecutionDescriptor:
         """The graph that a batch takes, on which data-parallel ranks have agreed, or none."""
         desc = super().dispatch(num_reqs, num_tokens, *args, **kwargs)
-        if self.may_replay(desc, num_tokens):
+        if self.may_replay(desc):
             return desc
         return dataclasses.replace(
             desc,
@@ -110,8 +110,8 @@ class DraftGraphRunner(CudaGraphManager):
             uniform_token_count=None,
         )
 
-    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
-        """Whether a graph may serve a batch of so many rows that fits it."""
+    def may_replay(self, desc: BatchExecutionDescriptor) -> bool:
+        """Whether a graph may serve a batch that fits it."""
         return True
 
     @staticmethod
@@ -168,13 +168,6 @@ class DraftGraphRunner(CudaGraphManager):
         return {}
 
 
-class ExactDraftRunner(DraftGraphRunner):
-    """Pads no batch: a batch without a graph of exactly its size is launched."""
-
-    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
-        return bool(desc.num_tokens == num_tokens)
-
-
 class VerifyingDraftRunner(DraftGraphRunner):
     """Compares the first replay of each size with launches; a size that differs is not replayed.
 
@@ -186,7 +179,7 @@ class VerifyingDraftRunner(DraftGraphRunner):
         super().__init__(*args, **kwargs)
         self._equal: dict[BatchExecutionDescriptor, bool] = {}
 
-    def may_replay(self, desc: BatchExecutionDescriptor, num_tokens: int) -> bool:
+    def may_replay(self, desc: BatchExecutionDescriptor) -> bool:
         return self._equal.get(desc, True)
 
     def replay(

@@ -57,12 +57,3 @@ class ExactCaptures:
             return
         self._stats.dropped[why] += 1
         self._admission.refuse(group.key, why, for_now=why in _PASSING)
-
-    def capture_now(self, group: ExactReplay, batch: VisionBatch) -> Reason:
-        """Capture a group unless it has a graph or was refused, whatever its count and the rate.
-
-        Returns ``captured``, or why the group has no graph.
-        """
-        if group.key not in self._store.exact and group.key not in self._admission.refused:
-            self.capture(group, batch)
-        return self._admission.refused.get(group.key, "captured")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from vllm_graft.base import info
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
-from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.bucket_plan import plan_buckets
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend
@@ -257,35 +255,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         outputs = self.tower.eager(batch.inputs, batch.indices)
         self.captures.capture_due(route.due, batch)
         return outputs
-
-    # Before serving
-
-    @torch.inference_mode()
-    def prewarm(self, mm_kwargs: dict[str, Any]) -> dict[LayoutKey, Reason]:
-        """Capture the exact graphs of these inputs now, whatever their counts and the rate.
-
-        Returns ``captured`` per exact graph, or why there is none. A batch larger than any graph
-        also has an entry ``("too_large", 0)``: ``cut``, or why it is not cut. Inputs that graphs
-        cannot serve have the reason as their only entry.
-        """
-        if (reason := self._obstacle_to(mm_kwargs)) is not None:
-            return {(reason, 0): reason}
-        batch = VisionBatch.read(self.tower, mm_kwargs)
-        large = batch.rows > self.max_rows
-        if large and not self.cuts.possible(batch, self.max_rows):
-            return {("too_large", 0): "too_large"}
-        groups = replay_plan.groups(batch.items, self.max_rows)
-        found = {group.key: self.captures.capture_now(group, batch) for group in groups}
-        if large:
-            found["too_large", 0] = self._prewarm_cut(groups, batch)
-        return found
-
-    def _prewarm_cut(self, groups: Sequence[ExactReplay], batch: VisionBatch) -> Reason:
-        replays = self.router.replays(groups, batch, cut=True)
-        if not replays:
-            return "too_large"
-        self.cuts.measure(replays, batch)
-        return "cut" if self.cuts.pays[replay_plan.size_class(batch.items)] else "no_gain"
 
     # Counters
 

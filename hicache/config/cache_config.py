@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ByteSize, Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import MAX_DEPTH, Bytes, Count, EntryName, Number, Section, parse
+from vllm_graft.base.options import Bytes, Count, EntryName, Number, Section, parse
 from vllm_graft.base.values import below, shown
 from vllm_graft.hicache.config.connector_options import (
     CONNECTOR,
     EXTRA,
-    FLAG,
-    MODULE,
     MULTI_CONNECTOR,
+    all_connectors,
+    is_ours,
     option_flag,
 )
 from vllm_graft.hicache.config.nonce import without_nonce
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 STAGING_BYTES = 48 << 20
 """Room for three buffers, each for one layer of 256 blocks of an 8B model."""
-
-_TRANSFER = FLAG.removesuffix(f".{EXTRA}")
 
 _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 """Keys that vLLM itself adds to ours."""
@@ -136,65 +134,47 @@ def extra_configs(transfer: Any) -> list[tuple[str, object]]:
     Raises:
         ConfigError: if a list of connectors contains ours, but vLLM cannot read the list.
     """
-    if transfer is None:
-        return []
-    names = ("kv_connector", "kv_connector_module_path", EXTRA)
-    top = {name: getattr(transfer, name, None) for name in names}
-    return list(_extra_configs(top, _TRANSFER, MAX_DEPTH))
+    found: list[tuple[str, object]] = []
+    for path, given in all_connectors(transfer):
+        if is_ours(given):
+            found.append((below(path, EXTRA), given.get(EXTRA, {})))
+        elif any(is_ours(each) for _, each in all_connectors(given)):
+            _check_list(below(path, EXTRA, "connectors"), given[EXTRA]["connectors"])
+    return found
 
 
-def _extra_configs(
-    transfer: Mapping[Any, Any], path: str, depth: int
-) -> Iterator[tuple[str, object]]:
-    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
-    path, extra = below(path, EXTRA), transfer.get(EXTRA, {})
-    if name == CONNECTOR and module in (None, MODULE):
-        yield path, extra
-    elif name == MULTI_CONNECTOR and module is None and isinstance(extra, Mapping) and depth:
-        children = extra.get("connectors")
-        path = below(path, "connectors")
-        if not isinstance(children, (list, tuple)):
-            return  # It contains none of ours, and vLLM itself refuses it.
-        found: list[tuple[str, object]] = []
-        for index, child in enumerate(children):
-            if isinstance(child, Mapping):
-                found += _extra_configs(child, below(path, index), depth - 1)
-        for index, child in enumerate(children if found else ()):
-            if not isinstance(child, Mapping):
-                raise ConfigError(
-                    f"{below(path, index)}: {shown(child)} is refused: a connector is a mapping "
-                    "with the keys kv_connector, kv_role and kv_connector_extra_config."
-                )
-            if "engine_id" in child:
-                raise ConfigError(
-                    f"{below(path, index)}.engine_id: {shown(child['engine_id'])} is refused: vLLM "
-                    "gives each connector below a MultiConnector the engine_id of all, and fails "
-                    "over a second one. Give it once, as --kv-transfer-config.engine_id."
-                )
-        yield from found
+def _check_list(path: str, children: Sequence[Any]) -> None:
+    for index, child in enumerate(children):
+        if not isinstance(child, Mapping):
+            raise ConfigError(
+                f"{below(path, index)}: {shown(child)} is refused: a connector is a mapping "
+                "with the keys kv_connector, kv_role and kv_connector_extra_config."
+            )
+        if "engine_id" in child:
+            raise ConfigError(
+                f"{below(path, index)}.engine_id: {shown(child['engine_id'])} is refused: vLLM "
+                "gives each connector below a MultiConnector the engine_id of all, and fails "
+                "over a second one. Give it once, as --kv-transfer-config.engine_id."
+            )
 
 
-def refuse_misspelt(transfer: Any, path: str = _TRANSFER, depth: int = MAX_DEPTH) -> None:
+def refuse_misspelt(transfer: Any) -> None:
     """Raise ConfigError for a connector whose name nobody has and which is likest to ours.
 
-    VLLM refuses it as well, without a hint. ``transfer`` is its ``KVTransferConfig``, a mapping of
-    the same keys, or something else, of which there is nothing to say.
+    VLLM refuses it as well, without a hint. ``transfer`` is its ``KVTransferConfig`` or None.
     """
-    given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
-    name, extra = given.get("kv_connector"), given.get(EXTRA)
-    if not isinstance(name, str) or given.get("kv_connector_module_path") is not None:
-        return
-    if name == MULTI_CONNECTOR:
-        children = extra.get("connectors") if isinstance(extra, Mapping) and depth else None
-        for index, child in enumerate(children if isinstance(children, (list, tuple)) else ()):
-            refuse_misspelt(child, below(path, EXTRA, "connectors", index), depth - 1)
-    elif name != CONNECTOR and _is_likest_to_ours(name):
-        raise ConfigError(
-            f"{path}.kv_connector: {shown(name)} is no KV connector. Did you mean {CONNECTOR!r}?"
-        )
+    for path, given in all_connectors(transfer):
+        name = given.get("kv_connector")
+        if given.get("kv_connector_module_path") is None and _is_likest_to_ours(name):
+            raise ConfigError(
+                f"{path}.kv_connector: {shown(name)} is no KV connector. Did you mean "
+                f"{CONNECTOR!r}?"
+            )
 
 
-def _is_likest_to_ours(name: str) -> bool:
+def _is_likest_to_ours(name: object) -> bool:
+    if not isinstance(name, str) or name in (CONNECTOR, MULTI_CONNECTOR):
+        return False
     word, ours = name[:80].casefold(), CONNECTOR.casefold()
     if not difflib.get_close_matches(word, [ours]):
         return False

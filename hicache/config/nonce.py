@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import MAX_DEPTH
 from vllm_graft.hicache.config.connector_options import (
-    CONNECTOR,
     EXTRA,
-    MODULE,
-    MULTI_CONNECTOR,
+    all_connectors,
+    is_ours,
     option_flag,
 )
 
@@ -58,43 +56,21 @@ def stamp(vllm_config: VllmConfig) -> None:
     not share a nonce. So that object stays unchanged, and ``vllm_config`` gets a copy of it.
     """
     given: Any = vllm_config.kv_transfer_config
-    if given is None:
+    ours = [each for _, each in all_connectors(given) if is_ours(each)]
+    if any(KEY in extra and nonce_of(extra) is None for extra in _extras(ours)):
+        raise ConfigError(f"{option_flag(KEY)} is set by vllm-graft itself: remove it.")
+    if all(KEY in extra for extra in _extras(ours)):
         return
-    names = ("kv_connector", "kv_connector_module_path", EXTRA)
-    transfer = {name: getattr(given, name) for name in names}
-    stamped = _stamped(transfer, MAX_DEPTH)
-    if stamped is not transfer:
-        # The attribute is set on a copy, because a new object would be completed and checked again.
-        found = copy.copy(given)
-        found.kv_connector_extra_config = stamped[EXTRA]
-        vllm_config.kv_transfer_config = found
+    # The attribute is set on a copy, because a new object would be completed and checked again.
+    found = copy.copy(given)
+    found.kv_connector_extra_config = copy.deepcopy(given.kv_connector_extra_config)
+    vllm_config.kv_transfer_config = found
+    for extra in _extras(each for _, each in all_connectors(found) if is_ours(each)):
+        extra.setdefault(KEY, Nonce(secrets.token_hex(16)))
 
 
-def _stamped(transfer: Any, depth: int) -> Any:
-    """A connector's configuration with the missing nonces; the same object if none is missing.
-
-    Malformed configurations are returned unchanged, because other checks refuse them.
-    """
-    extra = transfer.get(EXTRA, {}) if isinstance(transfer, Mapping) else None
-    if not isinstance(extra, Mapping):
-        return transfer
-    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
-    if name == CONNECTOR and module in (None, MODULE):
-        if KEY in extra and nonce_of(extra) is None:
-            raise ConfigError(f"{option_flag(KEY)} is set by vllm-graft itself: remove it.")
-        found = extra if KEY in extra else {**extra, KEY: Nonce(secrets.token_hex(16))}
-    elif name == MULTI_CONNECTOR and module is None and depth:
-        found = _with_stamped_children(extra, depth - 1)
-    else:
-        return transfer
-    return transfer if found is extra else {**transfer, EXTRA: found}
-
-
-def _with_stamped_children(extra: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
-    children = extra.get("connectors")
-    if not isinstance(children, (list, tuple)):
-        return extra
-    stamped = [_stamped(child, depth) for child in children]
-    if all(one is other for one, other in zip(stamped, children)):
-        return extra
-    return {**extra, "connectors": stamped}
+def _extras(connectors: Iterable[Mapping[Any, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the extra configs that are mappings; other checks refuse the others."""
+    for each in connectors:
+        if isinstance(extra := each.get(EXTRA), dict):
+            yield extra

@@ -18,15 +18,14 @@ from vllm_graft.base.errors import GraftError
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.copies.strided import HostShard, RangeCopy
-from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import (
     Copies,
     LayerPages,
-    concatenated,
     copies,
     layer_copies,
     layer_order,
+    stacked,
 )
 
 Pools = Mapping[int, Sequence[LayerPages]]
@@ -62,23 +61,14 @@ def raise_incomplete() -> NoReturn:
 class CopyEngine(ABC):
     """Executes operations. A copy that fails raises nothing: its result says that it failed.
 
-    Args:
-        injector: makes copies fail on purpose, but not the second try of a load within a step.
-        convert: makes all copies, if the host keeps pages in another dtype.
+    ``convert`` makes all copies, if the host keeps pages in another dtype.
     """
 
-    def __init__(
-        self,
-        pools: Pools,
-        shard: HostShard,
-        injector: FaultInjector | None = None,
-        convert: Convert | None = None,
-    ) -> None:
+    def __init__(self, pools: Pools, shard: HostShard, convert: Convert | None = None) -> None:
         self.second_tries = 0
         self._incomplete: list[CacheOperation] = []
         self._pools = pools
         self._shard = shard
-        self._injector = injector
         self._convert = convert
 
     @abstractmethod
@@ -151,15 +141,11 @@ class CopyEngine(ABC):
     def drain(self) -> None:
         """Wait until no copy is in flight."""
 
-    def _inject(self) -> None:
-        if self._injector is not None:
-            self._injector.before("copy")
-
     def _copies(self, operation: CacheOperation) -> Copies:
         if self._convert is not None:
             # Bytes differ between device and host, so runs cannot be merged.
             return self._layer_copies(operation)[0]
-        return concatenated(
+        return stacked(
             [
                 copies(
                     self._pools[transfer.group],
@@ -224,7 +210,7 @@ class MemoryCopyEngine(CopyEngine):
         if self._results[-1].failed:
             self._results.pop()
             self.second_tries += 1
-            self._copy(operation, may_fail=False)
+            self._copy(operation)
             if self._results[-1].failed:
                 self._incomplete.append(operation)
 
@@ -247,12 +233,10 @@ class MemoryCopyEngine(CopyEngine):
     def drain(self) -> None:
         pass
 
-    def _copy(self, operation: CacheOperation, may_fail: bool = True) -> None:
+    def _copy(self, operation: CacheOperation) -> None:
         start = time.perf_counter()
         result = CopyResult(operation)
         try:
-            if may_fail:
-                self._inject()
             batch = self._copies(operation)
             (self._convert or _move)(batch, operation.direction)(0, len(batch))
             result.num_bytes = batch.num_bytes

@@ -20,11 +20,10 @@ from vllm_graft.hicache.copies.strided import (
     HostShard,
     PoolColumns,
     StridedCopies,
-    stacked,
     take,
 )
 from vllm_graft.hicache.messages.operation import CacheOperation, PoolTransfer
-from vllm_graft.hicache.pages.layout import Addresses, Copies
+from vllm_graft.hicache.pages.layout import Addresses, Copies, stacked
 
 Flags = npt.NDArray[np.bool_]
 

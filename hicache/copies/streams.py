@@ -39,7 +39,6 @@ from vllm_graft.hicache.copies.page_kernel import fits, load_runs
 from vllm_graft.hicache.copies.row_copies import PlannedCopy, RowCopies, StagingRing
 from vllm_graft.hicache.copies.staged_plan import StagedCopies
 from vllm_graft.hicache.copies.strided import HostShard, RangeCopy, StridedCopies
-from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Addresses, Copies
 
@@ -120,7 +119,6 @@ class StreamCopyEngine(CopyEngine):
     Args:
         batch_copy: enqueues a batch of copies. Tests replace it.
         run_copy: prepares the copies of a load within a step, which are then enqueued in ranges.
-        delay_cycles: GPU clock cycles by which each load is delayed, to find races.
         ring: buffers for loads to blocks in any order; None for none. It needs ``strided``.
     """
 
@@ -130,19 +128,16 @@ class StreamCopyEngine(CopyEngine):
         shard: HostShard,
         batch_copy: BatchCopy = driver_copy,
         run_copy: Callable[[Copies], RangeCopy] = load_runs,
-        injector: FaultInjector | None = None,
-        delay_cycles: int = 0,
         convert: Convert | None = None,
         strided: CudaDriver | None = None,
         ring: StagingRing | None = None,
     ) -> None:
-        super().__init__(pools, shard, injector, convert)
+        super().__init__(pools, shard, convert)
         self._rows = None
         if strided is not None and convert is None:
             self._rows = RowCopies(pools, shard, strided, ring, run_copy)
         self._batch_copy = batch_copy
         self._run_copy = run_copy
-        self._delay_cycles = delay_cycles
         # Loads have high priority: the step's own kernels wait for what a load's kernel brings.
         self._streams = {
             Direction.LOAD: torch.cuda.Stream(priority=-1),
@@ -285,16 +280,12 @@ class StreamCopyEngine(CopyEngine):
         """Record the event before the first copy, on the direction's stream."""
         start = _timed_event()
         start.record(self._streams[direction])
-        if direction is Direction.LOAD and self._delay_cycles:
-            torch.cuda._sleep(self._delay_cycles)
         return start
 
     def _enqueue(
         self, operation: CacheOperation, prepare_rest: PrepareRest, again: bool = False
     ) -> Enqueued:
         """Enqueue a whole operation, ``again`` without the ring, whose kernel may have failed."""
-        if not again:
-            self._inject()
         planned = self._prepare(operation, prepare_rest, staged=not again)
         start = self._begin(operation.direction)
         for copy in planned:
@@ -302,7 +293,6 @@ class StreamCopyEngine(CopyEngine):
         return start, planned
 
     def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
-        self._inject()
         planned = self._prepare(operation, self._by_kernel, by_layer=True)
         start = self._begin(operation.direction)
         names = self._layers(operation, first)

@@ -9,17 +9,14 @@ engine copies such rows in one call: a 2D copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, PoolTransfer
-from vllm_graft.hicache.pages.layout import Addresses, LayerPages
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from vllm_graft.hicache.pages.layout import Addresses, LayerPages, stacked
 
 LEAST_BYTES = 2 << 20
 """Least bytes of a 2D copy. Smaller ones are no faster than the other methods."""
@@ -230,15 +227,6 @@ def take(
         if len(transfer):
             rest.append(transfer)
     return CopyPlan(found, ranges, replace(operation, transfers=rest) if rest else None)
-
-
-Arrays = TypeVar("Arrays", bound="DataclassInstance")
-
-
-def stacked(parts: Sequence[Arrays]) -> Arrays:
-    """One dataclass of arrays that holds those of all ``parts``, of which there is at least one."""
-    columns = zip(*([getattr(part, field.name) for field in fields(part)] for part in parts))
-    return type(parts[0])(*map(np.concatenate, columns))
 
 
 StridedPlan = CopyPlan[StridedCopies]

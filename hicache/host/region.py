@@ -8,7 +8,6 @@ engine was killed before it could remove the name. The next engine that starts d
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -24,16 +23,14 @@ from vllm_graft.hicache.config.nonce import REGION_PREFIX as PREFIX
 from vllm_graft.hicache.host.machine_memory import unclaimed_bytes
 
 SHM = Path("/dev/shm")
-UNNAMED = ".new"
-"""Suffix of the name of an incomplete file, on systems that cannot create files without a name."""
+INCOMPLETE = ".new"
+"""Suffix of a file's name until it has its size and its lock."""
 
 OPEN_SECONDS = 300.0
 """Most seconds that a process waits for the region. If its creator fails, vLLM ends it earlier."""
 
-_OURS = re.compile(rf"{PREFIX}[0-9a-f]{{32}}({re.escape(UNNAMED)})?")
+_OURS = re.compile(rf"{PREFIX}[0-9a-f]{{32}}({re.escape(INCOMPLETE)})?")
 _MODE = 0o600
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-"""Errors with which file systems and kernels without O_TMPFILE answer."""
 
 
 def create(name: str, num_bytes: int) -> int:
@@ -150,11 +147,8 @@ def _require_room(num_bytes: int) -> None:
 
 
 def _create(directory: int, name: str, num_bytes: int) -> int:
-    fd = _unnamed(directory)
-    source = f"/proc/self/fd/{fd}"
-    if fd is None:
-        source = name + UNNAMED
-        fd = _new(directory, source)
+    source = name + INCOMPLETE
+    fd = _new(directory, source)
     try:
         os.ftruncate(fd, num_bytes)
         os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -162,33 +156,17 @@ def _create(directory: int, name: str, num_bytes: int) -> int:
         os.close(fd)
         raise
     finally:
-        if source.endswith(UNNAMED):
-            os.unlink(source, dir_fd=directory)
-    return fd
-
-
-def _unnamed(directory: int) -> int | None:
-    """Create and lock a file without a name; None if the system cannot do so."""
-    try:
-        fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, _MODE, dir_fd=directory)
-    except OSError as error:
-        if error.errno in _NO_TMPFILE:
-            return None
-        raise
-    return _locked(fd)
-
-
-def _locked(fd: int) -> int:
-    os.fchmod(fd, _MODE)
-    fcntl.flock(fd, fcntl.LOCK_SH)
+        os.unlink(source, dir_fd=directory)
     return fd
 
 
 def _new(directory: int, name: str) -> int:
-    """Create and lock a file with a name."""
+    """Create and lock a file."""
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = _locked(os.open(name, flags, _MODE, dir_fd=directory))
+        fd = os.open(name, flags, _MODE, dir_fd=directory)
+        os.fchmod(fd, _MODE)
+        fcntl.flock(fd, fcntl.LOCK_SH)
         # Between open and flock another engine may have deleted the file as an orphan.
         if os.fstat(fd).st_nlink:
             return fd

@@ -10,15 +10,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_graft.base.errors import GraftError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Addresses = npt.NDArray[np.int64]
+Arrays = TypeVar("Arrays", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -161,22 +165,22 @@ def layer_copies(
     Returns:
         All copies, and for each layer's name the range ``(begin, end)`` of its copies.
     """
-    columns: list[tuple[Addresses, Addresses, Addresses]] = []
+    found: list[Copies] = []
     ranges: dict[str, tuple[int, int]] = {}
     end = 0
     for layers, blocks, slots in parts:
-        device, host, sizes = _addresses(layers, blocks, slots, slot_bytes, host_address)
-        columns.append((device.ravel(), host.ravel(), sizes.ravel()))
+        columns = _addresses(layers, blocks, slots, slot_bytes, host_address)
+        found.append(Copies(*(column.ravel() for column in columns)))
         for layer in layers:
             begin, end = end, end + len(layer.runs) * len(blocks)
             ranges[layer.name] = begin, end
-    return Copies(*(np.concatenate(column) for column in zip(*columns))), ranges
+    return stacked(found), ranges
 
 
-def concatenated(parts: Sequence[Copies]) -> Copies:
-    """The copies of several groups as one object."""
-    names = ("device", "host", "sizes")
-    return Copies(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+def stacked(parts: Sequence[Arrays]) -> Arrays:
+    """One dataclass of arrays that holds those of all ``parts``, of which there is at least one."""
+    columns = zip(*([getattr(part, field.name) for field in fields(part)] for part in parts))
+    return type(parts[0])(*map(np.concatenate, columns))
 
 
 def _addresses(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,6 @@ class Engine:
         kv_cache_config: vLLM's; None before the model is loaded.
         attention: see :func:`~vllm_graft.hicache.pages.engine_core.ask_attention`.
         layout: how the host lays pages out, and what else only a loaded model tells.
-        holds_adapters: whether pages of LoRA adapters go to storage as well.
     """
 
     vllm_config: Any
@@ -49,7 +48,6 @@ class Engine:
     kv_cache_config: Any = None
     attention: Mapping[str, Sequence[str]] | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
-    holds_adapters: bool = False
 
     def models(self) -> dict[str, Any]:
         """The configurations of the target and, if it has one, of the draft."""
@@ -162,11 +160,10 @@ def _transfer(engine: Engine) -> str | None:
     return None if engine.vllm_config.weight_transfer_config is None else nobody_else()
 
 
-def _adapters(engine: Engine) -> Any:
+def _adapters(engine: Engine) -> str | None:
     """Adapters: vLLM's hash of a block has an adapter's name and path, not its weights."""
-    if getattr(engine.vllm_config, "lora_config", None) is None:
-        return None
-    return nobody_else() if engine.holds_adapters else "kept out of storage"
+    adapters = getattr(engine.vllm_config, "lora_config", None)
+    return None if adapters is None else "kept out of storage"
 
 
 def _vllm(engine: Engine) -> str:
@@ -207,15 +204,6 @@ _PARALLEL = (
     "cp_kv_cache_interleave_size",
     "enable_expert_parallel",
 )
-
-SOFTWARE = ("format", "vLLM", "device")
-"""Inputs that do not depend on an engine's configuration."""
-
-SHARING = ("parallel sizes", "replica")
-"""Inputs that say how pages are divided among ranks and replicas."""
-
-POOLS = ("pools", "hash blocks", "pool layout", "host layout")
-"""Inputs that are read from vLLM's ``KVCacheConfig`` and from our layout of the host."""
 
 INPUTS: tuple[Input, ...] = (
     Input("format", "the version of our records", lambda engine: FORMAT),
@@ -320,7 +308,7 @@ def namespace(engine: Engine) -> bytes:
 
     Its first half is that of :func:`namespace_start`; it raises as :func:`weights_of`.
     """
-    parts = inputs(engine)
+    parts = {row.name: row.read(engine) for row in INPUTS}
     early = {row.name: parts[row.name] for row in INPUTS if row.early}
     found = digest(early)[:NAMESPACE_START] + digest(parts)[NAMESPACE_START:]
     logger.info("KV namespace %s.", found.hex())
@@ -333,13 +321,8 @@ def namespace_start(engine: Engine) -> bytes:
 
     Engines share it if they differ only in what is known of a loaded model.
     """
-    late = [row.name for row in INPUTS if not row.early]
-    return digest(inputs(engine, without=late))[:NAMESPACE_START]
-
-
-def inputs(engine: Engine, without: Collection[str] = ()) -> dict[str, Any]:
-    """The values of all inputs of K/V but some, by name."""
-    return {row.name: row.read(engine) for row in INPUTS if row.name not in without}
+    early = {row.name: row.read(engine) for row in INPUTS if row.early}
+    return digest(early)[:NAMESPACE_START]
 
 
 def digest(parts: Mapping[str, Any]) -> bytes:

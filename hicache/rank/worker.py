@@ -26,7 +26,6 @@ from vllm_graft.hicache.copies.copy_engine import (
 )
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
 from vllm_graft.hicache.copies.strided import HostShard
-from vllm_graft.hicache.faults.injector import FaultInjector
 from vllm_graft.hicache.host.pool import HostPool, node_of_gpu
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
@@ -40,19 +39,10 @@ if TYPE_CHECKING:
 
 
 class HiCacheWorker:
-    """Executes operations on one rank.
-
-    Loads may go through ``staging_bytes`` of device memory; ``injector`` makes copies fail on
-    purpose.
-    """
+    """Executes operations on one rank. Loads may go through ``staging_bytes`` of device memory."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        rank: int,
-        num_blocks: int,
-        injector: FaultInjector | None = None,
-        staging_bytes: int = 0,
+        self, geometry: Geometry, rank: int, num_blocks: int, staging_bytes: int = 0
     ) -> None:
         self._geometry = geometry
         self._has_states = any(group.hit_policy is HitPolicy.LAST_PAGE for group in geometry.groups)
@@ -60,7 +50,6 @@ class HiCacheWorker:
         self._writes = geometry.is_writer(rank)
         self._creates = rank == 0
         self._num_blocks = num_blocks
-        self._injector = injector
         self._staging_bytes = staging_bytes
         self._pool: HostPool | None = None
         self._engine: CopyEngine | None = None
@@ -106,7 +95,7 @@ class HiCacheWorker:
             self._engine = self._stream_engine(pools, shard)
         else:
             convert = _converting(fp8_copy, geometry.convert_from)
-            self._engine = MemoryCopyEngine(pools, shard, self._injector, convert)
+            self._engine = MemoryCopyEngine(pools, shard, convert)
         info.publish("hicache", info.weakly(self.counters))
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
@@ -127,7 +116,6 @@ class HiCacheWorker:
         return StreamCopyEngine(
             pools,
             shard,
-            injector=self._injector,
             convert=_converting(fp8_kernel.convert_runs, dtype),
             strided=strided,
             ring=None if strided is None else _staging_ring(self._staging_bytes),

@@ -1,1 +1,1 @@
-"""Stores below host memory: their interface, their guard, and faults that are injected."""
+"""Stores below host memory: their interface, and their guard."""

@@ -1,4 +1,4 @@
-"""The system calls of stores on disk, in one class, so that faults can be injected into them."""
+"""The system calls of stores on disk, in one class, so that tests can let them fail."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def graft_tree_policies() -> list[entries.TreePolicy]:
 
 @hookimpl(trylast=True)
 def graft_draft_graph_runners() -> list[entries.DraftGraphRunner]:
-    """One graph for all levels of a tree or all steps of a chain: padded, exact, checked, none."""
+    """One graph for all levels of a tree or all steps of a chain: padded, checked, none."""
     module = "vllm_graft.graph_runners.language.draft"
     return [
         entries.DraftGraphRunner(
@@ -161,9 +161,6 @@ def graft_draft_graph_runners() -> list[entries.DraftGraphRunner]:
         ),
         entries.DraftGraphRunner(
             "eager", f"{module}:EagerDraftRunner", "launches each draft step, no CUDA graph"
-        ),
-        entries.DraftGraphRunner(
-            "exact", f"{module}:ExactDraftRunner", "graphs for captured sizes alone, no padding"
         ),
         entries.DraftGraphRunner(
             "verify",
@@ -206,11 +203,6 @@ def graft_vision_adapters() -> list[entries.VisionAdapter]:
             "Mistral3ForConditionalGeneration",
             f"{adapters}.pixtral:Mistral3Adapter",
             "Pixtral's tower and the projector, a graph a size",
-        ),
-        entries.VisionAdapter(
-            "Phi4MMForCausalLM",
-            f"{adapters}.phi4mm:Phi4MMAdapter",
-            "SigLIP over crops, a graph a number of crops",
         ),
     ]
 

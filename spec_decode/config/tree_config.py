@@ -126,9 +126,8 @@ class TreeConfig(GraftSection):
 
     graph_runner: EntryName = "cuda_graph"
     """Name of a ``graft_draft_graph_runners`` entry. ``cuda_graph`` pads batches to the next
-    captured size; ``exact`` pads none and launches the others; ``verify`` compares the first replay
-    of each size with launches, and gives a size that differs no graph (``graft_info()`` lists
-    both); ``eager`` captures nothing."""
+    captured size; ``verify`` compares the first replay of each size with launches, and gives a size
+    that differs no graph (``graft_info()`` lists both); ``eager`` captures nothing."""
 
     @property
     def num_candidates(self) -> int:

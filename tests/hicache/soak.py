@@ -1,7 +1,7 @@
 """Run engines with the host KV cache under injected faults and ``kill -9``: no token may be wrong.
 
-    python tests/hicache/soak.py faults --count 10000
-    python tests/hicache/soak.py kills --count 200
+    python -m tests.hicache.soak faults --count 10000
+    python -m tests.hicache.soak kills --count 200
 
 The tests run the same with small counts. Exit status 1 if a token was wrong, a request hung, or an
 engine died by itself.
@@ -136,28 +136,6 @@ class Round:
                 self.counts["wrong"] += 1
 
 
-def connector_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler.connector
-
-
-def injected(llm: Any) -> Counter[str]:
-    """Count the faults so far, by site and kind and in all, without faults that have no effect."""
-    from vllm_graft.testing import model_runner
-
-    found: Counter[str] = Counter()
-    worker = model_runner(llm).kv_connector.kv_connector.worker
-    found.update(worker._injector.counters.snapshot())
-    prefetches = connector_of(llm).scheduler.storage_reads
-    if prefetches is not None:
-        for name, count in prefetches.tier.backend.stats().items():
-            if name.startswith("fault_"):
-                found[name.removeprefix("fault_")] += count
-    for name in ("fdatasync_short", "fdatasync_corrupt"):
-        # A sync has nothing to shorten or to spoil.
-        found["injected"] -= found.pop(name, 0)
-    return found
-
-
 def notices_spoilt_pages(llm: Any, driver: Any, expected: Tokens) -> bool:
     """Negative control: overwrite the host pool as a bug could; return whether tokens change."""
     import numpy
@@ -187,22 +165,18 @@ def fault_run(
     **extra: Any,
 ) -> dict[str, int]:
     """Run batches on one engine until ``count`` faults were injected or ``seconds`` have passed."""
-    faults = {
-        "seed": seed,
-        "rate": 0.25,
-        "slow_seconds": 0.002,
-        "kinds": ["slow", "short", "corrupt", "failing"],
-    }
+    from tests.support.host_cache.faults import Faults, injected
+
+    faults = Faults(0.25, seed, slow_seconds=0.002)
     end = time.monotonic() + seconds
-    asked = mock.patch.dict(os.environ, {"VLLM_GRAFT_FAULTS": json.dumps(faults)})
-    with asked, driving(model, **options(storage, **extra)) as (llm, driver):
+    with injected(faults), driving(model, **options(storage, **extra)) as (llm, driver):
         current = Round(llm, driver, expected, seed)
         try:
-            while injected(llm)["injected"] < count and time.monotonic() < end:
+            while faults.counts["injected"] < count and time.monotonic() < end:
                 current.batch()
             current.counts["blind"] += not notices_spoilt_pages(llm, driver, expected)
         finally:
-            found = current.counts + injected(llm)
+            found = current.counts + faults.counts
     return dict(found)
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +189,21 @@ def test_an_engine_id_below_a_multi_connector_is_refused() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
+        ({}, f"{FLAG}.host_bytes is missing"),
+        ({"host_bytes": True}, f"{FLAG}.host_bytes: True is refused"),
+        ({"host_bytes": 0}, "greater than 0"),
+        ({"host_bytes": 1, "staging_bytes": -1}, f"{FLAG}.staging_bytes: -1 is refused"),
+        ({"host_byts": 1, "host_bytes": 1}, "host_byts: unknown key. Did you mean 'host_bytes'?"),
+        ({"host_bytes": 1, "load": "lazy"}, f"{FLAG}.load: 'lazy' is refused"),
+        (
+            {"host_bytes": 1, "prefetch": {"polcy": "timeout"}},
+            f"{FLAG}.prefetch.polcy: unknown key. Did you mean 'policy'?",
+        ),
+        ({"host_bytes": 1, "storage": {"path": "/x"}}, f"{FLAG}.storage.backend is missing"),
+        (
+            {"host_bytes": 1, "storage": {"backend": "segments", "path": "/x"}},
+            f"{FLAG}.storage.max_bytes is missing: give it.",
+        ),
         ({1: 2}, f"{FLAG}: the key 1 is refused: a key is a text"),
         ({None: 1}, f"{FLAG}: the key None is refused: a key is a text"),
         ({"host_bytes": GIB, "eviction": "fifo"}, f"{FLAG}.eviction: no graft_eviction_policies"),
@@ -283,8 +297,6 @@ def test_a_lock_of_another_user_is_named_before_a_model_loads(
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     words = f"{tmp_path / 'LOCK'} belongs to user {user}, and this process runs as {user + 1}. Give"
     assert f"{FLAG}.storage.path: {words}" in _refusal(extra)
-    with pytest.raises(ConfigError, match=f"belongs to user {user}, and this process runs as"):
-        SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"})
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("x", path)])
@@ -333,14 +345,8 @@ def open_elsewhere(tmp_path: Path) -> Iterator[Open]:
     running = []
 
     def start(own_group: bool) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", storage_writer.__file__, str(tmp_path), "0"]
-        process = subprocess.Popen(
-            [*command, "0"], stdout=subprocess.PIPE, text=True, start_new_session=own_group
-        )
-        running.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
+        running.append(storage_writer.started(tmp_path, 0, 0, start_new_session=own_group))
+        return running[-1]
 
     yield start
     for process in running:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.host_cache.submitted_loads import delay_loads
 from vllm_graft.bench.hicache.prompt_driver import Driver, random_prompt
 from vllm_graft.testing import TinyShape, cpu_engine, model_runner, running, write_llama
 
@@ -38,9 +39,7 @@ def poison(llm: Any) -> None:
 def delay() -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    engine = get_kv_transfer_group().worker.engine
-    assert hasattr(engine, "_delay_cycles")
-    engine._delay_cycles = DELAY
+    delay_loads(get_kv_transfer_group().worker.engine, DELAY)
 
 
 def options(load: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).with_name("soak.py")
+ROOT = Path(__file__).parents[2]
 FAULTS = int(os.environ.get("GRAFT_SOAK_FAULTS", "60"))
 KILLS = int(os.environ.get("GRAFT_SOAK_KILLS", "1"))
 
@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + FAULTS + 60 * KILLS)
 def soak(*arguments: str) -> list[dict[str, int]]:
     """Run ``soak.py`` in a process that may fork; return the lines of counts."""
     done = subprocess.run(
-        [sys.executable, "-P", str(SOAK), *arguments], capture_output=True, text=True
+        [sys.executable, "-m", "tests.hicache.soak", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

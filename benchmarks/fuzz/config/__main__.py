@@ -6,7 +6,7 @@ Each input is a value of ``additional_config`` and one of ``kv_connector_extra_c
 Python API takes them: misspelt and misplaced keys, wrong types, numbers that are none, bytes, texts
 that no terminal shows, connectors below ``MultiConnector``. Nothing but a `ConfigError` may come
 out, whose message names the full flag; what is accepted has to be read alike in another process,
-and its store, policy and injector have to be made. No model is loaded. An input that is judged
+and its store and policy have to be made. No model is loaded. An input that is judged
 wrongly is printed with the number that makes it again (``--only``), and the exit status is then 1.
 """
 

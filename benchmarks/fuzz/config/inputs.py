@@ -113,7 +113,7 @@ class Inputs(Mutations):
             memory=[None, True, False, "auto", 64, {}, *memories],
             drafter=["target_dependent", "three", ""],
             policy=["dynamic", "dinamic"],
-            graph_runner=["cuda_graph", "exact", "verify", "eager", "lazy"],
+            graph_runner=["cuda_graph", "verify", "eager", "lazy"],
         )
 
     def _vit(self) -> dict[Any, Any]:

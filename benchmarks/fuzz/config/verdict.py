@@ -75,7 +75,6 @@ def build(case: Case, config: Any, root: Path) -> None:
     assert parse_connectors(again) == connectors
     for _, one in connectors:
         setup.make_policy(one.eviction, 8)
-        setup.make_injector()
         if one.storage is not None:
             setup.make_backend(one, bytes(16)).close()
             for store in root.glob("store*"):

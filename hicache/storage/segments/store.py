@@ -71,7 +71,7 @@ class SegmentsBackend(StorageBackend):
 
     After ``sync_bytes`` bytes, or on :meth:`flush`, the data is made durable, and then the index.
     The thread that wrote the last bytes does this while other threads go on. A page can be read as
-    soon as its write has returned. The fault injector replaces ``files``, the system calls.
+    soon as its write has returned. ``files`` makes the system calls.
     """
 
     OPTIONS: ClassVar[type[SegmentsOptions]] = SegmentsOptions

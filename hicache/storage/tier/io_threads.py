@@ -7,7 +7,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -79,12 +78,8 @@ class JobQueue(ABC, Generic[Job, Done]):
                 self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Room for one page in host memory, with the allocator's number and a writable buffer."""
-
-    index: int
-    buffer: memoryview
+Parts = tuple[tuple[PageKey, memoryview], ...]
+"""The parts of a page of host memory, one for each shard: the key in the store, and the bytes."""
 
 
 @dataclass(eq=False)
@@ -94,8 +89,8 @@ class Load:
     ``status`` is None before the read, and if the load was cancelled before a thread began it.
     """
 
-    key: PageKey
-    slot: Slot
+    page: Page
+    parts: Parts
     waiters: list[tuple[PrefetchOperation, int]] = field(default_factory=list)
     status: ReadStatus | None = None
 
@@ -106,13 +101,6 @@ class Loader(JobQueue[Load, Load]):
     def __init__(self, backend: StorageBackend, threads: int) -> None:
         self._backend = guarded(backend)
         super().__init__("prefetch", threads)
-
-    def contained(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """The keys before the first one that the backend's index lacks."""
-        for index, there in enumerate(self._backend.contains(keys)):
-            if not there:
-                return list(keys[:index])
-        return list(keys)
 
     def submit(self, *loads: Load) -> None:
         """Queue loads."""
@@ -139,16 +127,19 @@ class Loader(JobQueue[Load, Load]):
         return self._join(timeout)
 
     def _run(self, load: Load) -> Load:
-        load.status = self._backend.read(load.key, load.slot.buffer)
+        for key, buffer in load.parts:
+            load.status = self._backend.read(key, buffer)
+            if load.status is not ReadStatus.HIT:
+                break
         return load
 
 
 @dataclass(frozen=True)
 class Write:
-    """A page of host memory to write, with key and bytes of each shard's part."""
+    """A page of host memory to write."""
 
     page: Page
-    parts: tuple[tuple[PageKey, memoryview], ...]
+    parts: Parts
 
 
 class Outcome(enum.Enum):

@@ -1,8 +1,8 @@
 """The prefetcher loads pages from storage into host slots while requests wait to be scheduled.
 
-The scheduler's thread owns the slots. Only it calls :meth:`Prefetcher.start`,
-:meth:`Prefetcher.poll` and :meth:`Prefetcher.close`, and only these call the allocator. I/O threads
-only fill buffers. So each slot is published or released exactly once, whatever happens at the same
+The scheduler's thread owns the index. Only it calls :meth:`Prefetcher.start`,
+:meth:`Prefetcher.poll` and :meth:`Prefetcher.close`, and only these change the index. I/O threads
+only fill buffers. So each slot is offered or given back exactly once, whatever happens at the same
 time, and never while a thread writes to it.
 
 Requests that want the same page share one load. Each request still waits only as long as its own
@@ -15,12 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from vllm_graft.base.counters import Counters
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Slot
+from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Parts
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 
 MOST_LOADS = 256
@@ -28,44 +28,25 @@ MOST_LOADS = 256
 owner's thread some time, when it begins and at every poll."""
 
 
-class SlotAllocator(Protocol):
-    """The host pool, as the prefetcher sees it. Only the owner's thread calls it."""
-
-    def has(self, key: PageKey) -> bool:
-        """Whether ``key`` was loaded meanwhile, and so is not loaded again."""
-
-    def allocate(self, key: PageKey) -> Slot | None:
-        """Reserve a slot for ``key`` until publish or release is called.
-
-        None if there is no room, or the page need not be loaded. Then the operation ends before
-        this key.
-        """
-
-    def publish(self, key: PageKey, slot: Slot) -> None:
-        """Give the slot, which holds the checked page of ``key``, to the pool."""
-
-    def release(self, key: PageKey, slot: Slot) -> None:
-        """Give the slot back. Its content is undefined."""
-
-
 class Prefetcher:
     """Runs prefetch operations with I/O threads and a budget of bytes.
 
     All operations together have at most ``budget_bytes`` of slots in flight; a larger page is
-    loaded alone. ``clock`` gives monotonic seconds.
+    loaded alone. ``parts`` gives the parts of a page, and ``clock`` monotonic seconds.
     """
 
     def __init__(
         self,
         backend: StorageBackend,
-        allocator: SlotAllocator,
+        index: HostIndex,
+        parts: Callable[[Page], Parts],
         *,
         threads: int = 4,
         budget_bytes: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters()
-        self._allocator = allocator
+        self._index, self._parts = index, parts
         self._budget = budget_bytes
         self._clock = clock
         self._loader = Loader(backend, threads)
@@ -81,17 +62,20 @@ class Prefetcher:
     ) -> PrefetchOperation:
         """Begin to load ``keys``, which are ordered by block, then by pool.
 
-        Loading stops at the first key that is not in the store's index, because the pages after it
-        are useless. The request waits ``timeout`` seconds from now, or not at all.
+        Loading stops at the first page that storage does not have, because the pages after it are
+        useless. The request waits ``timeout`` seconds from now, or not at all.
         """
         deadline = None if timeout is None else self._clock() + timeout
         with self._owner:
-            found = [] if self._closed else self._loader.contained(keys)
-            operation = PrefetchOperation(request_id, found, deadline, self._clock)
+            keys = () if self._closed else keys
+            operation = PrefetchOperation(request_id, keys, deadline, self._clock)
             self._active.append(operation)
-            self._waiting.extend((operation, index) for index in range(len(found)))
+            self._waiting.extend((operation, index) for index in range(len(keys)))
             self._admit()
         return operation
+
+    def is_loading(self, key: PageKey) -> bool:
+        return key in self._loads
 
     def poll(self) -> list[PrefetchOperation]:
         """Take in finished loads, begin loads that fit into the budget, and apply deadlines.
@@ -139,7 +123,7 @@ class Prefetcher:
             key = operation.keys[index]
             load = self._loads.get(key)
             if load is None:
-                if self._allocator.has(key):
+                if self._index.has(key):
                     self.counters.add("shared")
                     self._waiting.popleft()
                     operation.resolve(index, ReadStatus.HIT)
@@ -160,12 +144,14 @@ class Prefetcher:
             self._loader.submit(*begun)
 
     def _begin(self, key: PageKey) -> Load | None:
-        slot = self._allocator.allocate(key)
-        if slot is None:
+        """Begin a load; None if there is no room, or another copy is bringing the page."""
+        pages = None
+        if self._index.get(key) is None:
+            pages = self._index.reserve([key], from_storage=True)
+        if pages is None:
             return None
-        load = Load(key, slot)
-        self._loads[key] = load
-        self.bytes_in_flight += slot.buffer.nbytes
+        load = self._loads[key] = Load(pages[0], self._parts(pages[0]))
+        self.bytes_in_flight += _bytes(load)
         return load
 
     def _abandon(self) -> None:
@@ -175,18 +161,23 @@ class Prefetcher:
                 self._loader.cancel(load)
 
     def _settle(self, load: Load) -> None:
-        """Publish or release the slot of a finished load."""
-        del self._loads[load.key]
-        self.bytes_in_flight -= load.slot.buffer.nbytes
+        """Offer the page of a finished load, or give its slot back."""
+        del self._loads[load.page.key]
+        self.bytes_in_flight -= _bytes(load)
         wanted = any(operation.wants(index) for operation, index in load.waiters)
         if load.status is ReadStatus.HIT and wanted:
             self.counters.add("published")
-            self.counters.add("published_bytes", load.slot.buffer.nbytes)
-            self._allocator.publish(load.key, load.slot)
+            self.counters.add("published_bytes", _bytes(load))
+            self._index.commit([load.page])
         else:
             self.counters.add("released")
-            self._allocator.release(load.key, load.slot)
+            self._index.forget([load.page])
+            self._index.release([load.page])
         status = load.status or ReadStatus.MISS
         self.counters.add(status.value if wanted else "cancelled")
         for operation, index in load.waiters:
             operation.resolve(index, status)
+
+
+def _bytes(load: Load) -> int:
+    return sum(buffer.nbytes for _, buffer in load.parts)

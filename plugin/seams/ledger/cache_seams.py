@@ -2,8 +2,6 @@
 
 from vllm_graft.seams.ledger.entry import seams
 
-_TIER_API = "a stable API for tiers and cache policies"
-
 # Columns: path, kind, what is expected, why.
 # fmt: off
 CACHE = (
@@ -47,27 +45,13 @@ CACHE = (
         ("kv_cache_interface.KVCacheConfig", "has", "needs_kv_cache_zeroing, prefix_cacheable_group_ids", "needs_kv_cache_zeroing: reused blocks are zeroed before we are told; prefix_cacheable_group_ids: pools that a prefix is made of"),
     ),
     *seams("hicache", "vLLM's connector API becomes stable", "",
-        ("distributed.kv_transfer.get_kv_transfer_group", "name", "present", "the connector whose loads begin early; the benchmark slows loads down, to find races"),
+        ("distributed.kv_transfer.get_kv_transfer_group", "name", "present", "the connector whose loads begin early"),
         ("_custom_ops.swap_blocks_batch", "call", "src_ptrs, dst_ptrs, sizes, is_src_access_order_any=", "batched copies by the driver"),
         ("forward_context.ForwardContext", "has", "attn_metadata, cudagraph_runtime_mode", "whether attention layers call us in a step"),
         ("model_executor.layers.attention.MLAAttention", "name", "present", "layers that call us"),
     ),
-    *seams("native", _TIER_API, "",
-        ("v1.kv_offload.cpu.spec.CPUOffloadingSpec", "has", "_uses_shared_region, get_worker", "the benchmark's stand-ins for vLLM's own offloading"),
-        ("v1.kv_offload.base.OffloadingWorker", "has", "get_finished, submit_load, submit_store, wait", "likewise"),
-    ),
-    *seams("native", _TIER_API, "v1.kv_offload",
-        ("base", "has", "CanonicalKVCaches, TransferResult(job_id, success, transfer_size=, transfer_time=), Locality, OffloadKey, ReqContext, RequestOffloadingContext, get_offload_block_hash(key), get_offload_group_idx(key)", "CanonicalKVCaches, TransferResult: the benchmark's stand-ins for vLLM's own offloading; Locality: told in the tier's events; OffloadKey: vLLM's name for a page: hash, then the group in four bytes; ReqContext: whose request a job is of; RequestOffloadingContext: answer of the tier to a new request; get_offload_block_hash: key of a page; get_offload_group_idx: pool of a page"),
-        ("base.LookupResult", "has", "HIT, MISS, RETRY", "answers of the tier"),
-        ("base.Medium", "has", "STORAGE", "what the tier is"),
-        ("base.OffloadingEvent", "has", "keys, locality, medium, removed", "events of the tier"),
-        ("base.OffloadingSpec", "has", "get_manager, get_worker", "annotation: config, kv_events_config are read"),
-        ("config.OffloadingConfig", "has", "cache, canonical_layout, groups, kv_cache_layout, model, parallel, replicated_layout", "makes the tier's namespace"),
-        ("config.OffloadingModelConfig", "has", "dtype, name", "likewise"),
-        ("config.OffloadingParallelConfig", "has", "data_parallel_index, dcp_size, is_parallelism_agnostic, pcp_size, pp_size, tp_size", "likewise"),
-        ("tiering.base.JobResult", "has", "job_id, success, successful_keys, transfer_bytes, transfer_time", "what became of a job of the tier"),
-        ("tiering.base.SecondaryTierManager", "has", "(ABC), __init__(self, offloading_spec, primary_kv_view, tier_type)", "base of SegmentsTier; __init__: called by SegmentsTier"),
-        ("tiering.base.TransferJob", "has", "chunk_ids, job_id, keys", "a job of the tier"),
+    *seams("native", "vLLM can be told to keep its offloaded K/V in private memory", "",
+        ("v1.kv_offload.cpu.spec.CPUOffloadingSpec", "has", "_uses_shared_region, get_worker", "the benchmark's arm of vLLM's own offloading"),
     ),
     *seams("hicache", "vLLM fingerprints what KV depends on (#49261)", "",
         ("config.LoadConfig", "has", "load_format, model_loader_extra_config", "inputs of K/V"),

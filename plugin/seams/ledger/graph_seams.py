@@ -57,9 +57,4 @@ VISION = (
         ("pixtral.VisionTransformer.forward", "order", "self.patch_conv(, self.ln_pre(patch_embeds), position_meshgrid(, self.freqs_cis[, self.transformer(", "likewise"),
         ("pixtral", "has", "_make_packed_sequence_metadata(sequence_lengths, attn_backend, hidden_size, tp_size, device), pixtral_patch_embed(images, weight, input_norm), position_ids_in_meshgrid(patch_embeds_list, max_width)", "_make_packed_sequence_metadata: segments of attention; pixtral_patch_embed: patches of images that are normalised on the device; position_ids_in_meshgrid: positions of patches; since 0.33 on their device"),
     ),
-    *seams("phi4mm", "vLLM captures Phi-4-multimodal's tower", "model_executor.models.phi4mm",
-        ("Phi4MMForCausalLM._process_image_input", "order", "(self, image_input), stack_with_pad(, self.vision_encoder(", "the adapter's pass follows it"),
-        ("Phi4MMImageEncoder.forward", "order", "(self, pixel_values, image_sizes, image_attention_mask), self.get_img_features(, self.img_projection(", "called with features that are there"),
-        ("Phi4MMImageEncoder.get_img_features", "call", "self, img_embeds, attention_mask=", "the tower, captured"),
-    ),
 )

@@ -15,7 +15,6 @@ from vllm_graft.graph_runners.language import draft
 from vllm_graft.graph_runners.language.draft import (
     DraftGraphRunner,
     EagerDraftRunner,
-    ExactDraftRunner,
     VerifyingDraftRunner,
     one_capture_stream,
 )
@@ -192,17 +191,6 @@ def test_at_most_a_third_is_padding() -> None:
         for batch in range(1, largest + 1):
             serving = min(count for count in counts if count >= batch)
             assert serving - batch <= serving / 3
-
-
-@pytest.mark.parametrize("num_reqs", range(1, 6))
-def test_exact_sizes_alone(make_runner: Any, num_reqs: int) -> None:
-    runner = make_runner(FULL, ExactDraftRunner)
-    desc = dispatch(runner, num_reqs)
-    is_size = num_reqs in (1, 2, 4)
-    assert desc.cg_mode == (CUDAGraphMode.FULL if is_size else CUDAGraphMode.NONE)
-    assert (desc.num_reqs, desc.num_tokens) == (num_reqs, num_reqs * TOPK)
-    # A data-parallel rank with fewer requests takes the size that the ranks agreed on.
-    assert dispatch(runner, 1, 4 * TOPK).num_reqs == 4
 
 
 class Doubling:

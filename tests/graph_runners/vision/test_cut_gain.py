@@ -103,7 +103,7 @@ def test_a_cut_batch_is_the_models_own_answer(kind: str, runner: Any, monkeypatc
 
 def test_exact_graphs_of_a_cut_batch_are_bitwise_the_groups(kind: str, runner: Any) -> None:
     inputs = towers.batch(kind, [(1, 8, 8)] * 7, seed=3)
-    found = runner.prewarm(inputs)
+    found = towers.prewarm(runner, inputs)
     assert set(found.values()) == {"captured", "cut"}
     answer = runner.execute(inputs)
     assert answer is not None
@@ -147,7 +147,7 @@ def test_ranks_that_have_to_agree_never_cut(kind: str, runner: Any) -> None:
     runner.store.rules.timing = False
     inputs = towers.batch(kind, grids())
     assert [runner.execute(inputs) for _ in range(4)] == [None] * 4
-    assert runner.prewarm(inputs) == {("too_large", 0): "too_large"}
+    assert towers.prewarm(runner, inputs) == {("too_large", 0): "too_large"}
     assert runner.cuts.pays == {}
 
 

@@ -65,7 +65,7 @@ def test_captures_take_less_than_their_share_of_a_stream(
 def test_the_exact_region_computes_nothing_from_layouts(kind: str, model: Any) -> None:
     """A region computes only from pixels; positions, rotations and offsets are computed before."""
     runner = towers.make_runner(model, SMALL)
-    runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
+    towers.prewarm(runner, towers.batch(kind, [(1, 8, 8)]))
     (graph,) = runner.store.exact.values()
     with torch.inference_mode(), Idle(graph.buffers["pixel_values"]) as mode:
         runner.tower.forward(graph.buffers)

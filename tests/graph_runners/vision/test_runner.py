@@ -151,7 +151,7 @@ def test_ranks_that_agree_capture_at_the_start_only(
 def test_the_budget_evicts_the_colder(kind: str, model: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": []})
     shapes = [[(1, 8, 8)], [(1, 4, 16)], [(1, 16, 4)], [(1, 2, 32)]]
-    assert runner.prewarm(towers.batch(kind, shapes[0]))
+    assert towers.prewarm(runner, towers.batch(kind, shapes[0]))
     (graph,) = runner.store.exact.values()
     # There is room for one more graph, and for the bytes that are never given away.
     runner.store.budget.limit = int((runner.store.budget.used + 2 * sum(graph.own)) / 0.97)
@@ -177,11 +177,11 @@ def let_the_pool_grow(runner: ViTCudaGraphRunner, monkeypatch: Any) -> None:
 def test_a_pool_that_outgrows_its_budget_goes(kind: str, model: Any, monkeypatch: Any) -> None:
     runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
     store = runner.store
-    runner.prewarm(towers.batch(kind, [(1, 8, 8)]))
+    towers.prewarm(runner, towers.batch(kind, [(1, 8, 8)]))
     assert (len(store.exact), len(store.buckets)) == (1, 1)
     let_the_pool_grow(runner, monkeypatch)
     inputs = towers.batch(kind, [(1, 4, 16)])
-    assert list(runner.prewarm(inputs).values()) == ["memory"]
+    assert list(towers.prewarm(runner, inputs).values()) == ["memory"]
     monkeypatch.undo()
     report = runner.report()
     assert report["dropped"] == {"overflow": 2, "memory": 1}
@@ -191,7 +191,7 @@ def test_a_pool_that_outgrows_its_budget_goes(kind: str, model: Any, monkeypatch
     # The next capture gets an empty pool, and estimates have a larger margin than before.
     assert store.memory.margin > 1.1
     other = towers.batch(kind, [(1, 16, 4)])
-    assert list(runner.prewarm(other).values()) == ["captured"]
+    assert list(towers.prewarm(runner, other).values()) == ["captured"]
     assert towers.right(runner, other)
 
 
@@ -199,7 +199,7 @@ def test_ranks_in_lockstep_keep_what_others_do(kind: str, model: Any, monkeypatc
     runner = towers.make_runner(model, {**SMALL, "buckets": [64]})
     runner.store.rules.lockstep = True
     let_the_pool_grow(runner, monkeypatch)
-    assert list(runner.prewarm(towers.batch(kind, [(1, 4, 16)])).values()) == ["memory"]
+    assert list(towers.prewarm(runner, towers.batch(kind, [(1, 4, 16)])).values()) == ["memory"]
     assert sorted(runner.store.buckets) == [64]
     assert runner.stats.dropped == {"memory": 1}
 
@@ -303,14 +303,14 @@ def test_a_graph_that_is_not_faster_is_dropped(kind: str, model: Any, monkeypatc
     seconds = iter([1.5, 0.99, 1.0])  # The first eager pass also loads kernels.
     monkeypatch.setattr(runner.store.backend, "timed", lambda region: (region(), next(seconds)))
     inputs, key = towers.batch(kind, [(1, 8, 8)]), ("image", 1, 8, 8, "torch.float32")
-    assert runner.prewarm(inputs) == {(key, 1): "no_gain"}
+    assert towers.prewarm(runner, inputs) == {(key, 1): "no_gain"}
     monkeypatch.undo()
     runner.store.buckets[64] = None  # type: ignore[assignment]  # It is never replayed.
-    assert runner.prewarm(inputs) == {(key, 1): "no_gain"}
+    assert towers.prewarm(runner, inputs) == {(key, 1): "no_gain"}
     assert runner.execute(inputs) is None
     assert runner.stats.declines == {"no_gain": 1}
     runner.store.buckets.clear()
-    assert runner.prewarm(towers.batch(kind, [(1, 8, 8)] * 5)) == {
+    assert towers.prewarm(runner, towers.batch(kind, [(1, 8, 8)] * 5)) == {
         (key, 4): "captured",
         (key, 1): "no_gain",
         ("too_large", 0): "too_large",

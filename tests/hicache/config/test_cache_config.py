@@ -29,28 +29,6 @@ def test_sizes_and_defaults() -> None:
         assert HiCacheConfig.parse(values).staging_bytes == found
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({}, f"{FLAG}.host_bytes is missing"),
-        ({"host_bytes": True}, f"{FLAG}.host_bytes: True is refused"),
-        ({"host_bytes": 0}, "greater than 0"),
-        ({"host_bytes": 1, "staging_bytes": -1}, f"{FLAG}.staging_bytes: -1 is refused"),
-        ({"host_byts": 1, "host_bytes": 1}, "host_byts: unknown key. Did you mean 'host_bytes'?"),
-        ({"host_bytes": 1, "load": "lazy"}, f"{FLAG}.load: 'lazy' is refused"),
-        (
-            {"host_bytes": 1, "prefetch": {"polcy": "timeout"}},
-            f"{FLAG}.prefetch.polcy: unknown key. Did you mean 'policy'?",
-        ),
-        ({"host_bytes": 1, "storage": {"path": "/x"}}, f"{FLAG}.storage.backend is missing"),
-    ],
-)
-def test_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        HiCacheConfig.parse(values)
-    assert words in str(caught.value)
-
-
 def test_a_pool_too_small_for_a_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"host_bytes is 4096, .* give at least 16384"):
         PoolShape.fit(4096, 8000, num_shards=2)

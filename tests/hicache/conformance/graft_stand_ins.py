@@ -3,16 +3,8 @@
 This file is copied beside them; see ``test_conformance.py``.
 """
 
-import contextlib
 import copy
-import io
-import itertools
-import os
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -21,10 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.plugins import load_general_plugins
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.kv_offload.base import Medium
 
 from vllm_graft.hicache.connector import HiCacheConnector
-from vllm_graft.hicache.native.native_tier import SegmentsTier, page_key
 from vllm_graft.hicache.planning.request_state import Chosen
 
 EXTRA = {"host_bytes": 64 << 20}
@@ -110,120 +100,3 @@ def spy() -> Mock:
 
     role = KVConnectorRole.SCHEDULER
     return Mock(wraps=HiCacheConnector(create_vllm_config(), role, cache_config(10_000)))
-
-
-class FsTier(SegmentsTier):
-    """Our tier, built as vLLM's tests build their file-system tier.
-
-    They look chunks up through a thread and ask it whether it is done; ours answers at once.
-    """
-
-    def __init__(
-        self,
-        offloading_spec: Any,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        root_dir: str,
-        **options: Any,
-    ) -> None:
-        options = {"max_bytes": "1GiB", "segment_bytes": "64MiB", "weights": "test", **options}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, root_dir, **options)
-        answered = SimpleNamespace(empty=lambda: False)
-        self._lookup_manager = SimpleNamespace(_pending_results=answered, _lookup_batch=[])
-        self.file_mapper = SimpleNamespace(
-            base_path=self.store._directory.path, get_file_name=lambda key: ChunkFile(self, key)
-        )
-
-    # Our tier has no such state.
-    _use_o_direct = False
-    _store_job_keys: ClassVar[dict[int, Any]] = {}
-
-    @property
-    def _pool(self) -> Any:
-        def waiting(pool: ThreadPoolExecutor) -> int:
-            # The queue of a pool that was shut down holds one mark for its threads.
-            return pool._work_queue.qsize() - int(pool._shutdown)
-
-        return SimpleNamespace(
-            _load_q=range(waiting(self._readers)),
-            _store_q=range(waiting(self._writers)),
-            _threads=[*self._readers._threads, *self._writers._threads],
-        )
-
-
-class ChunkFile:
-    """A record in a segment of ours, where vLLM's tier has a file of a chunk."""
-
-    def __init__(self, tier: FsTier, key: Any) -> None:
-        self._store, self._key = tier.store, page_key(key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ChunkFile) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def exists(self) -> bool:
-        return self._store.contains([self._key]) == [True]
-
-    @contextlib.contextmanager
-    def spoiled(self) -> Iterator[io.BytesIO]:
-        """Write other bytes into the middle of the record on the disk."""
-        segment, entry = self._store._space.index[self._key]
-        os.pwrite(segment._fd, b"x" * 10, entry.offset + entry.length // 2)
-        yield io.BytesIO()
-
-    def refuse_writes(self, monkeypatch: Any) -> None:
-        """Let writes of this chunk alone fail."""
-        write = self._store.write
-        monkeypatch.setattr(
-            self._store, "write", lambda key, page: key != self._key and write(key, page)
-        )
-
-
-class ExampleTier(SegmentsTier):
-    """Our tier, built and looked into as vLLM's tests do with their example of a tier in memory.
-
-    Its jobs are done when they are submitted, as in the example.
-    """
-
-    # These names are the example tier's.
-    medium = Medium.CPU
-
-    _count = itertools.count()
-    _folder = tempfile.TemporaryDirectory()
-
-    def __init__(
-        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **_: Any
-    ) -> None:
-        path = f"{self._folder.name}/{next(self._count)}"
-        options = {"max_bytes": "4MiB", "segment_bytes": "1MiB", "weights": "test"}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, path, **options)
-        self.chunks = _Chunks(self)
-
-    @property
-    def completed_jobs(self) -> list[Any]:
-        return self._finished
-
-    def submit_store(self, job_metadata: Any) -> None:
-        super().submit_store(job_metadata)
-        SegmentsTier.drain_jobs(self)
-
-    def submit_load(self, job_metadata: Any) -> None:
-        super().submit_load(job_metadata)
-        SegmentsTier.drain_jobs(self)
-
-    def get_num_chunks(self) -> int:
-        return self.store.stats()["pages"]
-
-
-class _Chunks:
-    """A mapping of chunks: ``tier.chunks[key] = True`` puts a chunk there."""
-
-    def __init__(self, tier: ExampleTier) -> None:
-        self._tier = tier
-
-    def __setitem__(self, key: Any, there: bool) -> None:
-        page = memoryview(bytes(self._tier.block_size_bytes))
-        if not there or not self._tier.store.write(page_key(key), page):
-            raise AssertionError("the store did not take the chunk")

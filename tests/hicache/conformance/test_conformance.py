@@ -121,72 +121,12 @@ CONNECTOR = Suite(
     modules=[STAND_INS],
 )
 
-OFFLOAD = "tests/v1/kv_offload"
-
-TIERING = f"{OFFLOAD}/tiering/test_tiering_offloading.py"
-FS = f"{OFFLOAD}/tiering/test_fs_tier.py"
-
-TIER = Suite(
-    files=[FS, TIERING, f"{OFFLOAD}/tiering/test_metrics.py", f"{OFFLOAD}/tiering/test_factory.py"],
-    swaps=[
-        Swap(
-            TIERING,
-            "from vllm.v1.kv_offload.tiering.example.manager import ExampleSecondaryTierManager\n",
-            "from graft_stand_ins import ExampleTier as ExampleSecondaryTierManager\n",
-        ),
-        Swap(
-            FS,
-            "from vllm.v1.kv_offload.tiering.fs.manager import (\n    FileSystemTierManager,\n)\n",
-            "from vllm_graft.base.errors import GraftError\n"
-            "from graft_stand_ins import FsTier as FileSystemTierManager\n",
-        ),
-        Swap(FS, '"type": "fs"', '"type": "FsTier", "module_path": "graft_stand_ins"'),
-        # Both errors say what is wrong with the path.
-        Swap(FS, "pytest.raises(OSError)", "pytest.raises(GraftError)"),
-        # A record of ours stands for a chunk's file.
-        Swap(FS, "os.path.exists(dest)", "dest.exists()"),
-        Swap(FS, "os.path.exists(path)", "path.exists()", 2),
-        Swap(
-            FS,
-            "os.path.exists(tier.file_mapper.get_file_name(k))",
-            "tier.file_mapper.get_file_name(k).exists()",
-            2,
-        ),
-        Swap(FS, 'open(path, "wb")', "path.spoiled()"),
-        Swap(FS, 'open(bad_path, "wb")', "bad_path.spoiled()"),
-        Swap(
-            FS,
-            'open(tier.file_mapper.get_file_name(key(1)), "wb")',
-            "tier.file_mapper.get_file_name(key(1)).spoiled()",
-        ),
-        Swap(
-            FS,
-            'monkeypatch.setattr(mgr_mod, "batch_store_block", flaky_batch_store_block)',
-            "failing_path.refuse_writes(monkeypatch)",
-            2,
-        ),
-    ],
-    deselected={
-        "test_batched_load_first_block_fails_marks_whole_batch": "vLLM's tier stops at the first "
-        "chunk that fails; ours loads the others, and says which: any subset is allowed",
-        "test_transient_load_failure_leaves_file": "puts a link in the place of a chunk's file, "
-        "and ours has many chunks in one; errors of the medium are in test_storage_failing.py",
-    },
-    modules=[STAND_INS],
+EVERYTHING = dataclasses.replace(
+    CONNECTOR, files=[*CONNECTOR.files, CHILDREN.name], modules=[STAND_INS, CHILDREN]
 )
 
-PARTS = {"connector": CONNECTOR, "tier": TIER}
-
-EVERYTHING = Suite(
-    files=[*(file for part in PARTS.values() for file in part.files), CHILDREN.name],
-    swaps=[swap for part in PARTS.values() for swap in part.swaps],
-    deselected={name: why for part in PARTS.values() for name, why in part.deselected.items()},
-    modules=[STAND_INS, CHILDREN],
-)
-"""Run every part in one process, because imports take most of its time."""
-
-PASSED = 73 + 121 + 5
-"""Number of tests that run in the two parts and ours; fixed, as vLLM's version is pinned."""
+PASSED = 73 + 5
+"""Number of vLLM's tests that run, and of ours; fixed, as vLLM's version is pinned."""
 
 SKIPPED = {
     # vLLM itself skips this test.

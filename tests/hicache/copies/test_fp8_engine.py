@@ -47,10 +47,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> _Watch:
         watch.caches = [cache.unflatten(0, (self._num_blocks, -1)) for cache in caches.values()]
         register(self, caches, hooked)
 
-    def copied(self: Any, operation: CacheOperation, may_fail: bool = True) -> None:
+    def copied(self: Any, operation: CacheOperation) -> None:
         if operation.direction is Direction.STORE:
             watch.stored |= watch.blocks(operation)
-        copy(self, operation, may_fail)
+        copy(self, operation)
         if operation.direction is Direction.LOAD:
             watch.loaded |= watch.blocks(operation)
 

@@ -88,11 +88,24 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rows]:
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let streams run late, and three rows be a 2D copy."""
     monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
     with simulated():
-        yield _Rows()
+        yield
+
+
+@pytest.fixture
+def rows(streams: None) -> _Rows:
+    return _Rows()
+
+
+@pytest.fixture
+def rig(streams: None) -> _Rows:
+    made = _Rows(chunk_rows=CHUNK_ROWS)
+    made.fill_all()
+    return made
 
 
 def test_stores_and_loads_bring_the_bytes(rows: _Rows) -> None:
@@ -117,14 +130,6 @@ def test_stores_and_loads_bring_the_bytes(rows: _Rows) -> None:
         assert not result.failed
         assert result.num_bytes == 5 * rows.slot_bytes
         assert result.strided_bytes == 4 * rows.slot_bytes
-
-
-def test_a_whole_load_is_waited_for(rows: _Rows) -> None:
-    rows.fill_all()
-    four = dict(list(ROWS.items())[:4])
-    rows.engine.load_now(rows.load_of(four))
-    assert rows.all_arrived(four)
-    assert len(rows.cuda.copied) == LAYERS
 
 
 @pytest.mark.parametrize("way", [*LOAD_WAYS, "store"])
@@ -206,7 +211,7 @@ def test_errors_of_the_driver_have_their_name(monkeypatch: pytest.MonkeyPatch) -
     driver = CudaDriver(PretendedCuda(max_pitch=64), 0)
     assert driver.max_pitch == 64
     one = [np.array([value], np.int64) for value in (0, 0, 65, 65, 1, 2)]
-    with simulated(), pytest.raises(CudaDriverError, match=r"failed with 1 .CUDA_ERROR_INV"):
+    with pytest.raises(CudaDriverError, match=r"failed with 1 .CUDA_ERROR_INV"):
         driver.prepare(StridedCopies(*one), Direction.LOAD)(0, 1)
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-nobody-has.so.1")
     with pytest.raises(CudaDriverError, match=r"libcuda-that-nobody-has.so.1 cannot be used: .*"):
@@ -219,14 +224,13 @@ def test_without_libcuda_other_ways_serve(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-nobody-has.so.1")
     worker = _worker()
-    with simulated():
-        rows = _Rows()
-        worker._engine = worker._stream_engine({}, rows.shard)
-        assert worker.counters()["strided_copies"] is False
-        assert "no 2D copies" in said[0]
-        monkeypatch.setattr(CudaDriver, "load", lambda device: CudaDriver(rows.cuda, device))
-        worker._engine = worker._stream_engine({}, rows.shard)
-        assert worker.counters()["strided_copies"] is True
+    rows = _Rows()
+    worker._engine = worker._stream_engine({}, rows.shard)
+    assert worker.counters()["strided_copies"] is False
+    assert "no 2D copies" in said[0]
+    monkeypatch.setattr(CudaDriver, "load", lambda device: CudaDriver(rows.cuda, device))
+    worker._engine = worker._stream_engine({}, rows.shard)
+    assert worker.counters()["strided_copies"] is True
 
 
 class _Runtime:
@@ -256,15 +260,6 @@ def test_no_slot_is_pinned_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         (18 * PAGE, 3 * PAGE),
     ]
     pool.close()
-
-
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rows]:
-    monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
-    with simulated():
-        made = _Rows(chunk_rows=CHUNK_ROWS)
-        made.fill_all()
-        yield made
 
 
 @pytest.mark.parametrize("way", LOAD_WAYS)
@@ -312,22 +307,18 @@ def test_slots_that_go_to_two_requests(rig: _Rows) -> None:
 
 
 @pytest.mark.parametrize(("chunk_rows", "pairs"), [(0, ROWS), (CHUNK_ROWS, MIXED)])
-def test_layers_are_there_once_they_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch, chunk_rows: int, pairs: Pairs
-) -> None:
-    monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
-    with simulated():
-        rig = _Rows(chunk_rows=chunk_rows)
-        rig.fill_all()
-        names = list(rig.caches)
-        rig.engine.begin_step()
-        rig.engine.load_layers(rig.load_of(pairs), first={names[2]})
-        for name in (names[2], names[0], names[1]):
-            assert not any(rig.arrived(name, pairs))
-            rig.engine.wait_layer(name)
-            assert all(rig.arrived(name, pairs)), "straight, by way of a buffer, and for itself"
-        assert rig.engine.wait_all_layers() == 0
-        assert (rig.cuda.copied == [(Direction.LOAD, 4)] * LAYERS) is (pairs is ROWS)
+def test_layers_are_there_once_they_are_waited_for(chunk_rows: int, pairs: Pairs) -> None:
+    rig = _Rows(chunk_rows=chunk_rows)
+    rig.fill_all()
+    names = list(rig.caches)
+    rig.engine.begin_step()
+    rig.engine.load_layers(rig.load_of(pairs), first={names[2]})
+    for name in (names[2], names[0], names[1]):
+        assert not any(rig.arrived(name, pairs))
+        rig.engine.wait_layer(name)
+        assert all(rig.arrived(name, pairs)), "straight, by way of a buffer, and for itself"
+    assert rig.engine.wait_all_layers() == 0
+    assert (rig.cuda.copied == [(Direction.LOAD, 4)] * LAYERS) is (pairs is ROWS)
 
 
 def test_without_its_wait_a_buffer_is_overwritten(rig: _Rows) -> None:
@@ -509,25 +500,22 @@ def test_what_the_host_keeps_as_fp8_has_its_own_way(
     monkeypatch: pytest.MonkeyPatch, chunk_rows: int, pairs: Pairs
 ) -> None:
     monkeypatch.setattr(strided, "LEAST_BYTES", ROW)
-    with simulated():
-        rig = _Rows(torch.float8_e4m3fn, chunk_rows)
-        rig.fill_all()
-        rig.engine.load_now(rig.load_of(pairs))
-        assert rig.all_arrived(pairs)
-        assert not rig.engine.staged
-        assert not rig.engine.strided
+    rig = _Rows(torch.float8_e4m3fn, chunk_rows)
+    rig.fill_all()
+    rig.engine.load_now(rig.load_of(pairs))
+    assert rig.all_arrived(pairs)
+    assert not rig.engine.staged
+    assert not rig.engine.strided
     assert rig.cuda.copied == []
 
 
 def test_buffers_that_no_row_fits_into_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strided, "LEAST_BYTES", 3 * ROW)
-    with simulated():
-        stock = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
-        assert stock.engine.staged
-        monkeypatch.setattr("tests.support.host_cache.simulated_copies.ROW", ROW - 16)
-        small = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
-        assert not small.engine.staged
-        assert small.engine._rows.ring is None
+    stock = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
+    assert stock.engine.staged
+    monkeypatch.setattr("tests.support.host_cache.simulated_copies.ROW", ROW - 16)
+    small = Rig(True, strided=CudaDriver(PretendedCuda(), 0), staging_rows=1)
+    assert not small.engine.staged
+    assert small.engine._rows.ring is None
 
 
 def _worker(staging_bytes: int = 0) -> HiCacheWorker:
@@ -576,12 +564,11 @@ def test_a_worker_goes_on_without_the_memory(
     monkeypatch.setattr(CudaDriver, "load", lambda device: CudaDriver(PretendedCuda(), device))
     worker = _worker(staging_bytes)
     assert worker.counters()["staged_loads"] is False
-    with simulated():
-        rig = Rig(True)
-        pools = {0: group_layers(list(rig.caches), rig.caches, 16)}
-        worker._engine = worker._stream_engine(pools, rig.shard)
-        assert worker.counters()["staged_loads"] is staged
-        assert worker.counters()["strided_copies"] is True
+    rig = Rig(True)
+    pools = {0: group_layers(list(rig.caches), rig.caches, 16)}
+    worker._engine = worker._stream_engine(pools, rig.shard)
+    assert worker.counters()["staged_loads"] is staged
+    assert worker.counters()["strided_copies"] is True
     assert asked == ([staging_bytes] if staging_bytes else [])
     assert len(said) == fails
     if fails:

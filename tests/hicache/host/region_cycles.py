@@ -1,27 +1,21 @@
 """Start, stop and kill engines: none may leave a file in ``/dev/shm``.
 
     python -m tests.hicache.host.region_cycles --cycles 300 --kills 30
-    python -m tests.hicache.host.region_cycles --cycles 10 --kills 6 --serve
 
 An engine is two ranks and a scheduler, which map a region as those of vLLM do: processes of this
-file, two engines at a time, or with ``--serve`` those of a ``vllm serve`` of two ranks. The exit
-status is 1 if a process did not find the others' pages, did not come up, or left a file behind once
-another engine has started.
+file, two engines at a time. The exit status is 1 if a process did not find the others' pages, did
+not come up, or left a file behind once another engine has started.
 """
 
 import argparse
 import json
 import multiprocessing
-import os
 import random
 import secrets
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.pool import HostPool
@@ -30,8 +24,6 @@ from vllm_graft.hicache.pages.pool_shape import PoolShape
 RANKS = 2
 SHAPE = PoolShape(num_slots=256, slot_bytes=16 << 10, num_shards=RANKS)
 UP_SECONDS = 60.0
-START_SECONDS = 60.0
-"""About how long a server takes to start."""
 FORK = multiprocessing.get_context("fork")
 Process = multiprocessing.context.ForkProcess
 
@@ -142,62 +134,13 @@ def run(cycles: int, kills: int, seed: int) -> dict[str, int]:
     return dict(counts)
 
 
-def serve(model: Path, folder: Path, cycles: int, kills: int, seed: int) -> dict[str, int]:
-    """Do what :func:`run` does, with ``vllm serve`` of two ranks, which store and find pages."""
-    from tests.hicache.twin_servers import ENVIRONMENT, ask, flags, prompts
-    from vllm_graft.testing.vllm_server import VllmServer
-
-    counts: Counter[str] = Counter(left=0, failed=0, orphans=0)
-    draw = random.Random(seed)
-    asked = prompts(20)
-    expected = None
-    arguments = [*flags(model, folder / "kv"), "--tensor-parallel-size", str(RANKS)]
-    kinds = draw.sample(["cycle", "kill"], cycles + kills, counts=[cycles, kills])
-    for number, kind in enumerate([*kinds, "cycle"]):
-        with VllmServer(arguments, folder / f"log{number}", ENVIRONMENT) as server:
-            if kind == "kill":
-                assert server._process is not None
-                if draw.random() < 0.5:
-                    time.sleep(draw.random() * START_SECONDS)
-                else:
-                    # The second in which the region has a name.
-                    while server._process.poll() is None and not _regions():
-                        time.sleep(0.01)
-                    time.sleep(draw.random() * 0.5)
-                os.killpg(server._process.pid, signal.SIGKILL)
-                server._process.wait()
-                counts["orphans"] += len(_regions())
-            else:
-                server.wait_ready(every=60)
-                tokens = [found.tokens for found in ask(server.address, asked, number)]
-                expected = expected or tokens
-                counts["failed"] += tokens != expected
-                counts["left"] += len(_regions())
-        counts[f"{kind}s"] += 1
-        print(json.dumps(dict(counts)), flush=True)
-    counts["left"] += len(_regions())
-    return dict(counts)
-
-
-def _regions() -> list[Path]:
-    return list(region.SHM.glob(f"{region.PREFIX}*"))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=300)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--serve", action="store_true", help="with vllm serve; needs the CPU build")
     arguments = parser.parse_args()
-    if arguments.serve:
-        from vllm_graft.testing import write_llama
-
-        with tempfile.TemporaryDirectory() as scratch:
-            model = write_llama(Path(scratch) / "llama")
-            counts = serve(model, Path(scratch), arguments.cycles, arguments.kills, arguments.seed)
-    else:
-        counts = run(arguments.cycles, arguments.kills, arguments.seed)
+    counts = run(arguments.cycles, arguments.kills, arguments.seed)
     print(json.dumps(counts), flush=True)
     return 1 if counts["left"] or counts["failed"] else 0
 

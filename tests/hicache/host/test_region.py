@@ -1,6 +1,5 @@
 """The file in ``/dev/shm``: one process makes it, its engine's processes map it, and it goes."""
 
-import errno
 import fcntl
 import multiprocessing
 import os
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -112,28 +110,13 @@ def test_a_region_that_is_deleted_as_an_orphan_meanwhile_is_not_mapped(folder: P
     os.close(deleting)
 
 
-def test_a_file_system_without_unnamed_files_serves_as_well(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "no unnamed files here")
-        return stock(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_a_file_without_its_size_yet_is_left_behind_by_a_killed_process_alone(folder: Path) -> None:
     name = region.PREFIX + "1" * 32
     pool = HostPool(SHAPE, name, creates=True)
     assert [path.name for path in folder.iterdir()] == [name]
     assert region.remove_orphans() == 0
-    with pytest.raises(GraftError, match="exists"):
-        HostPool(SHAPE, name, creates=True)
-    assert [path.name for path in folder.iterdir()] == [name]
-    HostPool(SHAPE, name).close()
     pool.close()
-    # This file is from a process that was killed before the file had its name.
-    (folder / (name + region.UNNAMED)).write_bytes(b"")
+    (folder / (name + region.INCOMPLETE)).write_bytes(b"")
     assert region.remove_orphans() == 1
 
 

@@ -51,22 +51,6 @@ def test_it_is_offered_by_name() -> None:
     assert classes == {"segments": SegmentsBackend}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_bytes": "4MiB"}, "storage.path is missing: give it."),
-        ({"path": "/tmp/x"}, "storage.max_bytes is missing: give it."),
-        ({"path": "/tmp/x", "max_bytes": "4MiB", "max_byte": 3}, "Did you mean 'max_bytes'?"),
-        ({"path": "/tmp/x", "max_bytes": "much"}, "storage.max_bytes: 'much' is refused"),
-        ({"path": "/dev/null/x", "max_bytes": "4MiB"}, "storage.path: '/dev/null/x' cannot be"),
-    ],
-)
-def test_wrong_options_are_errors(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-transfer-config") as error:
-        SegmentsBackend(NAMESPACE, options)
-    assert message in str(error.value)
-
-
 def test_a_segment_is_at_most_half(tmp_path: Path) -> None:
     options = {"path": tmp_path, "max_bytes": "4MiB", "segment_bytes": "3MiB"}
     with pytest.raises(ConfigError, match="over half of max_bytes"):

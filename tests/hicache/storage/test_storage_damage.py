@@ -248,18 +248,6 @@ def test_a_later_format_is_left_alone(full: Path) -> None:
     assert data_files(full) == []
 
 
-def test_no_key_is_served_from_a_file_that_is_no_store(tmp_path: Path) -> None:
-    directory = tmp_path / NAMESPACE.hex()
-    directory.mkdir()
-    (directory / "0000000000000001.data").write_bytes(b"not a segment")
-    (directory / "zz.data").write_bytes(b"not a name of ours")
-    (directory / "0000000000000007.index").write_bytes(random.Random(1).randbytes(1000))
-    store = segments(tmp_path)
-    assert count_hits(store) == 0
-    fill(store)
-    assert count_hits(store) == len(KEYS)
-
-
 def test_files_that_vanish_under_it_are_made_anew(tmp_path: Path) -> None:
     store = SegmentsBackend(NAMESPACE, {"path": tmp_path, "max_bytes": "8MiB"})
     for suffix in (".data", ".index"):
@@ -274,18 +262,6 @@ def test_files_that_vanish_under_it_are_made_anew(tmp_path: Path) -> None:
     fill(store)
     store.close()
     assert count_hits(segments(tmp_path)) == len(KEYS)
-
-
-def test_an_older_version_does_not_come_back(tmp_path: Path) -> None:
-    key = KEYS[0]
-    for length in (100, 200):
-        store = segments(tmp_path)
-        assert store.write(key, memoryview(page_of(key, length)))
-        store.close()
-    store = segments(tmp_path)
-    store.remove(key)
-    store.close()
-    assert segments(tmp_path).contains([key]) == [False]
 
 
 def test_keys_of_any_length(tmp_path: Path) -> None:

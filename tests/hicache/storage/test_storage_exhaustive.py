@@ -1,7 +1,7 @@
 """Small stores, exhaustively: every crash at every call, and every order of two or three sharers.
 
-The store's own code runs. After a crash, any of the writes that were not synced may be there, whole
-or half, or missing, in any combination; so may names that were not synced.
+The store's own code runs. After a crash, any of the writes that were not synced may be there,
+whole, half or as zeros, or missing, in any combination; so may names that were not synced.
 """
 
 import errno
@@ -63,8 +63,8 @@ class File:
         self.loose = [write for write in self.loose if write in self.lost]
 
     def states(self) -> Iterator[bytes]:
-        """Yield what a crash may leave: any of the loose writes, each whole or half."""
-        ways = [[(), (write,), *halves(write)] for write in self.loose]
+        """Yield what a crash may leave: any of the loose writes, each whole or torn."""
+        ways = [[(), (write,), *torn(write)] for write in self.loose]
         for chosen in itertools.product(*ways):
             content = bytearray(self.durable)
             for write in itertools.chain.from_iterable(chosen):
@@ -72,12 +72,14 @@ class File:
             yield bytes(content)
 
 
-def halves(write: Write) -> list[tuple[Write, ...]]:
+def torn(write: Write) -> list[tuple[Write, ...]]:
+    """The first half of a write, the second, and zeros of its length."""
     if write.data is None or len(write.data) < 2:
         return []
     middle = len(write.data) // 2
     first = Write(write.offset, write.data[:middle])
-    return [(first,), (Write(write.offset + middle, write.data[middle:]),)]
+    second = Write(write.offset + middle, write.data[middle:])
+    return [(first,), (second,), (Write(write.offset, bytes(len(write.data))),)]
 
 
 class Disk(Files):
@@ -252,6 +254,7 @@ STORIES: dict[str, list[Step]] = {
     "commit": [write(0), write(1), flush, write(2), flush],
     "remove": [write(0), write(1), flush, remove(0), flush, write(0), flush],
     "clear": [write(0), flush, write(1), clear, write(2), flush],
+    "segments": [write(0), write(1), flush, write(2), flush, write(3), flush],
     "index": [write(0), flush, write(1), fail_sync(".index"), flush, write(2), flush],
     "data": [write(0), flush, write(1), fail_sync(".data"), flush, write(2), flush],
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.locks import open_own, try_lock
+from vllm_graft.base.locks import open_own
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import (
     NAMESPACE,
@@ -165,13 +165,3 @@ def test_pages_of_another_user_are_neither_read_nor_deleted(
     with pytest.raises(PermissionError, match=f"belongs to user {user}"):
         open_own(before[0], os.O_RDWR)
     assert sorted(full.iterdir()) == before
-
-
-def test_a_lock_is_made_and_held_once(tmp_path: Path) -> None:
-    fd = try_lock(tmp_path / "LOCK")
-    assert fd is not None
-    assert try_lock(tmp_path / "LOCK") is None
-    os.close(fd)
-    again = try_lock(tmp_path / "LOCK")
-    assert again is not None
-    os.close(again)

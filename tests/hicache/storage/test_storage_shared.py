@@ -93,27 +93,6 @@ def test_a_smaller_bound_is_kept_from_the_start(tmp_path: Path) -> None:
     other.close()
 
 
-def test_any_order_of_opening_writing_closing(tmp_path: Path) -> None:
-    draw = random.Random(5)
-    stores: dict[int, StorageBackend] = {}
-    written = 0
-    for _ in range(120):
-        number = draw.randrange(4)
-        if number not in stores:
-            stores[number] = open_store(tmp_path, number)
-        elif draw.random() < 0.1:
-            stores.pop(number).close()
-        elif draw.random() < 0.05:
-            assert stores[number].clear()
-        else:
-            start = draw.randrange(2000)
-            written += write_pages(stores[number], range(start, start + 20))
-            stores[number].remove(page_key(start))
-        assert stored_bytes(tmp_path) <= MAX_BYTES
-    assert written > 500
-    assert sum(_right(store, range(2020)) for store in stores.values()) > 50
-
-
 def test_files_that_no_store_knows_count_as_well(tmp_path: Path) -> None:
     """Segments of a later format, or unreadable ones, leave less room for others."""
     store = SegmentsBackend(namespace(0), {"path": tmp_path, **OPTIONS})

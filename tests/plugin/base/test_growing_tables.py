@@ -86,15 +86,14 @@ BOUNDED = {
     "Graphs and buffers within the memory that the configuration gives.": """
         graph_runners/vision/capture/device_memory.py:Arena._buffers
         graph_runners/vision/capture/device_memory.py:ByteBudget.owners
-        graph_runners/vision/capture/tensor_cache.py:TensorCache._entries
         graph_runners/vision/graphs/graph.py:PaddedGraph._offsets
         graph_runners/vision/graphs/graph.py:TowerGraph.buffers
         graph_runners/vision/graphs/graph_store.py:GraphStore.buckets
         graph_runners/vision/graphs/graph_store.py:GraphStore.exact
+        graph_runners/vision/graphs/padding_metadata.py:MetadataCache._kept
         graph_runners/vision/graphs/padding_metadata.py:MetadataCache._ranges""",
     "Counts of sizes of images, which are halved and dropped as they age.": """
-        graph_runners/vision/capture/admission.py:Admission._counts
-        graph_runners/vision/capture/tensor_cache.py:TensorCache._asked""",
+        graph_runners/vision/capture/admission.py:Admission._counts""",
     "Sizes of images that a capture or a measurement was tried for, at a limited rate.": """
         graph_runners/vision/capture/admission.py:Admission._for_now
         graph_runners/vision/capture/admission.py:Admission.refused
@@ -119,9 +118,7 @@ BOUNDED = {
         hicache/planning/storage_reads.py:StorageReads._running
         hicache/rank/worker.py:HiCacheWorker._async_loads
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
-        hicache/storage/tier/prefetcher.py:Prefetcher._loads
-        hicache/storage/tier/storage_tier.py:StorageTier._incoming
-        hicache/storage/tier/storage_tier.py:_Incoming.came""",
+        hicache/storage/tier/prefetcher.py:Prefetcher._loads""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
         hicache/host/index.py:HostIndex._pages hicache/host/eviction.py:ArcPolicy._gone_often

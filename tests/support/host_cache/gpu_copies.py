@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.host_cache.submitted_loads import delay_loads
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
@@ -57,9 +58,9 @@ class GpuRig:
         self.pool.pin(0)
         shard = HostShard.of(self.pool, 0)
         convert = partial(convert_runs, dtype) if fp8 else None
-        self.engine = StreamCopyEngine(
-            pools, shard, delay_cycles=delay, convert=convert, strided=driver, ring=ring
-        )
+        self.engine = StreamCopyEngine(pools, shard, convert=convert, strided=driver, ring=ring)
+        if delay:
+            delay_loads(self.engine, delay)
 
     def slot(self, number: int) -> torch.Tensor:
         page = self.pool.page(0, number, self.page)

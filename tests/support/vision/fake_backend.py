@@ -11,7 +11,11 @@ from torch.utils import _pytree as pytree
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, GraphBackend, Region
-from vllm_graft.graph_runners.vision.capture.tensor_cache import num_bytes
+
+
+def _bytes_of(output: Any) -> int:
+    leaves = pytree.tree_leaves(output)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 class _Closure(Captured):
@@ -72,7 +76,7 @@ class FakeBackend(GraphBackend):
         captured = _Closure(self, region)
         self.overwrite(captured)
         self.captures += 1
-        self._bytes = max(self._bytes, num_bytes(captured.output))
+        self._bytes = max(self._bytes, _bytes_of(captured.output))
         return captured
 
     def overwrite(self, now: _Closure) -> None:
@@ -91,7 +95,7 @@ class FakeBackend(GraphBackend):
     def peak(self, region: Region) -> tuple[Any, int]:
         """The result, and its own bytes for a peak."""
         result = region()
-        return result, num_bytes(result)
+        return result, _bytes_of(result)
 
     def hold(self, num_bytes: int) -> bool:
         self.held = num_bytes

@@ -82,45 +82,33 @@ def tiny(tower: Tower) -> Tower:
     return Tower(tower.name, tower.family, tower.patch, vision)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Settings that an encoder manager takes from the engine's configuration."""
-
-    max_num_batched_tokens: int = 8192
-    max_model_len: int = 32768
-    budgets: tuple[int, ...] = ()
-    items: int = 0
-    frames: int | None = None
-
-
 @contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """Set up vLLM's parallel state for a single process."""
+def one_rank(config: Any = None) -> Iterator[None]:
+    """Set up vLLM's parallel state for a single process, and ``config`` as the current one."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
+        cleanup_dist_env_and_memory,
         init_distributed_environment,
         initialize_model_parallel,
     )
 
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config or VllmConfig()):
         address = f"file://{Path(folder) / 'rendezvous'}"
         init_distributed_environment(1, 0, address, 0, "gloo")
         initialize_model_parallel(1)
         try:
             yield
         finally:
-            destroy_model_parallel()
-            destroy_distributed_environment()
+            cleanup_dist_env_and_memory()
 
 
 def vllm_config(
-    limits: Limits,
+    dtype: Any,
     graft: dict[str, Any] | None = None,
-    compiled: bool = False,
-    dtype: Any = None,
     shape: object = None,
+    compiled: bool = False,
+    batched_tokens: int = 8192,
+    model_len: int = 32768,
 ) -> Any:
     """Make a ``VllmConfig`` that holds all that towers and encoder managers read.
 
@@ -129,22 +117,16 @@ def vllm_config(
     """
     from vllm.config import CompilationConfig, MultiModalConfig, SchedulerConfig, VllmConfig
 
-    compilation = CompilationConfig(
-        cudagraph_mm_encoder=True,
-        compile_mm_encoder=compiled,
-        encoder_cudagraph_token_budgets=list(limits.budgets),
-        encoder_cudagraph_max_vision_items_per_batch=limits.items,
-        encoder_cudagraph_max_frames_per_batch=limits.frames,
-    )
+    compilation = CompilationConfig(cudagraph_mm_encoder=True, compile_mm_encoder=compiled)
     scheduler = SchedulerConfig.default_factory(
-        max_model_len=limits.max_model_len, max_num_batched_tokens=limits.max_num_batched_tokens
+        max_model_len=model_len, max_num_batched_tokens=batched_tokens
     )
     config: Any = VllmConfig(compilation_config=compilation, scheduler_config=scheduler)
     config.additional_config = {"graft": graft} if graft is not None else {}
     digest = hashlib.sha256(repr((shape, dtype)).encode()).hexdigest()
     model = _Model(
         multimodal_config=MultiModalConfig(),
-        max_model_len=limits.max_model_len,
+        max_model_len=model_len,
         enforce_eager=False,
         dtype=dtype,
         compute_hash=lambda: digest,
@@ -178,10 +160,26 @@ def build(tower: Tower, config: Any, device: str, dtype: Any) -> Any:
     return model
 
 
+def captured(manager: Any, model: Any, config: Any, device: str, dtype: Any) -> Any:
+    """Make an encoder manager of this class, and let it capture as the engine does."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import graph_capture
+    from vllm.platforms import current_platform
+
+    on_gpu = device != "cpu"
+    pool = current_platform.graph_pool_handle() if on_gpu else torch.cuda.graph_pool_handle()
+    around = graph_capture(torch.device(device)) if on_gpu else contextlib.nullcontext()
+    with set_current_vllm_config(config), torch.inference_mode(), around:
+        made = manager(config, torch.device(device), dtype, model)
+        made.capture(graph_pool=pool)
+    return made
+
+
 def _without_language_model(tower: Tower, config: Any) -> Any:
     from torch import nn
 
-    vision, model_class, visual_class = _classes(tower)
+    vision, model_class, visual_class = classes(tower)
 
     class TowerOnly(model_class):  # type: ignore[misc, valid-type]
         """The real class without its constructor, which would build the language model too."""
@@ -201,7 +199,7 @@ def _without_language_model(tower: Tower, config: Any) -> Any:
     return TowerOnly()
 
 
-def _classes(tower: Tower) -> tuple[Any, Any, Any]:
+def classes(tower: Tower) -> tuple[Any, Any, Any]:
     """Return the vision configuration, the model's class and the tower's class."""
     if tower.family == "qwen3_vl":
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig

@@ -2,87 +2,54 @@
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.model_executor.models import qwen3_vl
 
 from tests.support.vision.fake_backend import FakeBackend
+from tests.support.vision.random_towers import TOWERS, Grid, classes, one_rank, tiny
+from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision import runner as runner_module
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend
+from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
-Grid = tuple[int, int, int]
 FEATURES = {"qwen3": 3 * 2 * 4 * 4, "qwen2_5": 3 * 2 * 14 * 14}
 """Channels, frames and pixels of a patch."""
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"patch_size": 4}),
+    "qwen2_5": ("qwen2.5", {"depth": 4, "fullatt_block_indexes": [1, 3]}),
+}
+"""The tower, and what differs from its tiny shape."""
 
 
 @contextlib.contextmanager
 def engine_state() -> Iterator[None]:
     """The state of one rank that layers ask for while they are built."""
+    config = VllmConfig(compilation_config=CompilationConfig(mode=0))
     native = mock.patch.object(qwen3_vl, "HAS_TRITON", False)  # Interpreted, it takes seconds.
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))),
-        native,
-    ):
-        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        initialize_model_parallel(1)
-        try:
-            yield
-        finally:
-            cleanup_dist_env_and_memory()
+    with native, one_rank(config):
+        yield
 
 
 def make_model(kind: str, width: int = 64) -> Any:
     """The model's own class with its vision tower only, its blocks `width` columns wide."""
     torch.manual_seed(0)
-    if kind == "qwen3":
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-
-        config: Any = Qwen3VLVisionConfig(
-            depth=3,
-            hidden_size=width,
-            intermediate_size=96,
-            num_heads=4,
-            out_hidden_size=48,
-            patch_size=4,
-            spatial_merge_size=2,
-            temporal_patch_size=2,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0, 1],
-        )
-        visual: Any = qwen3_vl.Qwen3_VisionTransformer(config)
-        cls: Any = qwen3_vl.Qwen3VLForConditionalGeneration
-    else:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-
-        config = Qwen2_5_VLVisionConfig(
-            depth=4,
-            hidden_size=width,
-            intermediate_size=96,
-            num_heads=4,
-            out_hidden_size=48,
-            patch_size=14,
-            window_size=112,
-            spatial_merge_size=2,
-            fullatt_block_indexes=[1, 3],
-        )
-        visual = qwen2_5_vl.Qwen2_5_VisionTransformer(config)
-        cls = qwen2_5_vl.Qwen2_5_VLForConditionalGeneration
-    model = cls.__new__(cls)
+    name, changes = KINDS[kind]
+    shape = tiny(TOWERS[name])
+    vision, model_class, visual_class = classes(
+        replace(shape, vision={**shape.vision, "hidden_size": width, **changes})
+    )
+    model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
-    model.visual = _randomised(visual)
+    model.visual = _randomised(visual_class(vision))
     model.is_multimodal_pruning_enabled = False
     model.use_data_parallel = False
     model.get_max_frames_per_video = lambda: 1
@@ -141,6 +108,33 @@ def make_runner(
     if capture:
         runner.capture("pool")
     return runner
+
+
+@torch.inference_mode()
+def prewarm(runner: ViTCudaGraphRunner, inputs: Any) -> dict[Any, str]:
+    """Capture the exact graphs of these inputs now, whatever their counts and the rate.
+
+    Returns ``captured`` per exact graph, or why there is none. A batch larger than any graph also
+    has an entry ``("too_large", 0)``: ``cut``, or why it is not cut.
+    """
+    batch = VisionBatch.read(runner.tower, inputs)
+    large = batch.rows > runner.max_rows
+    if large and not runner.cuts.possible(batch, runner.max_rows):
+        return {("too_large", 0): "too_large"}
+    groups = replay_plan.groups(batch.items, runner.max_rows)
+    for group in groups:
+        if group.key not in runner.store.exact and group.key not in runner.admission.refused:
+            runner.captures.capture(group, batch)
+    found: dict[Any, str] = {
+        group.key: runner.admission.refused.get(group.key, "captured") for group in groups
+    }
+    if large:
+        found["too_large", 0] = "too_large"
+        if replays := runner.router.replays(groups, batch, cut=True):
+            runner.cuts.measure(replays, batch)
+            pays = runner.cuts.pays[replay_plan.size_class(batch.items)]
+            found["too_large", 0] = "cut" if pays else "no_gain"
+    return found
 
 
 def batch(kind: str, grids: Sequence[Grid], modality: str = "image", seed: int = 0) -> Any:

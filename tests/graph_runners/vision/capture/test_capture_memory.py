@@ -1,9 +1,12 @@
-"""The byte budget, shared buffers, the allocator's segments, ranges of a block, cached tensors."""
+"""The byte budget, shared buffers, the allocator's segments, ranges of a block, cached metadata."""
+
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.device_memory import (
     MIB,
     Arena,
@@ -11,7 +14,7 @@ from vllm_graft.graph_runners.vision.capture.device_memory import (
     scratch_bytes,
     segment_bytes,
 )
-from vllm_graft.graph_runners.vision.capture.tensor_cache import ALIGNMENT, Slab, TensorCache
+from vllm_graft.graph_runners.vision.graphs.padding_metadata import ALIGNMENT, MetadataCache, Slab
 
 CPU = torch.device("cpu")
 
@@ -56,38 +59,23 @@ def test_tensors_take_segments() -> None:
     assert scratch_bytes(20.5 * MIB) == 44 * MIB
 
 
-def test_the_cache_keeps_what_is_asked_for_most() -> None:
-    cache = TensorCache(limit=24)
-    for key in "abc":
-        assert cache.get(key) is None
-        assert cache.put(key, {"x": torch.ones(2)})
-    assert cache.get("a") is not None
-    assert not cache.put("d", {"x": torch.ones(2)})
-    assert cache.get("d") is None
-    assert not cache.evict_for("d")  # It was requested once, like the least of the others.
-    cache.get("d")
-    assert cache.evict_for("d") == "b"
-    assert cache.put("d", {"x": torch.ones(2)})
-    assert cache.get("b") is None
-    assert cache.get("a")["x"].tolist() == [1, 1]
-    assert cache.bytes == 24
-    cache.clear()
-    assert cache.bytes == 0
-    assert not cache.evict_for("a")
-
-
 def test_a_turn_of_more_keys_than_fit_still_hits() -> None:
-    cache = TensorCache(limit=40)  # Five of nine keys fit; LRU would never hit.
+    """Five of nine keys fit; LRU would never hit."""
+    backend: Any = FakeBackend(CPU)
+    cache = MetadataCache(backend, 5 * ALIGNMENT)
+    cache.open()
     hits = 0
     for turn in range(200):
         for key in range(9):
-            if cache.get(key) is not None:
+            if (found := cache.get(key)) is not None:
+                assert found["x"].tolist() == [key, key]
                 hits += turn >= 100
-                continue
-            while cache.bytes + 8 > cache.limit and cache.evict_for(key):
-                pass
-            cache.put(key, torch.ones(2))
+            else:
+                cache.keep(key, {"x": torch.full((2,), float(key))})
     assert hits >= 4 * 100
+    assert cache.report()["host_bytes"] == 5 * 8
+    cache.clear()
+    assert cache.report()["host_bytes"] == 0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))

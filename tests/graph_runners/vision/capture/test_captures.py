@@ -11,7 +11,6 @@ from vllm_graft.config import VitConfig
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend, no_gc
 from vllm_graft.graph_runners.vision.capture.rate import TimeShare
-from vllm_graft.graph_runners.vision.capture.tensor_cache import num_bytes
 
 CPU = torch.device("cpu")
 
@@ -123,7 +122,7 @@ def test_the_fake_runs_the_region_on_its_tensors() -> None:
     cell.fill_(5)
     captured.replay()
     assert kept.tolist() == [10, 10]
-    assert backend.reserved() == num_bytes(kept) == 8
+    assert backend.reserved() == kept.nbytes == 8
     captured.reset()
     with pytest.raises(GraftError):
         captured.replay()

@@ -291,13 +291,13 @@ def test_other_embeddings_end_it(wide: Any, kind: str, monkeypatch: Any) -> None
     assert runner.report()["fused"] == "rotation, norms, gates"
     monkeypatch.setattr(blocks, "rotate_qk", lambda *args: 1.0001 * rotate_qk(*args))
     inputs = towers.batch(kind, [(1, 4, 6)])
-    assert set(runner.prewarm(dict(inputs)).values()) == {"bits"}
+    assert set(towers.prewarm(runner, dict(inputs)).values()) == {"bits"}
     report = runner.report()
     assert report["graphs"]["exact"] == 0
     assert "not bit for bit" in report["fused"]
     assert len(report["failures"]) == 1
     runner.admission.refused.clear()
-    assert set(runner.prewarm(dict(inputs)).values()) == {"captured"}
+    assert set(towers.prewarm(runner, dict(inputs)).values()) == {"captured"}
     assert towers.right(runner, inputs, exact=True)
 
 

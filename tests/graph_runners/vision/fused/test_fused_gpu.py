@@ -72,14 +72,14 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A tower of the real widths, with four blocks."""
-    from tests.support.vision.random_towers import TOWERS, Limits, build, one_rank, vllm_config
+    from tests.support.vision.random_towers import TOWERS, build, one_rank, vllm_config
 
     shape = TOWERS[request.param]
     names = {"deepstack_visual_indexes", "fullatt_block_indexes"} & shape.vision.keys()
     vision = {**shape.vision, "depth": 4, **{name: [0, 2] for name in names}}
     shape = replace(shape, vision=vision)
     with one_rank():
-        config = vllm_config(Limits(), None, False, torch.bfloat16, shape)
+        config = vllm_config(torch.bfloat16, None, shape)
         made = build(shape, config, "cuda", torch.bfloat16)
         with contextlib.ExitStack() as after:
             after.callback(torch.cuda.empty_cache)
@@ -104,25 +104,25 @@ def test_blocks(model: Any) -> None:
 @torch.inference_mode()
 def test_a_tower_in_a_graph(model: Any) -> None:
     """The bits stay the same while mergers of inner layers run on a stream beside the blocks."""
-    from tests.support.vision.random_towers import TOWERS, Batch, Limits, Pixels
-    from tests.support.vision.tower_arms import Arm, Machine, make
+    from tests.support.vision.random_towers import TOWERS, Batch, Pixels, captured, vllm_config
+    from tests.support.vision.towers import eager, prewarm
+    from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
     deep = hasattr(model.visual, "deepstack_merger_list")
     shape = TOWERS["qwen3" if deep else "qwen2.5"]
-    machine = Machine("cuda", torch.bfloat16, Limits(), {"buckets": [], "fuse": True})
-    ours, eager = make("ours", model, machine), Arm(model, machine)
-    assert ("aside" in ours.manager.report()["fused"]) is deep
+    config = vllm_config(torch.bfloat16, {"vit": {"buckets": [], "fuse": True}})
+    ours = captured(ViTCudaGraphRunner, model, config, "cuda", torch.bfloat16)
+    assert ("aside" in ours.report()["fused"]) is deep
     pixels = Pixels(shape, 8192, "cuda", torch.bfloat16)
     for side in (4, 14, 28, 32, 46):
         inputs = pixels.of(Batch("image", ((1, side, side),)))
-        ours.prewarm(inputs)
-        expected = eager.finished(inputs)
+        prewarm(ours, inputs)
+        expected = eager(model, inputs)
         for _ in range(20):
-            assert same(ours.finished(inputs), expected), side
-    assert ours.eager_calls == 0
+            assert same(ours.execute(inputs) or [], expected), side
     for grids in (((1, 72, 72),), ((1, 90, 90), (1, 4, 4))):
         inputs = pixels.of(Batch("image", grids))
-        found = ours.manager.tower.eager_fused(inputs, range(len(grids)))
-        assert same(found, eager.finished(inputs)), grids
-    assert ours.manager.report()["failures"] == []
-    ours.manager.clear()
+        found = ours.tower.eager_fused(inputs, range(len(grids)))
+        assert same(found, eager(model, inputs)), grids
+    assert ours.report()["failures"] == []
+    ours.clear()

@@ -9,10 +9,9 @@ import torch
 
 from tests.support.vision import towers
 from vllm_graft.graph_runners.vision.capture.rate import TimeShare
-from vllm_graft.graph_runners.vision.capture.tensor_cache import aligned
 from vllm_graft.graph_runners.vision.graphs import graph_store
 from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph
-from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache
+from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache, aligned
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 192, 256], "capture_share": 1}

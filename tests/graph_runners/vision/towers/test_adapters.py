@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -102,19 +101,6 @@ def _paligemma(width: int) -> Any:
     )
 
 
-def _phi4mm(width: int = 16) -> Any:
-    from transformers import SiglipVisionConfig
-    from vllm.model_executor.models import phi4mm
-    from vllm.model_executor.models.idefics2_vision_model import Idefics2VisionTransformer
-
-    vision = SiglipVisionConfig(**_sizes_of(width, 16, 2), image_size=448, patch_size=14)
-    tower = Idefics2VisionTransformer(vision, require_post_norm=False)
-    config = SimpleNamespace(hidden_size=HIDDEN, img_processor=None, vocab_size=1)
-    with mock.patch.object(phi4mm, "get_navit_vision_model", return_value=tower):
-        encoder = phi4mm.Phi4MMImageEncoder(config, None)
-    return _empty(phi4mm.Phi4MMForCausalLM, vision_encoder=encoder)
-
-
 MODELS: dict[str, Callable[[int], Any]] = {
     "pixtral": partial(_pixtral, False),
     "pixtral, merging": partial(_pixtral, True),
@@ -142,7 +128,7 @@ def model(request: pytest.FixtureRequest, rank: None) -> Any:
 
 def _made(name: str, config: Any) -> Any:
     """A model with its adapter attached."""
-    found = _phi4mm() if name == "phi4mm" else MODELS[name](48)
+    found = MODELS[name](48)
     found.name = name
     attach(found, _adapter(found)(found, config))
     return found
@@ -183,7 +169,7 @@ def _sizes(model: Any) -> list[tuple[int, int]]:
 
 def test_every_size_is_bit_identical(model: Any, runner: Any) -> None:
     for size in _sizes(model):
-        runner.prewarm(_images(model, size))
+        towers.prewarm(runner, _images(model, size))
         for seed in (1, 2):
             assert _right(runner, _images(model, size, seed=seed))
     assert runner.stats.replays["exact"] == 2 * len(_sizes(model))
@@ -193,14 +179,14 @@ def test_every_size_is_bit_identical(model: Any, runner: Any) -> None:
 @pytest.mark.parametrize("model", ANY_SIZE, indirect=True)
 def test_sizes_of_equal_length_have_graphs_of_their_own(model: Any, runner: Any) -> None:
     for size in ((16, 24), (24, 16), (8, 48)):
-        runner.prewarm(_images(model, size))
+        towers.prewarm(runner, _images(model, size))
     assert len(runner.store.exact) == 3
     assert all(_right(runner, _images(model, size, seed=3)) for size in ((16, 24), (24, 16)))
 
 
 def test_batches_are_cut(model: Any, runner: Any) -> None:
     sizes = _sizes(model)[:2] * 3
-    runner.prewarm(_images(model, *sizes))
+    towers.prewarm(runner, _images(model, *sizes))
     inputs = _images(model, *sizes, seed=4)
     found = runner.execute(inputs)
     # Three images of one size are served by a graph of two and a graph of one.
@@ -258,57 +244,6 @@ def test_what_is_no_image_is_left_to_the_model(name: str, rank: None) -> None:
     assert adapter.decline({"image_embeds": torch.zeros(4, HIDDEN)}) == "precomputed"
 
 
-def _crops(columns: int, seed: int = 0) -> dict[str, Any]:
-    """An image of 448 x 896 pixels: a crop of the whole, and two of halves, the last one padded."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.ones(3, 32, 32, dtype=torch.bool)
-    mask[2, :, columns:] = False
-    return {
-        "input_image_embeds": torch.randn(1, 3, 3, 448, 448, generator=generator),
-        "image_attention_mask": mask[None],
-        "image_sizes": torch.tensor([[448, 896]]),
-        "num_img_tokens": [1],
-    }
-
-
-def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    tokens = one["num_img_tokens"] + other["num_img_tokens"]
-    tensors = {name: [one[name], other[name]] for name in one if name != "num_img_tokens"}
-    return {"num_img_tokens": tokens, **{name: torch.cat(both) for name, both in tensors.items()}}
-
-
-def test_crops_share_a_graph_whatever_their_masks(rank: None) -> None:
-    torch.manual_seed(0)
-    model = _made("phi4mm", _config())
-    runner = towers.make_runner(model)
-    assert list(runner.prewarm(_crops(20)).values()) == ["captured"]
-    shapes = set()
-    for columns in (20, 32, 8):
-        inputs = _crops(columns, seed=columns)
-        assert _right(runner, inputs)
-        shapes.add(towers.eager(model, inputs)[0].shape)
-    assert len(shapes) == 3
-    assert runner.stats.replays["exact"] == 3
-    assert len(runner.store.exact) == 1
-    pair = _both(_crops(20, 1), _crops(8, 2))
-    runner.max_rows = 8192
-    runner.prewarm(pair)
-    assert _right(runner, pair)
-    assert runner.stats.replays["exact"] == 4
-    assert runner.stats.failures == []
-
-
-def test_audio_and_embeddings_are_left_to_the_model(rank: None) -> None:
-    model = _phi4mm()
-    adapter = _adapter(model)(model, _config())
-    inputs = _crops(20)
-    assert adapter.decline(inputs) is None
-    assert adapter.decline({**inputs, "input_audio_embeds": torch.zeros(1)}) == "precomputed"
-    assert adapter.decline({"input_audio_embeds": torch.zeros(1)}) == "not_images"
-    short = {**inputs, "image_attention_mask": inputs["image_attention_mask"][:, :2]}
-    assert adapter.decline(short) == "not_images"
-
-
 def test_positions_may_be_made_where_the_patches_are(rank: None, monkeypatch: Any) -> None:
     """vLLM 0.33 makes them there; 0.32 always makes them on the host."""
     from vllm_graft.graph_runners.vision.towers.adapters import pixtral
@@ -339,41 +274,35 @@ def test_the_check_can_fail(rank: None) -> None:
 
     attach(model, Wrong(model, _config()))
     runner = towers.make_runner(model, {"verify": False})
-    runner.prewarm(_images(model, (16, 24)))
+    towers.prewarm(runner, _images(model, (16, 24)))
     inputs = _images(model, (16, 24), seed=1)
     assert not _right(runner, inputs)
     assert runner.stats.replays["exact"] > 0
     # The runner's own check notices it, too.
     runner = towers.make_runner(model, {"verify": True})
-    assert list(runner.prewarm(inputs).values()) == ["mismatch"]
+    assert list(towers.prewarm(runner, inputs).values()) == ["mismatch"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*MODELS, "phi4mm"])
+@pytest.mark.parametrize("name", MODELS)
 def test_true_graphs_are_bit_identical(name: str, rank: None) -> None:
     dtype, device = torch.bfloat16, torch.device("cuda")
     with set_default_torch_dtype(dtype), device:
-        model = _phi4mm(256) if name == "phi4mm" else MODELS[name](256)
+        model = MODELS[name](256)
     model.name = name
     config = _config(dtype)
     attach(model, _adapter(model)(model, config))
     runner = ViTCudaGraphRunner(config, device, dtype, model)
     runner.store.rules.timing = False  # Speed is not tested here, and others may use the device.
     runner.capture(None)
-    cases = [_crops(20), _crops(8, 1)]
-    if name != "phi4mm":
-        cases = [_images(model, *[size] * n) for size in _sizes(model) for n in (1, 2)]
+    cases = [_images(model, *[size] * n) for size in _sizes(model) for n in (1, 2)]
     for case in cases:
-        inputs = {key: _on(value, device, dtype) for key, value in case.items()}
-        runner.prewarm(inputs)
+        inputs = {
+            key: value.to(device, dtype if value.is_floating_point() else value.dtype)
+            for key, value in case.items()
+        }
+        towers.prewarm(runner, inputs)
         assert _right(runner, inputs), runner.report()
     assert runner.stats.replays["exact"] == len(cases)
     assert runner.stats.failures == []
     runner.clear()
-
-
-def _on(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The value where the engine puts it: sizes and counts stay on the host."""
-    if not isinstance(value, torch.Tensor) or value.dtype == torch.int64:
-        return value
-    return value.to(device, dtype if value.is_floating_point() else value.dtype)

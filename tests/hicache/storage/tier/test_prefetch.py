@@ -20,7 +20,6 @@ from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.storage_reads import PROBE_EVERY, StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.tier import prefetcher
-from vllm_graft.hicache.storage.tier.io_threads import Slot
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of
@@ -56,51 +55,33 @@ class Store(GoodStore):
         return answer
 
 
-class Pool:
-    """Slots that may be given once, and given back once, by one thread."""
-
-    def __init__(self, slots: int) -> None:
-        self.buffers = [bytearray(PAGE) for _ in range(slots)]
-        self.free = list(range(slots))
-        self.lent: dict[int, PageKey] = {}
-        self.published: dict[PageKey, bytes] = {}
-        self.owner = threading.get_ident()
-
-    def has(self, key: PageKey) -> bool:
-        return False
-
-    def allocate(self, key: PageKey) -> Slot | None:
-        assert threading.get_ident() == self.owner
-        if not self.free:
-            return None
-        index = self.free.pop()
-        self.lent[index] = key
-        return Slot(index, memoryview(self.buffers[index]))
-
-    def publish(self, key: PageKey, slot: Slot) -> None:
-        assert key not in self.published
-        assert bytes(slot.buffer) == page_of(key, PAGE)
-        self.published[key] = bytes(slot.buffer)
-        self._return(key, slot)
-
-    def release(self, key: PageKey, slot: Slot) -> None:
-        self._return(key, slot)
-
-    def _return(self, key: PageKey, slot: Slot) -> None:
-        assert threading.get_ident() == self.owner
-        assert self.lent.pop(slot.index) == key
-        if key not in self.published:
-            self.free.append(slot.index)
-
-
 class Bench:
-    """A store, a pool and a prefetcher whose clock is set by hand."""
+    """A store, an index and a prefetcher whose clock is set by hand."""
 
     def __init__(self, slots: int = 40, threads: int = 2, budget: int = 1 << 20) -> None:
-        self.store, self.pool, self.now = Store(KEYS), Pool(slots), 0.0
+        self.store, self.now, self.slots = Store(KEYS), 0.0, slots
+        self.index = HostIndex(slots, LruPolicy(slots), {0: PAGE})
+        self.buffers = [memoryview(bytearray(PAGE)) for _ in range(slots)]
         self.prefetcher = Prefetcher(
-            self.store, self.pool, threads=threads, budget_bytes=budget, clock=lambda: self.now
+            self.store,
+            self.index,
+            lambda page: ((page.key, self.buffers[page.slot]),),
+            threads=threads,
+            budget_bytes=budget,
+            clock=lambda: self.now,
         )
+
+    @property
+    def lent(self) -> int:
+        """Slots of pages that are being loaded."""
+        return len(self.index) - len(self.loaded)
+
+    @property
+    def loaded(self) -> set[PageKey]:
+        """The pages that are offered; the bytes of each have to be right."""
+        pages = [page for key in KEYS if (page := self.index.get(key)) is not None and page.ready]
+        assert all(self.buffers[page.slot] == page_of(page.key, PAGE) for page in pages)
+        return {page.key for page in pages}
 
     def start(self, first: int, end: int, timeout: float | None = WAIT) -> PrefetchOperation:
         return self.prefetcher.start(f"{first}-{end}", KEYS[first:end], timeout)
@@ -126,7 +107,7 @@ def make() -> Iterator[Callable[..., Bench]]:
         bench.store.gate.set()
         bench.prefetcher.close()
         # After every test no slot is lent, and no byte counts as in flight.
-        assert bench.pool.lent == {}
+        assert bench.index.num_free == bench.slots - len(bench.loaded)
         assert bench.prefetcher.bytes_in_flight == 0
 
 
@@ -140,25 +121,16 @@ def test_all_is_loaded_and_published(make: Make) -> None:
     assert operation.loaded == 10
     assert operation.ended
     assert not operation.cancelled
-    assert set(bench.pool.published) == set(KEYS[:10])
+    assert bench.loaded == set(KEYS[:10])
     assert bench.prefetcher.poll() == [operation]
     assert bench.prefetcher.poll() == []
     counters = bench.prefetcher.counters.snapshot()
     assert counters == {"published": 10, "published_bytes": 640, "hit": 10}
 
 
-def test_only_the_leading_keys_of_the_index_are_wanted(make: Make) -> None:
-    bench = make()
-    del bench.store.pages[KEYS[3]]
-    operation = bench.start(0, 10)
-    assert operation.keys == tuple(KEYS[:3])
-    bench.wait(operation)
-    assert bench.store.reads == Counter(KEYS[:3])
-
-
 def test_nothing_to_load_has_ended(make: Make) -> None:
     bench = make()
-    operation = bench.prefetcher.start("one", [page_key(999)], WAIT)
+    operation = bench.start(0, 0)
     assert operation.ended
     assert operation.may_run()
     assert operation.loaded == 0
@@ -174,8 +146,8 @@ def test_a_failed_page_ends_the_prefix(make: Make, answer: ReadStatus | Exceptio
     operation = bench.start(0, 10)
     bench.wait(operation)
     assert operation.loaded == 4
-    assert set(bench.pool.published) >= set(KEYS[:4])
-    assert KEYS[4] not in bench.pool.published
+    assert bench.loaded >= set(KEYS[:4])
+    assert KEYS[4] not in bench.loaded
     status = answer if isinstance(answer, ReadStatus) else ReadStatus.ERROR
     assert bench.prefetcher.counters.snapshot()[status.value] == 1
 
@@ -203,7 +175,7 @@ def test_a_shared_load_outlives_the_one_who_cancels(make: Make) -> None:
     bench.wait(two)
     assert one.loaded == 0
     assert two.loaded == 6
-    assert set(bench.pool.published) == set(KEYS[:6])
+    assert bench.loaded == set(KEYS[:6])
 
 
 def test_the_budget_bounds_what_is_in_flight(make: Make) -> None:
@@ -211,7 +183,7 @@ def test_the_budget_bounds_what_is_in_flight(make: Make) -> None:
     bench.store.gate.clear()
     operation = bench.start(0, 20)
     assert bench.prefetcher.bytes_in_flight == 3 * PAGE
-    assert len(bench.pool.lent) == 3
+    assert bench.lent == 3
     bench.begun(3)
     bench.store.gate.set()
     while not operation.ended:
@@ -226,20 +198,21 @@ def test_a_long_prompt_has_no_more_loads_in_flight_than_the_threads_need(
     """Each load costs the scheduler's thread time, and a prompt may have many thousands."""
     monkeypatch.setattr(prefetcher, "MOST_LOADS", 4)
     bench = make(threads=2)
-    monkeypatch.setattr(bench.pool, "has", lambda key: key in bench.pool.published)
     bench.store.gate.clear()
     operation, other = bench.start(0, 20), bench.start(2, 22)
-    assert len(bench.pool.lent) == 4
+    assert bench.lent == 4
     bench.store.gate.set()
     while not (operation.ended and other.ended):
         bench.prefetcher.poll()
-        assert len(bench.pool.lent) <= 4
+        assert bench.lent <= 4
     assert operation.loaded == other.loaded == 20
 
 
 def test_a_full_pool_cuts_the_prefix(make: Make) -> None:
     bench = make(slots=5)
+    bench.store.gate.clear()
     operation = bench.start(0, 20)
+    bench.store.gate.set()
     bench.wait(operation)
     assert operation.loaded == 5
     assert bench.prefetcher.counters.snapshot()["no_slot"] == 1
@@ -254,12 +227,12 @@ def test_a_cancelled_one_gives_back_what_no_thread_has(make: Make) -> None:
     operation.cancel()
     assert bench.prefetcher.poll() == [operation]
     # Two threads are still writing: their slots are not given to anybody else.
-    assert len(bench.pool.lent) == 2
-    assert len(bench.pool.free) == 38
+    assert bench.lent == 2
+    assert bench.index.num_free == 38
     bench.store.gate.set()
     bench.prefetcher.close()
-    assert len(bench.pool.free) == 40
-    assert bench.pool.published == {}
+    assert bench.index.num_free == 40
+    assert bench.loaded == set()
     assert bench.prefetcher.counters.snapshot() == {"released": 10, "cancelled": 10}
 
 
@@ -312,7 +285,7 @@ def test_a_deadline_takes_what_has_come(make: Make) -> None:
     bench.store.gate.set()
     bench.prefetcher.close()
     assert operation.loaded == loaded
-    assert len(bench.pool.published) >= loaded
+    assert len(bench.loaded) >= loaded
 
 
 def test_a_slow_request_does_not_hold_up_another(make: Make) -> None:
@@ -364,15 +337,13 @@ def test_cancels_that_race_give_everything_back_once(make: Make, seed: int) -> N
         for ended in bench.prefetcher.poll():
             running.remove(ended)
         # The pool evicts: its pages are free again, and may be loaded again.
-        for key in list(bench.pool.published):
-            del bench.pool.published[key]
-        bench.pool.free = [slot for slot in range(12) if slot not in bench.pool.lent]
+        bench.index.forget([page for key in bench.loaded if (page := bench.index.get(key))])
     for thread in cancellers:
         thread.join(30)
     for operation in running:
         operation.cancel()
     bench.prefetcher.close()
-    assert bench.pool.lent == {}
+    assert bench.lent == 0
     counters = bench.prefetcher.counters.snapshot()
     assert counters["published"] > 0
     assert counters["cancelled"] > 0

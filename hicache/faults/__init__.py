@@ -1,1 +1,0 @@
-"""Faults on purpose, to test what guards the cache."""

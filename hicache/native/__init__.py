@@ -1,1 +1,0 @@
-"""Our store for vLLM's own OffloadingConnector."""

@@ -50,8 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     if proof is None:
         print(
             "Nothing that a proof can show would run with these flags: `vllm-graft plan` says what "
-            "would. Images have no proof, nor have host caches of recurrent states or of models "
-            "that take images."
+            "would. Host caches of recurrent states have no proof."
         )
         return NOTHING
     as_json = len(given) < len(arguments)
@@ -81,24 +80,23 @@ def prove(arguments: Sequence[str]) -> Any:
     from vllm_graft.proof.arms import make_arms
     from vllm_graft.proof.questions import rounds
     from vllm_graft.seams.permission import proving
-    from vllm_graft.seams.proofs import Machine, Proof, command_of, flags_of
+    from vllm_graft.seams.proofs import Machine, Proof, command_of
 
     began = time.monotonic()
     for preset in (False, True):
         # A server gets no preset that nobody named. Flags without a part of ours ask what one does.
-        with proving(), inspecting():
+        with proving() as seen, inspecting():
             request = Request.parse(arguments, preset=preset)
             vllm_config = request.create()
         if parts := {part.name for part, _ in asked_for(vllm_config)}:
             break
-    # An image needs the served model's own processor, and so does vLLM beside a connector.
-    model = vllm_config.model_config
-    parts -= {"vit", "hicache"} if model.is_hybrid or model.is_multimodal_model else {"vit"}
+    if vllm_config.model_config.is_hybrid:
+        parts -= {"hicache"}
     if not parts:
         return None
     with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:
         arms = make_arms(request.engine, vllm_config, parts, Path(folder))
-        asked = list(rounds(cache="hicache" in parts))
+        asked = list(rounds(cache="hicache" in parts, look=arms.look))
         pipes = [
             engine_process.start(arms.target, arms.alone, asked, told=True),
             engine_process.start(arms.target, arms.asked, asked, told=False),
@@ -106,17 +104,20 @@ def prove(arguments: Sequence[str]) -> Any:
         alone, ours = map(engine_process.finish, pipes)
     if alone.error:
         raise GraftError(f"The tiny model does not run without our parts: {alone.error}")
+    if ours.counts.get("vllm:graft_vit_graphs/bucket"):
+        # Towers without grids, and users who leave buckets out, have none.
+        arms.wanted["vllm:graft_vit_replays/bucket"] = "replays of padded vision graphs"
     wrong = [f"the engine with our parts fails: {ours.error}"] if ours.error else []
     if not wrong:
         wrong += verdict.differences(asked, ours.answers, alone.answers, arms.dtype)
+        wrong += verdict.broken(ours.counts)
         wrong += verdict.undone(ours.counts, arms.wanted)
     shown = {what: ours.counts.get(name, 0.0) for name, what in arms.wanted.items()}
     seconds = round(time.monotonic() - began, 1)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    flags = flags_of(vllm_config)
     return Proof(
         Machine.here(),
-        flags,
+        seen.flags,
         sorted(parts),
         ours.rows,
         wrong,

@@ -87,12 +87,12 @@ def _serve(
     pipe: Connection, target: Path, options: dict[str, Any], rounds: list[Round], told: bool
 ) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with proving() as rows:
+    with proving() as seen:
         try:
             with running(target, options) as llm:
                 asking = Asking(llm, told=told)
                 answers = asking.ask(rounds)
-                outcome = Outcome(answers, asking.counts(), dict(rows))
+                outcome = Outcome(answers, asking.counts(), seen.rows)
         except Exception as error:  # Of vLLM's, of ours, or of a device.
-            outcome = Outcome(rows=dict(rows), error=reason_of(error))
+            outcome = Outcome(rows=seen.rows, error=reason_of(error))
     pipe.send(outcome)

@@ -199,12 +199,12 @@ def test_flags_without_drafts_prove_nothing(engines: Engines, capsys: Any) -> No
 
 def test_a_model_alone_is_proven_with_a_preset(engines: Engines) -> None:
     proof = command.prove([*FLAGS[:-2]])
-    assert (proof.parts, proof.flags["graft"]) == (["tree"], "auto")
+    assert (proof.parts, proof.flags["additional"]) == (["tree"], {"graft": "auto"})
 
 
 def test_a_host_cache_alone_runs_beside_the_drafts_of_vllm(engines: Engines) -> None:
     proof = command.prove([*FLAGS[:-2], *CACHE])
-    assert (proof.parts, proof.flags["graft"]) == (["hicache"], None)
+    assert (proof.parts, proof.flags["additional"]) == (["hicache"], {})
     alone, asked = engines.options
     assert alone["speculative_config"] == asked["speculative_config"]
     assert asked["speculative_config"]["method"] == "eagle3"

@@ -73,35 +73,23 @@ def prove(arguments: Sequence[str]) -> Any:
     Raises:
         GraftError: if the flags are refused.
     """
-    from vllm_graft.activation import asked_for
-    from vllm_graft.plan.inspecting import inspecting
-    from vllm_graft.plan.request import Request
     from vllm_graft.proof import engine_process, verdict
     from vllm_graft.proof.arms import make_arms
     from vllm_graft.proof.questions import rounds
-    from vllm_graft.seams.permission import proving
     from vllm_graft.seams.proofs import Machine, Proof, command_of
 
     began = time.monotonic()
-    for preset in (False, True):
-        # A server gets no preset that nobody named. Flags without a part of ours ask what one does.
-        with proving() as seen, inspecting():
-            request = Request.parse(arguments, preset=preset)
-            vllm_config = request.create()
-        if parts := {part.name for part, _ in asked_for(vllm_config)}:
-            break
-    if vllm_config.model_config.is_hybrid:
-        parts -= {"hicache"}
-    if not parts:
-        return None
-    with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:
-        arms = make_arms(request.engine, vllm_config, parts, Path(folder))
-        asked = list(rounds(cache="hicache" in parts, look=arms.look))
-        pipes = [
-            engine_process.start(arms.target, arms.alone, asked, told=True),
-            engine_process.start(arms.target, arms.asked, asked, told=False),
-        ]
-        alone, ours = map(engine_process.finish, pipes)
+    # They import vLLM while the flags are read.
+    with engine_process.both() as processes:
+        engine, vllm_config, parts, flags = _read(arguments)
+        if not parts:
+            return None
+        with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:
+            arms = make_arms(engine, vllm_config, parts, Path(folder))
+            asked = list(rounds(cache="hicache" in parts, look=arms.look))
+            for process, options in zip(processes, (arms.alone, arms.asked)):
+                process.ask(arms.target, options, asked)
+            alone, ours = (process.finish() for process in processes)
     if alone.error:
         raise GraftError(f"The tiny model does not run without our parts: {alone.error}")
     if ours.counts.get("vllm:graft_vit_graphs/bucket"):
@@ -113,11 +101,12 @@ def prove(arguments: Sequence[str]) -> Any:
         wrong += verdict.broken(ours.counts)
         wrong += verdict.undone(ours.counts, arms.wanted)
     shown = {what: ours.counts.get(name, 0.0) for name, what in arms.wanted.items()}
+    shown["seconds until the engine with our parts ran"] = round(ours.starting, 1)
     seconds = round(time.monotonic() - began, 1)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Proof(
         Machine.here(),
-        seen.flags,
+        flags,
         sorted(parts),
         ours.rows,
         wrong,
@@ -126,6 +115,25 @@ def prove(arguments: Sequence[str]) -> Any:
         now,
         seconds,
     )
+
+
+def _read(arguments: Sequence[str]) -> tuple[Any, Any, set[str], dict[str, Any]]:
+    """vLLM's ``EngineArgs`` and configuration, our parts that can be proven, what binds a proof."""
+    from vllm_graft.activation import asked_for
+    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import Request
+    from vllm_graft.seams.permission import proving
+
+    for preset in (False, True):
+        # A server gets no preset that nobody named. Flags without a part of ours ask what one does.
+        with proving() as seen, inspecting():
+            request = Request.parse(arguments, preset=preset)
+            vllm_config = request.create()
+        if parts := {part.name for part, _ in asked_for(vllm_config)}:
+            break
+    if vllm_config.model_config.is_hybrid:
+        parts -= {"hicache"}
+    return request.engine, vllm_config, parts, seen.flags
 
 
 def render(proof: Any) -> str:

@@ -72,7 +72,7 @@ class Proof:
         parts: names of our parts that ran.
         rows: vLLM's symbols that differed from the ledger while it ran, by path, as they were.
         differences: why it failed, a sentence each; empty if it passed.
-        shown: how often what was to be shown happened, by what it is.
+        shown: how often what was to be shown happened, by what it is, and seconds of the start.
         command: the command line.
         date: day and time of its end, in ISO 8601.
         seconds: how long it took.

@@ -1,4 +1,4 @@
-"""The proof of vision graphs on a CPU, where recordings stand for graphs, and its planted faults."""
+"""The proof of vision graphs on a CPU, where recordings stand for graphs; planted faults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.plugin.plan.stranger_models import MODELS
 from tests.support.planted_faults import SIGHT_FAULTS, Fault
 from tests.support.vision import towers, vision_models
 from vllm_graft.base.errors import GraftError
@@ -44,7 +45,10 @@ def recordings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_models.write_qwen3_vl(tmp_path_factory.mktemp("served") / "q", weights=False)
+    """What people serve, beside a processor with another vocabulary."""
+    made = vision_models.write_qwen3_vl(tmp_path_factory.mktemp("served") / "q", weights=False)
+    (made / "config.json").write_text(json.dumps(MODELS["Qwen3-VL-8B-Instruct"]))
+    return made
 
 
 def arms_of(served: Path, folder: Path, *flags: str) -> Arms:

@@ -20,12 +20,14 @@ HELP = """usage: vllm-graft prove MODEL [--json] [flags of vllm serve]
 
 Show that the parts that these flags ask for work with the vLLM and the device of this machine. A
 tiny model of the same family, with random weights, answers with these parts and without: greedy
-and seeded requests, in chunks, on shared prefixes, preempted, and from the host cache if there is
-one. Answers have to be the same. MODEL's config.json is read, and no weights.
+and seeded requests, in chunks, on shared prefixes, preempted, from the host cache if there is one,
+and about images if there are vision graphs. Answers have to be the same. MODEL's config.json is
+read, for images its processor, too, and no weights.
 
 The result is kept in ~/.cache/vllm-graft/proofs, or below XDG_CACHE_HOME, where a start with a
-vLLM that was never tested looks for it. It stands for these flags, this device, and the versions
-of vLLM and vllm-graft, and as long as vLLM's symbols look as they did.
+vLLM that was never tested looks for it. It stands for these flags, variables that choose kernels,
+this device, and the versions of vLLM and vllm-graft, and as long as vLLM's symbols look as they
+did.
 
   --json                print the proof as JSON
 

@@ -107,7 +107,9 @@ def rounds(*, cache: bool, look: Look | None = None) -> Iterator[Round]:
         yield Round("after evictions", (*again, *others[0]), forget=True)
         yield Round("prefixes of the host cache", (*others[1], *others[2]), forget=True)
 
-    for number in range(_SIGHTS if look else 0):
+    if look is None:
+        return
+    for number in range(_SIGHTS):
         sights = [look(prompt(3), size, count, number) for size, count in _BATCHES]
         asked = (Question((), told=True, sight=each) for each in sights)
         yield Round(f"images {number}", tuple(asked))

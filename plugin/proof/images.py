@@ -12,8 +12,8 @@ from vllm_graft.proof.tiny_config import TEXT_TOKENS
 LENGTH = 4096
 """Most tokens of a request: some towers make a thousand of any image."""
 
-EDGES = (256, 320)
-"""Pixels of the sides of an image: of little work, and of two layouts."""
+EDGES = (224, 288)
+"""Pixels of the sides of an image: of two layouts, and two of the first fill a step of Qwen's."""
 
 _PROCESSOR = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tekken*")
 """Files beside a model's weights."""

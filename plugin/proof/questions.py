@@ -26,8 +26,9 @@ _SIGHTS = 4
 """How often each layout of images comes: in a padded graph, to be captured, and twice after that,
 as the first replay is checked while it serves."""
 
-_BATCHES = ((0, 1), (1, 1), (0, 2))
-"""Which size the images of each request have, and how many there are."""
+_BATCHES = ((0, 2), (0, 1), (1, 1))
+"""Which size the images of each request have, and how many there are; the first request has a step
+for itself, so that its images are encoded at once."""
 
 Logprobs = list[dict[int, float]]
 
@@ -106,7 +107,6 @@ def rounds(*, cache: bool, look: Look | None = None) -> Iterator[Round]:
             yield Round(f"eviction {number}", other)
         yield Round("after evictions", (*again, *others[0]), forget=True)
         yield Round("prefixes of the host cache", (*others[1], *others[2]), forget=True)
-
     if look is None:
         return
     for number in range(_SIGHTS):

@@ -221,13 +221,13 @@ def _no_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 SIGHT_FAULTS = (
-    Fault("images attend to padding", "images", _of_pads),
-    Fault("patches have other positions", "images", _positions_of_patches),
+    Fault("images attend to padding", "gave other embeddings", _of_pads),
+    Fault("patches have other positions", "gave other embeddings", _positions_of_patches),
     Fault("pixels are those of an earlier image", "images", _stale_pixels),
     Fault("images of a batch change places", "images", _images_of_another),
     Fault("embeddings stay in the graph's memory", "images", _no_copies),
 )
-"""Faults of vision graphs."""
+"""Faults of vision graphs, each with what the proof says of it."""
 
 
 def rounds_until(rounds: Iterator[Any], name: str) -> list[Any]:

@@ -127,7 +127,7 @@ def test_it_fails_for_a_planted_fault(
     with monkeypatch.context() as patch:
         fault.plant(patch)
         wrong = judged(arms, asked, expected, "bfloat16")
-    assert any(fault.round in each for each in wrong)
+    assert any(fault.round in each for each in wrong), wrong
 
 
 def test_a_model_without_a_processor_is_told(served: Path, tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
         images.link_processor(model, target)
         alone |= images.OPTIONS
         alone["max_model_len"] = min(images.LENGTH, model.max_model_len)
-        look = images.Looking(vllm_config)
+        looking = images.Looking(vllm_config)
+        look = looking if looking.sees else None
     elif model.is_multimodal_model:
         alone["language_model_only"] = True
     others = dict(vllm_config.additional_config or {})

@@ -61,6 +61,9 @@ class Looking:
     Args:
         vllm_config: the configuration that is served.
 
+    Attributes:
+        sees: whether the model takes images, and not sounds alone.
+
     Raises:
         GraftError: if vLLM can't make the model's processor.
     """
@@ -70,10 +73,12 @@ class Looking:
 
         try:
             self._renderer = renderer_from_config(vllm_config)
+            self._processor = self._renderer.get_mm_processor()
         except Exception as error:  # Of vLLM's, or of the processor's own code.
             raise GraftError(
                 f"Images can't be proven without a processor: {reason_of(error)}"
             ) from None
+        self.sees = "image" in self._processor.info.supported_mm_limits
 
     def __call__(
         self, prompt: tuple[int, ...], size: int, count: int, number: int
@@ -83,7 +88,7 @@ class Looking:
 
         shape, drawn = (count, EDGES[size], EDGES[size], 3), numpy.random.default_rng(number)
         images = [Image.fromarray(each) for each in drawn.integers(0, 255, shape, dtype="uint8")]
-        text = self._renderer.get_mm_processor().dummy_inputs.get_dummy_text({"image": count})
+        text = self._processor.dummy_inputs.get_dummy_text({"image": count})
         given = {"prompt": text, "multi_modal_data": {"image": images}}
         (made,) = self._renderer.render_cmpl([given], skip_mm_cache=True)
         # Embeddings take the places of images, whatever the tokens there are.

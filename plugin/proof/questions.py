@@ -26,9 +26,9 @@ _SIGHTS = 4
 """How often each layout of images comes: in a padded graph, to be captured, and twice after that,
 as the first replay is checked while it serves."""
 
-_BATCHES = ((0, 2), (0, 1), (1, 1))
-"""Which size the images of each request have, and how many there are; the first request has a step
-for itself, so that its images are encoded at once."""
+_BATCHES = ((0, 2), (0, 1), (1, 2))
+"""Which size the images of each request have, and how many there are. The first request has a step
+for itself, so that its images are encoded at once; the last has tokens in several steps."""
 
 Logprobs = list[dict[int, float]]
 

@@ -65,6 +65,7 @@ TOOL = (
         ("renderers", "has", "BaseRenderer, renderer_from_config(config)", "images of a proof, as the served processor makes them"),
         ("renderers.base.BaseRenderer", "has", "get_mm_processor(self), render_cmpl(self, prompts, skip_mm_cache=)", "likewise"),
         ("multimodal.processing.dummy_inputs.BaseDummyInputsBuilder", "has", "get_dummy_text(self, mm_counts)", "a text with an image's placeholder"),
+        ("multimodal.processing.context.BaseProcessingInfo", "has", "supported_mm_limits", "whether a model takes images"),
         ("entrypoints.cli.main", "module", "present", "`vllm serve` in a process of its own"),
         ("model_executor.models.registry._run_in_subprocess", "call", "fn", "models are inspected in this process"),
         ("platforms.cpu.CpuPlatform", "has", "check_and_update_config, get_attn_backend_cls", "patched: scheduling, backend, graphs"),

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import parent_process
 from typing import Any
 
 from vllm_graft.base.errors import SeamError
@@ -117,7 +118,7 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
     Raises:
         SeamError: with what differs, and with the command that may prove that it does no harm.
     """
-    if not parts or _is_draft(vllm_config):
+    if not parts or _is_derived(vllm_config):
         return
     if _seen is not None:
         _seen.flags = proofs.flags_of(vllm_config)
@@ -139,8 +140,14 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
         )
 
 
-def _is_draft(vllm_config: Any) -> bool:
-    """Whether vLLM derived a configuration for the draft of one that was admitted before."""
+def _is_derived(vllm_config: Any) -> bool:
+    """Whether vLLM made a configuration of one that was admitted before.
+
+    A worker does so for drafts, in an environment in which vLLM has set variables by then. The
+    worker's extension is set since the configuration was admitted.
+    """
+    if parent_process() is not None and vllm_config.parallel_config.worker_extension_cls:
+        return True
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is speculative.target_model_config:

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.base.log import info_once, warning_once
-from vllm_graft.seams import compare, proofs, versions
+from vllm_graft.seams import compare, permission, proofs, versions
 from vllm_graft.seams.compare import Kind, Seam
 from vllm_graft.seams.form import normalized_hash
 from vllm_graft.seams.permission import admit, proving, refused, require_seams
@@ -116,7 +116,10 @@ def make_config(model: str = "llama 8b", **sections: Any) -> Any:
             cache_dtype="auto", block_size=16, user_specified_block_size=False
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            worker_extension_cls="",
         ),
     )
 
@@ -363,10 +366,20 @@ def test_variables_that_change_kernels_are_of_the_flags(
     admit(["tree"], config)
 
 
-def test_a_configuration_for_the_draft_looks_for_no_proof(vllm: MadeUp, config: Any) -> None:
+def test_what_is_made_of_an_admitted_configuration_looks_for_no_proof(
+    vllm: MadeUp, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm.write(OTHER_TEXT + STORE)
-    with pytest.raises(SeamError):
-        admit(["tree"], config)
+    monkeypatch.setattr(permission, "parent_process", lambda: object())
+    for _ in range(2):
+        # An engine may be a child of somebody's, too.
+        with pytest.raises(SeamError):
+            admit(["tree"], config)
+        monkeypatch.setattr(permission, "parent_process", lambda: None)
+        config.parallel_config.worker_extension_cls = "vllm_graft.WorkerExtension"
+    monkeypatch.setattr(permission, "parent_process", lambda: object())
+    admit(["tree"], config)
+    monkeypatch.setattr(permission, "parent_process", lambda: None)
     config.model_config = config.speculative_config.draft_model_config
     admit(["tree"], config)
 

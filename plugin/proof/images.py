@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ LENGTH = 4096
 """Most tokens of a request: some towers make a thousand of any image."""
 
 EDGES = (224, 288)
-"""Pixels of the sides of an image: of two layouts, and two of the first fill a step of Qwen's."""
+"""Pixels of the sides of an image: of two layouts, and two of the first are encoded in a step."""
 
 _PROCESSOR = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "tekken*")
 """Files beside a model's weights."""
@@ -86,11 +87,17 @@ class Looking:
         import numpy
         from PIL import Image
 
-        shape, drawn = (count, EDGES[size], EDGES[size], 3), numpy.random.default_rng(number)
-        images = [Image.fromarray(each) for each in drawn.integers(0, 255, shape, dtype="uint8")]
+        # An image that came before would not be encoded.
+        noise = numpy.random.default_rng((number, size, count))
+        shape = (count, EDGES[size], EDGES[size], 3)
+        images = [Image.fromarray(each) for each in noise.integers(0, 255, shape, dtype="uint8")]
         text = self._processor.dummy_inputs.get_dummy_text({"image": count})
         given = {"prompt": text, "multi_modal_data": {"image": images}}
         (made,) = self._renderer.render_cmpl([given], skip_mm_cache=True)
         # Embeddings take the places of images, whatever the tokens there are.
         tokens = [TEXT_TOKENS[token % len(TEXT_TOKENS)] for token in made["prompt_token_ids"]]
-        return {**made, "prompt_token_ids": [*tokens, *prompt]}
+        places = {
+            kind: [replace(place, offset=place.offset + len(prompt)) for place in found]
+            for kind, found in made["mm_placeholders"].items()
+        }
+        return {**made, "prompt_token_ids": [*prompt, *tokens], "mm_placeholders": places}

@@ -26,15 +26,18 @@ _SIGHTS = 4
 """How often each layout of images comes: in a padded graph, to be captured, and twice after that,
 as the first replay is checked while it serves."""
 
-_BATCHES = ((0, 2), (0, 1), (1, 2))
-"""Which size the images of each request have, and how many there are. The first request has a step
-for itself, so that its images are encoded at once; the last has tokens in several steps."""
+_BATCHES = ((0, 2), (0, 1), (1, 1))
+"""Which size the images of each request have, and how many there are. The first two are encoded at
+once, and the second of them lies behind so much text that it is read in two steps."""
+
+_BEFORE = 40
+"""Tokens of text before images."""
 
 Logprobs = list[dict[int, float]]
 
 Look = Callable[[tuple[int, ...], int, int, int], dict[str, Any]]
-"""Makes what an engine is given of a prompt, and of so many images of a size, drawn anew by the
-number of the round."""
+"""Makes what an engine is given of a prompt, and of so many images of a size behind it, drawn anew
+by the number of the round."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def rounds(*, cache: bool, look: Look | None = None) -> Iterator[Round]:
     if look is None:
         return
     for number in range(_SIGHTS):
-        sights = [look(prompt(3), size, count, number) for size, count in _BATCHES]
+        sights = [look(prompt(_BEFORE), size, count, number) for size, count in _BATCHES]
         asked = (Question((), told=True, sight=each) for each in sights)
         yield Round(f"images {number}", tuple(asked))
 

@@ -84,8 +84,10 @@ class EngineProcess:
 
     def ask(self, target: Path, options: dict[str, Any], rounds: Sequence[Round]) -> None:
         """Let it make an engine and answer; `finish` waits for that."""
-        # Torch would share the memory of images, which this process may free too early.
-        self._pipe.send_bytes(pickle.dumps((target, options, list(rounds))))
+        # Torch would share the memory of images, which this process may free too early. A process
+        # that ended has said why, which `finish` reads.
+        with contextlib.suppress(OSError):
+            self._pipe.send_bytes(pickle.dumps((target, options, list(rounds))))
 
     def finish(self) -> Outcome:
         """Wait for what came of the engine, and end the process."""

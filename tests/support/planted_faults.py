@@ -198,7 +198,8 @@ def _positions_of_patches(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_pixels(patch: pytest.MonkeyPatch) -> None:
     """A graph takes data when it is captured and checked, and keeps them."""
-    stock, known = TowerGraph._load_data, []
+    stock = TowerGraph._load_data
+    known: list[TowerGraph] = []
 
     def load(graph: TowerGraph, pieces: Any) -> Any:
         if known.count(graph):

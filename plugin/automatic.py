@@ -21,7 +21,7 @@ from vllm_graft.base.refusal import facts
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
-from vllm_graft.seams.permission import refused
+from vllm_graft.seams.permission import refused, unfit
 
 _FILLED_IN = (
     f"{SPECULATIVE}.num_speculative_tokens",
@@ -82,7 +82,10 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
     on, off = dict(decided.on), dict(decided.off)
     for part in PARTS:
         section = part.section(config, vllm_config) if part.name in on else None
-        if section is not None and (reason := _ruled_out(part, section, vllm_config)):
+        if section is None:
+            continue
+        seams = part.seams(section, vllm_config)
+        if reason := _ruled_out(part, section, vllm_config) or refused(seams, vllm_config):
             del on[part.name]
             off[part.name] = reason
             _restore(vllm_config, decided.before.get(part.name, {}))
@@ -104,7 +107,7 @@ def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
         given.speculative_config = offer.speculative
     # The seams come last, as they are read from source files.
     seams = part.seams(offer.section, given)
-    return _ruled_out(part, offer.section, given) or refused(seams, vllm_config) or offer
+    return _ruled_out(part, offer.section, given) or unfit(seams) or offer
 
 
 def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:

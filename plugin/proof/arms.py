@@ -12,7 +12,7 @@ from vllm_graft.base.options import KEY
 from vllm_graft.hicache.config.cache_config import extra_configs
 from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import without_nonce
-from vllm_graft.proof import questions
+from vllm_graft.proof import images, questions
 from vllm_graft.proof.tiny_config import TinyConfig, text_of
 from vllm_graft.spec_decode.config.memory_config import memory_section
 
@@ -23,7 +23,14 @@ _TOPK, _DEPTH, _NODES = 8, 4, 15
 _HOST_TOKENS = 640
 """Tokens that the host cache has room for: fewer than the proof's prompts have."""
 
-_KEPT = ("block_size", "trust_remote_code", "attention_backend", "kv_cache_dtype", "enforce_eager")
+_SEEN_SOON = {"min_hits": 2, "capture_share": 1, "max_patches": 1024, "buckets": [512, 1024]}
+"""Vision graphs of few sizes, which are captured while a proof lasts."""
+
+_KEPT = (
+    *("block_size", "trust_remote_code", "attention_backend", "kv_cache_dtype", "enforce_eager"),
+    *("mm_encoder_attn_backend", "mm_processor_kwargs", "enable_lora", "max_loras"),
+    *("max_lora_rank", "enable_tower_connector_lora"),
+)
 """Arguments of vLLM's engine that both engines are given as the flags say."""
 
 
@@ -37,6 +44,7 @@ class Arms:
         alone: options without our parts, and without drafts unless they are vLLM's own chains.
         asked: options with all of it.
         wanted: counters of the engine with our parts that have to be above 0, and what they count.
+        look: makes requests about images; None if these engines take none.
     """
 
     target: Path
@@ -44,6 +52,7 @@ class Arms:
     alone: dict[str, Any]
     asked: dict[str, Any]
     wanted: dict[str, str]
+    look: questions.Look | None = None
 
 
 def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> Arms:
@@ -81,15 +90,24 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
     if not on_cpu:
         # A server may run beside it.
         alone["gpu_memory_utilization"] = 0.2
-    if not on_cpu and not engine.enforce_eager:
-        alone["compilation_config"] = _few_graphs(vllm_config.compilation_config)
-    if model.is_multimodal_model:
+    look = None
+    if model.is_multimodal_model and parts & {"vit", "hicache"}:
+        images.link_processor(model, target)
+        alone |= images.OPTIONS
+        alone["max_model_len"] = min(images.LENGTH, model.max_model_len)
+        looking = images.Looking(vllm_config)
+        look = looking if looking.sees else None
+    elif model.is_multimodal_model:
         alone["language_model_only"] = True
     others = dict(vllm_config.additional_config or {})
     given = others.pop(KEY, {})
     if others:
         alone["additional_config"] = others
     asked, wanted = dict(alone), {"vllm:num_preemptions": "preemptions"}
+    if not on_cpu and not engine.enforce_eager:
+        # The other one starts sooner without, and what graphs replay is proven by it.
+        asked["compilation_config"] = _few_graphs(vllm_config.compilation_config)
+        alone["enforce_eager"] = True
     if engine.async_scheduling is not None:
         asked["async_scheduling"] = engine.async_scheduling
     sections = {name: dict(each) for name, each in given.items() if name in parts}
@@ -106,13 +124,19 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
     asked["additional_config"] = {**others, KEY: sections}
     if "hicache" in parts:
         asked["kv_transfer_config"] = _transfer(vllm_config, tiny, dtype, folder, wanted)
-    return Arms(target, dtype, alone, asked, wanted)
+    if "vit" in parts:
+        sections["vit"] |= _SEEN_SOON
+        wanted["vllm:graft_vit_replays/exact"] = "replays of exact vision graphs"
+    return Arms(target, dtype, alone, asked, wanted, look)
 
 
 def _few_graphs(served: Any) -> dict[str, Any]:
-    """CUDA graphs of the sizes that batches of the proof have, without torch.compile's time."""
+    """CUDA graphs that one request and a full batch fill, without torch.compile's time.
+
+    What lies between is padded, as in a server.
+    """
     rows = (1, _TOPK, _NODES + 1)
-    sizes = {count * each for count in range(1, questions.REQUESTS + 1) for each in rows}
+    sizes = {count * each for count in (1, questions.REQUESTS) for each in rows}
     mode = served.cudagraph_mode.name
     return {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sorted(sizes)}
 

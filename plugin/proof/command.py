@@ -20,12 +20,14 @@ HELP = """usage: vllm-graft prove MODEL [--json] [flags of vllm serve]
 
 Show that the parts that these flags ask for work with the vLLM and the device of this machine. A
 tiny model of the same family, with random weights, answers with these parts and without: greedy
-and seeded requests, in chunks, on shared prefixes, preempted, and from the host cache if there is
-one. Answers have to be the same. MODEL's config.json is read, and no weights.
+and seeded requests, in chunks, on shared prefixes, preempted, from the host cache if there is one,
+and about images if there are vision graphs. Answers have to be the same. MODEL's config.json is
+read, for images its processor, too, and no weights.
 
 The result is kept in ~/.cache/vllm-graft/proofs, or below XDG_CACHE_HOME, where a start with a
-vLLM that was never tested looks for it. It stands for these flags, this device, and the versions
-of vLLM and vllm-graft, and as long as vLLM's symbols look as they did.
+vLLM that was never tested looks for it. It stands for these flags, variables that choose kernels,
+this device, and the versions of vLLM and vllm-graft, and as long as vLLM's symbols look as they
+did.
 
   --json                print the proof as JSON
 
@@ -50,8 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if proof is None:
         print(
             "Nothing that a proof can show would run with these flags: `vllm-graft plan` says what "
-            "would. Images have no proof, nor have host caches of recurrent states or of models "
-            "that take images."
+            "would. Host caches of recurrent states have no proof."
         )
         return NOTHING
     as_json = len(given) < len(arguments)
@@ -74,46 +75,37 @@ def prove(arguments: Sequence[str]) -> Any:
     Raises:
         GraftError: if the flags are refused.
     """
-    from vllm_graft.activation import asked_for
-    from vllm_graft.plan.inspecting import inspecting
-    from vllm_graft.plan.request import Request
     from vllm_graft.proof import engine_process, verdict
     from vllm_graft.proof.arms import make_arms
     from vllm_graft.proof.questions import rounds
-    from vllm_graft.seams.permission import proving
-    from vllm_graft.seams.proofs import Machine, Proof, command_of, flags_of
+    from vllm_graft.seams.proofs import Machine, Proof, command_of
 
     began = time.monotonic()
-    for preset in (False, True):
-        # A server gets no preset that nobody named. Flags without a part of ours ask what one does.
-        with proving(), inspecting():
-            request = Request.parse(arguments, preset=preset)
-            vllm_config = request.create()
-        if parts := {part.name for part, _ in asked_for(vllm_config)}:
-            break
-    # An image needs the served model's own processor, and so does vLLM beside a connector.
-    model = vllm_config.model_config
-    parts -= {"vit", "hicache"} if model.is_hybrid or model.is_multimodal_model else {"vit"}
-    if not parts:
-        return None
-    with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:
-        arms = make_arms(request.engine, vllm_config, parts, Path(folder))
-        asked = list(rounds(cache="hicache" in parts))
-        pipes = [
-            engine_process.start(arms.target, arms.alone, asked, told=True),
-            engine_process.start(arms.target, arms.asked, asked, told=False),
-        ]
-        alone, ours = map(engine_process.finish, pipes)
+    # They import vLLM while the flags are read.
+    with engine_process.both() as processes:
+        engine, vllm_config, parts, flags = _read(arguments)
+        if not parts:
+            return None
+        with tempfile.TemporaryDirectory(prefix="vllm-graft-proof-") as folder:
+            arms = make_arms(engine, vllm_config, parts, Path(folder))
+            asked = list(rounds(cache="hicache" in parts, look=arms.look))
+            for process, options in zip(processes, (arms.alone, arms.asked)):
+                process.ask(arms.target, options, asked)
+            alone, ours = (process.finish() for process in processes)
     if alone.error:
         raise GraftError(f"The tiny model does not run without our parts: {alone.error}")
+    if ours.counts.get("vllm:graft_vit_graphs/bucket"):
+        # Towers without grids, and users who leave buckets out, have none.
+        arms.wanted["vllm:graft_vit_replays/bucket"] = "replays of padded vision graphs"
     wrong = [f"the engine with our parts fails: {ours.error}"] if ours.error else []
     if not wrong:
         wrong += verdict.differences(asked, ours.answers, alone.answers, arms.dtype)
+        wrong += verdict.broken(ours.counts)
         wrong += verdict.undone(ours.counts, arms.wanted)
     shown = {what: ours.counts.get(name, 0.0) for name, what in arms.wanted.items()}
+    shown["seconds until the engine with our parts ran"] = round(ours.starting, 1)
     seconds = round(time.monotonic() - began, 1)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    flags = flags_of(vllm_config)
     return Proof(
         Machine.here(),
         flags,
@@ -125,6 +117,25 @@ def prove(arguments: Sequence[str]) -> Any:
         now,
         seconds,
     )
+
+
+def _read(arguments: Sequence[str]) -> tuple[Any, Any, set[str], dict[str, Any]]:
+    """vLLM's ``EngineArgs`` and configuration, our parts that can be proven, what binds a proof."""
+    from vllm_graft.activation import asked_for
+    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import Request
+    from vllm_graft.seams.permission import proving
+
+    for preset in (False, True):
+        # A server gets no preset that nobody named. Flags without a part of ours ask what one does.
+        with proving() as seen, inspecting():
+            request = Request.parse(arguments, preset=preset)
+            vllm_config = request.create()
+        if parts := {part.name for part, _ in asked_for(vllm_config)}:
+            break
+    if vllm_config.model_config.is_hybrid:
+        parts -= {"hicache"}
+    return request.engine, vllm_config, parts, seen.flags
 
 
 def render(proof: Any) -> str:

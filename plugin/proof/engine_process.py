@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -28,17 +30,26 @@ class Outcome:
         counts: its counters by name, after the last round.
         rows: symbols that parts asked for and that differ from the ledger, by path, as found.
         error: why there are no answers.
+        starting: seconds from its configuration to the first request.
     """
 
     answers: list[list[Answer]] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
     error: str = ""
+    starting: float = 0.0
 
 
 @contextlib.contextmanager
 def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
     """A ``vllm.LLM`` with random weights, whose engine core runs in this process."""
+    make = _prepared()
+    with make(target, **options) as llm:
+        yield llm
+
+
+def _prepared() -> Any:
+    """Import what an engine takes, which is most of the time until one runs; what makes one."""
     import torch
 
     from vllm_graft import testing
@@ -51,48 +62,75 @@ def running(target: Path, options: dict[str, Any]) -> Iterator[Any]:
     from vllm_graft.proof import random_weights
 
     random_weights.register()
-    make = testing.running if on_gpu else testing.cpu_engine
-    with make(target, **options) as llm:
-        yield llm
+    return testing.running if on_gpu else testing.cpu_engine
 
 
-def start(target: Path, options: dict[str, Any], rounds: Sequence[Round], *, told: bool) -> Any:
-    """Start the process; `finish` takes what this returns."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    given = (theirs, target, options, list(rounds), told)
-    process = context.Process(target=_serve, args=given, daemon=False)
-    process.start()
-    theirs.close()
-    return process, ours
+@dataclass
+class EngineProcess:
+    """A process that prepares itself for an engine, and then waits to be asked.
 
+    Args:
+        told: whether the engine gives all log-probabilities.
+    """
 
-def finish(started: Any) -> Outcome:
-    """Wait for what came of an engine, and end its process if nothing does."""
-    process, pipe = started
-    try:
-        if pipe.poll(_MOST_SECONDS):
-            found: Outcome = pipe.recv()
-            # Python waits for its children without an end, and some device may not let go of one.
-            process.join(_LAST_SECONDS)
-            return found
-    except EOFError:
-        return Outcome(error="its process ended without an answer; its log is above")
-    finally:
-        process.kill()
-    return Outcome(error=f"it gave no answer within {_MOST_SECONDS} s")
+    told: bool
 
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self.told), daemon=False)
+        self._process.start()
+        theirs.close()
 
-def _serve(
-    pipe: Connection, target: Path, options: dict[str, Any], rounds: list[Round], told: bool
-) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with proving() as rows:
+    def ask(self, target: Path, options: dict[str, Any], rounds: Sequence[Round]) -> None:
+        """Let it make an engine and answer; `finish` waits for that."""
+        # Torch would share the memory of images, which this process may free too early. A process
+        # that ended has said why, which `finish` reads.
+        with contextlib.suppress(OSError):
+            self._pipe.send_bytes(pickle.dumps((target, options, list(rounds))))
+
+    def finish(self) -> Outcome:
+        """Wait for what came of the engine, and end the process."""
         try:
+            if self._pipe.poll(_MOST_SECONDS):
+                found: Outcome = self._pipe.recv()
+                # Some device may not let go of a process.
+                self._process.join(_LAST_SECONDS)
+                return found
+        except (EOFError, OSError):
+            return Outcome(error="its process ended without an answer; its log is above")
+        finally:
+            self.end()
+        return Outcome(error=f"it gave no answer within {_MOST_SECONDS} s")
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+
+
+@contextlib.contextmanager
+def both() -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """Yield a process for the engine without our parts and one for that with them."""
+    pair = EngineProcess(told=True), EngineProcess(told=False)
+    try:
+        yield pair
+    finally:
+        for each in pair:
+            each.end()
+
+
+def _serve(pipe: Connection, told: bool) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with proving() as seen:
+        try:
+            _prepared()
+            target, options, rounds = pickle.loads(pipe.recv_bytes())
+            began = time.monotonic()
             with running(target, options) as llm:
+                starting = time.monotonic() - began
                 asking = Asking(llm, told=told)
                 answers = asking.ask(rounds)
-                outcome = Outcome(answers, asking.counts(), dict(rows))
+                outcome = Outcome(answers, asking.counts(), seen.rows, starting=starting)
         except Exception as error:  # Of vLLM's, of ours, or of a device.
-            outcome = Outcome(rows=dict(rows), error=reason_of(error))
+            outcome = Outcome(rows=seen.rows, error=reason_of(error))
     pipe.send(outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,35 @@ _TOKENS = 16
 _MOST_STEPS = 2000
 _LONG = 200
 _PREFIX = 160
+_SIGHTS = 4
+"""How often each layout of images comes: in a padded graph, to be captured, and twice after that,
+as the first replay is checked while it serves."""
+
+_BATCHES = ((0, 2), (0, 1), (1, 1))
+"""Which size the images of each request have, and how many there are. The first two are encoded at
+once, and the second of them lies behind so much text that it is read in two steps."""
+
+_BEFORE = 40
+"""Tokens of text before images."""
 
 Logprobs = list[dict[int, float]]
+
+Look = Callable[[tuple[int, ...], int, int, int], dict[str, Any]]
+"""Makes what an engine is given of a prompt, and of so many images of a size behind it, drawn anew
+by the number of the round."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of token ids; `seed` None is greedy; `told` asks for logprobs, too."""
+    """A prompt of token ids; `seed` None is greedy; `told` asks for logprobs, too.
+
+    `sight` is what an engine is given in the prompt's place if it has images.
+    """
 
     prompt: tuple[int, ...]
     seed: int | None = None
     told: bool = False
+    sight: Any = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +78,12 @@ class Answer:
     logprobs: Logprobs = field(default_factory=list)
 
 
-def rounds(*, cache: bool) -> Iterator[Round]:
+def rounds(*, cache: bool, look: Look | None = None) -> Iterator[Round]:
     """The questions: greedy and seeded, in chunks, on shared prefixes, preempted.
 
     Args:
         cache: whether a host cache is asked to bring back what the device has forgotten.
+        look: makes requests about images; None if none are asked about.
     """
     numbers = random.Random(0)
 
@@ -91,6 +110,12 @@ def rounds(*, cache: bool) -> Iterator[Round]:
             yield Round(f"eviction {number}", other)
         yield Round("after evictions", (*again, *others[0]), forget=True)
         yield Round("prefixes of the host cache", (*others[1], *others[2]), forget=True)
+    if look is None:
+        return
+    for number in range(_SIGHTS):
+        sights = [look(prompt(_BEFORE), size, count, number) for size, count in _BATCHES]
+        asked = (Question((), told=True, sight=each) for each in sights)
+        yield Round(f"images {number}", tuple(asked))
 
 
 class Asking:
@@ -114,8 +139,8 @@ class Asking:
         if asked.forget:
             self._forget()
         for number, question in enumerate(asked.questions):
-            prompt = {"prompt_token_ids": list(question.prompt)}
-            engine.add_request(str(number), prompt, self._params(question))
+            given = question.sight or {"prompt_token_ids": list(question.prompt)}
+            engine.add_request(str(number), given, self._params(question))
         found: dict[str, Any] = {}
         for step in range(_MOST_STEPS):
             if not engine.has_unfinished_requests():
@@ -153,10 +178,10 @@ class Asking:
         )
 
     def counts(self) -> dict[str, float]:
-        """vLLM's counters and ours, summed over what they are split by."""
+        """vLLM's counters and ours, in all, and by kind or reason as ``name/kind``."""
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
-            value = getattr(metric, "value", None)
-            if value is not None:
-                found[metric.name] = found.get(metric.name, 0.0) + float(value)
+            by = metric.labels.get("kind") or metric.labels.get("reason")
+            for name in (metric.name, f"{metric.name}/{by}"):
+                found[name] = found.get(name, 0.0) + float(getattr(metric, "value", 0))
         return found

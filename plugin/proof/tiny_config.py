@@ -30,7 +30,7 @@ _EXPERTS = 8
 _DROPPED = frozenset({"quantization_config", "compression_config", "auto_map"})
 _TEXTS = ("text_config", "transformer_layer_config", "llm_config")
 _PERIOD = re.compile(r"(_interval|_pattern|_period|_layer_step)$")
-_SPECIAL = re.compile(r"_token(_id|_ids|_index)$")
+_SPECIAL = re.compile(r"_token(_id|_ids)$")
 _EXPERT_COUNT = re.compile(
     r"^(n_routed_experts|num_(local_)?experts|moe_num_experts|num_experts_per_tok(en)?"
     r"|experts_per_token|moe_k|moe_topk|moe_top_k|top_k_experts)$"
@@ -160,7 +160,6 @@ def _vision(tiny: TinyConfig, config: Mapping[str, Any]) -> dict[str, Any]:
         "out_hidden_size": tiny.hidden_size,
         "deepstack_visual_indexes": [0, 1][: len(config.get("deepstack_visual_indexes", ()))],
         "fullatt_block_indexes": [1],
-        "image_size": 4 * config.get("patch_size", 1),
     }
     return {**config, **{name: each for name, each in sizes.items() if name in config}}
 

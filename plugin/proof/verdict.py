@@ -49,6 +49,25 @@ def differences(
         yield f"seeds: only {alike} of {total} tokens are those without our parts"
 
 
+_BROKEN = {
+    "vllm:graft_vit_dropped_graphs/mismatch": "vision graphs gave other embeddings",
+    "vllm:graft_vit_dropped_graphs/error": "vision graphs could not be captured",
+    "vllm:graft_vit_declines/error": "batches of images failed in vision graphs",
+}
+"""What a server would survive by going on without, by its counter."""
+
+
+def broken(counts: Mapping[str, float]) -> Iterator[str]:
+    """A sentence for each kind of failure that the engine went on without.
+
+    Args:
+        counts: counters of the engine that is judged.
+    """
+    for name, what in _BROKEN.items():
+        if found := counts.get(name):
+            yield f"{found:g} {what}, and were left out; the log above has the cause"
+
+
 def undone(counts: Mapping[str, float], wanted: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each counter that is 0: what it counts was not shown to work.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import parent_process
 from typing import Any
 
 from vllm_graft.base.errors import SeamError
@@ -20,15 +22,28 @@ from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.proofs import Proof
 from vllm_graft.seams.versions import differing, moved_text
 
-_seen: dict[str, str] | None = None
-"""While something is proven in this process: symbols that differ, as they are found."""
+
+@dataclass
+class Seen:
+    """What is seen while something is proven in this process.
+
+    Attributes:
+        rows: symbols that differ, by path, as they are found.
+        flags: what a start with this configuration would look for a proof by.
+    """
+
+    rows: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+_seen: Seen | None = None
 
 
 @contextlib.contextmanager
-def proving() -> Iterator[dict[str, str]]:
-    """Let parts run that a proof may stand in for; yields the symbols that differ, by path."""
+def proving() -> Iterator[Seen]:
+    """Let parts run that a proof may stand in for; yields what is seen meanwhile."""
     global _seen
-    _seen = {}
+    _seen = Seen()
     try:
         yield _seen
     finally:
@@ -49,21 +64,34 @@ def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
         return
     rows = {report.seam.path: report.found for report in differ}
     if _seen is not None:
-        _seen.update(rows)
+        _seen.rows.update(rows)
     elif not any(_stands_for(proof, rows) for proof in proofs.of_this_machine()):
         compare.require_seams(*parts, ledger=ledger)
 
 
-def refused(parts: Collection[str], vllm_config: Any) -> str:
-    """Why parts can't run on the installed vLLM with these flags, in the frontend; empty if they
-    can."""
+def unfit(parts: Collection[str]) -> str:
+    """Why parts can't run on the installed vLLM, whatever was proven; empty if they may.
+
+    This is for the frontend: it reads source files, and imports nothing.
+    """
     differ = differing(*parts)
     if isinstance(differ, str):
         return differ
     missing = [report for report in differ if not provable(report)]
-    if missing or (_seen is None and is_tested(vllm_version())):
-        return moved_text(vllm_version(), parts, missing or differ)
-    if _seen is not None:
+    tested = _seen is None and is_tested(vllm_version())
+    return moved_text(vllm_version(), parts, differ if tested else missing)
+
+
+def refused(parts: Collection[str], vllm_config: Any) -> str:
+    """Why parts can't run on the installed vLLM with a complete configuration; empty if they can.
+
+    Proofs are looked for by the complete configuration alone, as vLLM fills in what they are bound
+    to.
+    """
+    differ = differing(*parts)
+    if (why := unfit(parts)) or isinstance(differ, str):
+        return why
+    if _seen is not None or is_tested(vllm_version()):
         return ""
     proof = proofs.find(vllm_config)
     rows = {report.seam.path: report.found for report in differ}
@@ -90,7 +118,11 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
     Raises:
         SeamError: with what differs, and with the command that may prove that it does no harm.
     """
-    if _seen is not None or not parts or is_tested(vllm_version()):
+    if not parts or _is_derived(vllm_config):
+        return
+    if _seen is not None:
+        _seen.flags = proofs.flags_of(vllm_config)
+    if _seen is not None or is_tested(vllm_version()):
         return
     if why := refused(parts, vllm_config):
         raise SeamError(why)
@@ -106,6 +138,21 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
             f"{proof.date}: answers are those of an engine without them. {len(proof.rows)} symbols "
             "have another text than in tested versions"
         )
+
+
+def _is_derived(vllm_config: Any) -> bool:
+    """Whether vLLM made a configuration of one that was admitted before.
+
+    A worker does so for drafts, in an environment in which vLLM has set variables by then. The
+    worker's extension is set since the configuration was admitted.
+    """
+    if parent_process() is not None and vllm_config.parallel_config.worker_extension_cls:
+        return True
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft is speculative.target_model_config:
+        return False
+    return vllm_config.model_config is draft
 
 
 def how() -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_graft.base.decision import decision_of, gave_drafts, preset_in
+from vllm_graft.base.decision import decision_of, gave_drafts
 from vllm_graft.base.options import KEY, target_of, without
 from vllm_graft.base.version import __version__
 from vllm_graft.seams.compare import vllm_version
@@ -23,6 +23,12 @@ from vllm_graft.seams.compare import vllm_version
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OF_MACHINE = frozenset({"host_bytes", "storage", "prefetch", "weights", "staging_bytes"})
 """Keys of the host cache that say how much and where, and of whose code the proof runs all."""
+
+_LIBRARIES = ("CUBLAS", "CUDNN_", "NVIDIA_TF32", "TORCH_", "TRITON_DEFAULT_", "TRITON_F32_")
+"""What variables begin with by which libraries below vLLM choose kernels."""
+
+STARTED_WITH = dict(os.environ)
+"""The environment when the plugin is loaded: vLLM sets variables of its own for some models."""
 
 _SECRETS = ("--api-key", "--hf-token")
 """Flags of ``vllm serve`` that are neither logged nor kept."""
@@ -66,7 +72,7 @@ class Proof:
         parts: names of our parts that ran.
         rows: vLLM's symbols that differed from the ledger while it ran, by path, as they were.
         differences: why it failed, a sentence each; empty if it passed.
-        shown: how often what was to be shown happened, by what it is.
+        shown: how often what was to be shown happened, by what it is, and seconds of the start.
         command: the command line.
         date: day and time of its end, in ISO 8601.
         seconds: how long it took.
@@ -123,13 +129,10 @@ def of_this_machine() -> Iterator[Proof]:
 
 
 def flags_of(vllm_config: Any) -> dict[str, Any]:
-    """What of a configuration decides which code of vLLM's and ours runs.
-
-    It is the same before and after vLLM and presets fill in what the user left open, and in
-    configurations that vLLM derives for the draft.
-    """
+    """What of a complete configuration decides which code of vLLM's and ours runs."""
     model, speculative = target_of(vllm_config), vllm_config.speculative_config
     ranks, cache, drafts = vllm_config.parallel_config, vllm_config.cache_config, None
+    seeing = getattr(model, "multimodal_config", None)
     if speculative is not None and not gave_drafts(vllm_config):
         draft = getattr(speculative.draft_model_config, "model", None)
         drafts = {"method": speculative.method, "model": draft}
@@ -143,9 +146,14 @@ def flags_of(vllm_config: Any) -> dict[str, Any]:
         # vLLM chooses one for the machine unless it is given.
         "block_size": cache.block_size if cache.user_specified_block_size else None,
         "drafts": drafts,
-        "graft": _asked(vllm_config),
+        "additional": _asked(vllm_config),
         "cache": _cache(vllm_config.kv_transfer_config),
+        "lora": _adapters(vllm_config.lora_config),
         "attention": str(vllm_config.attention_config.backend),
+        "encoder_attention": str(getattr(seeing, "mm_encoder_attn_backend", None)),
+        "graphs": str(vllm_config.compilation_config.cudagraph_mode),
+        "async_scheduling": bool(vllm_config.scheduler_config.async_scheduling),
+        "environment": _environment(),
         "ranks": [
             ranks.tensor_parallel_size,
             ranks.pipeline_parallel_size,
@@ -155,12 +163,26 @@ def flags_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def _asked(vllm_config: Any) -> Any:
-    decided = decision_of(vllm_config)
-    if decided is not None:
-        return decided.preset
-    additional = vllm_config.additional_config
-    sections = additional.get(KEY) if isinstance(additional, Mapping) else None
-    return preset_in(vllm_config) or sections
+    """All of ``additional_config``, with a preset in place of what it has decided."""
+    additional, decided = vllm_config.additional_config or {}, decision_of(vllm_config)
+    return {**additional, KEY: decided.preset} if decided is not None else additional
+
+
+def _adapters(lora: Any) -> dict[str, Any] | None:
+    names = ("max_lora_rank", "max_loras", "fully_sharded_loras", "enable_tower_connector_lora")
+    return None if lora is None else {name: getattr(lora, name, None) for name in names}
+
+
+def _environment() -> dict[str, str]:
+    """Variables that the user set and that kernels are chosen by; no secret is among them."""
+    from vllm import envs
+
+    known = envs.compile_factors()
+    return {
+        name: value
+        for name, value in STARTED_WITH.items()
+        if name in known or name.startswith(_LIBRARIES)
+    }
 
 
 def _cache(transfer: Any) -> Any:

@@ -29,7 +29,8 @@ from vllm_graft.parts import PARTS
 @pytest.fixture
 def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An EAGLE-3 chain of 7 tokens, and ``--additional-config.graft auto``, on a Hopper."""
-    monkeypatch.setattr(automatic, "refused", lambda *_: "")
+    for name in ("refused", "unfit"):
+        monkeypatch.setattr(automatic, name, lambda *_: "")
     log.info_once.cache_clear()
     log.warning_once.cache_clear()
     info.clear()
@@ -644,8 +645,10 @@ def test_a_draft_with_mla_gets_trees(config: Any) -> None:
     assert "tree" in start(config).on
 
 
-def test_a_vllm_that_has_moved(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automatic, "refused", lambda parts, _: f"moved: {parts}")
+@pytest.mark.parametrize("found", ["unfit", "refused"])
+def test_a_vllm_that_has_moved(config: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether that is known at once, or with the complete configuration, which proofs are for."""
+    monkeypatch.setattr(automatic, found, lambda parts, *_: f"moved: {parts}")
     assert start(config).off["tree"] == "moved: ('core', 'tree')"
     assert drafts(config) == 7
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.block_table import BlockTables
 
+from vllm_graft.graph_runners.vision.graphs import graph_store
+from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph, TowerGraph
+from vllm_graft.graph_runners.vision.towers.grid_tower import PIXELS, GridTower
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.messages.operation import Direction
@@ -170,6 +173,62 @@ FAULTS = (
     Fault("the host copies to other blocks", "parts of what was loaded", _loads(_other_blocks)),
     Fault("evicted pages are still offered", "after evictions", _stale_pages),
 )
+
+
+def _of_pads(patch: pytest.MonkeyPatch) -> None:
+    """Let the last image of a padded graph attend to the padding."""
+
+    def wider(found: Any, _: PaddedGraph, items: Any) -> Any:
+        ends = found["cu_seqlens"] = found["cu_seqlens"].clone()
+        ends[len(items)] = ends[len(items) + 1]
+        return found
+
+    _after(patch, PaddedGraph, "metadata", wider)
+
+
+def _positions_of_patches(patch: pytest.MonkeyPatch) -> None:
+    def rolled(found: Any, *_: Any) -> Any:
+        return {
+            name: value.roll(1, 0) if "rotary" in name or "pos" in name else value
+            for name, value in found.items()
+        }
+
+    _after(patch, GridTower, "constants", rolled)
+
+
+def _stale_pixels(patch: pytest.MonkeyPatch) -> None:
+    """A graph takes data when it is captured and checked, and keeps them."""
+    stock = TowerGraph._load_data
+    known: list[TowerGraph] = []
+
+    def load(graph: TowerGraph, pieces: Any) -> Any:
+        if known.count(graph):
+            return sum(map(len, pieces[PIXELS]))
+        known.append(graph)
+        return stock(graph, pieces)
+
+    patch.setattr(TowerGraph, "_load_data", load)
+
+
+def _images_of_another(patch: pytest.MonkeyPatch) -> None:
+    def swapped(parts: Any, *_: Any) -> Any:
+        return parts[::-1] if len({len(part) for part in parts}) == 1 else parts
+
+    _after(patch, GridTower, "split", swapped)
+
+
+def _no_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(graph_store, "_clones", list)
+
+
+SIGHT_FAULTS = (
+    Fault("images attend to padding", "gave other embeddings", _of_pads),
+    Fault("patches have other positions", "gave other embeddings", _positions_of_patches),
+    Fault("pixels are those of an earlier image", "images", _stale_pixels),
+    Fault("images of a batch change places", "images", _images_of_another),
+    Fault("embeddings stay in the graph's memory", "images", _no_copies),
+)
+"""Faults of vision graphs, each with what the proof says of it."""
 
 
 def rounds_until(rounds: Iterator[Any], name: str) -> list[Any]:

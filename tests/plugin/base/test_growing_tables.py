@@ -48,6 +48,7 @@ BOUNDED = {
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
         plugin/base/log.py:Once._said""",
     "Filled at the start, from the model's layers and the configuration.": """
+        plugin/seams/permission.py:Seen.flags plugin/seams/permission.py:Seen.rows
         spec_decode/targets/dense/choice.py:KernelChoice.costs
         spec_decode/targets/dense/choice.py:KernelChoice.used
         spec_decode/drafters/levels.py:LevelGrowth.block_tables

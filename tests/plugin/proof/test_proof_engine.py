@@ -98,12 +98,12 @@ def ours(arms: Arms, expected: Any, next_vllm: None) -> Iterator[Any]:
     """The engine with our parts, on a vLLM that was proven and not tested."""
     with pytest.raises(SeamError, match=rf"{MOVED}.*`vllm-graft prove"):
         running(arms.target, arms.asked).__enter__()
-    with proving() as rows:
+    with proving() as seen:
         require_seams("core", "tree", "hicache")
         options = {**default_options(), **arms.asked}
-        config = EngineArgs(model=str(arms.target), **options).create_engine_config()
-    assert list(rows) == [MOVED]
-    about = proofs.Machine.here(), proofs.flags_of(config), ["tree", "hicache"], rows
+        EngineArgs(model=str(arms.target), **options).create_engine_config()
+    assert list(seen.rows) == [MOVED]
+    about = proofs.Machine.here(), seen.flags, ["tree", "hicache"], seen.rows
     proofs.Proof(*about, [], {}, "", "2026-11-28", 1.0).keep()
     info_once.cache_clear()
     with mock.patch.object(logger, "log") as log, running(arms.target, arms.asked) as llm:

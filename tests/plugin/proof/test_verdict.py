@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from vllm_graft.plan.request import Request
 from vllm_graft.proof import arms, command, engine_process, questions
 from vllm_graft.proof.engine_process import Outcome
 from vllm_graft.proof.questions import Answer, Question, Round, rounds
-from vllm_graft.proof.verdict import TOLERANCES, differences, undone
+from vllm_graft.proof.verdict import TOLERANCES, broken, differences, undone
 from vllm_graft.seams import permission, proofs
 
 GREEDY = Round("greedy", (Question((2, 3)), Question((4,))))
@@ -103,6 +105,12 @@ def test_what_was_not_shown_is_told() -> None:
     assert len(list(undone({}, wanted))) == 2
 
 
+def test_what_a_server_would_survive_is_told() -> None:
+    counts = {"vllm:graft_vit_dropped_graphs/mismatch": 2.0, "vllm:graft_vit_declines/error": 0.0}
+    [line] = broken({**counts, "vllm:graft_vit_dropped_graphs/evicted": 3.0})
+    assert line.startswith("2 vision graphs gave other embeddings")
+
+
 def test_questions_are_the_same_in_each_process() -> None:
     assert list(rounds(cache=True)) == list(rounds(cache=True))
     assert [each.name for each in rounds(cache=False)] == [
@@ -110,23 +118,38 @@ def test_questions_are_the_same_in_each_process() -> None:
     ]  # fmt: skip
 
 
-class Engines:
-    """Stands in for both processes: each answers the same, but for what is changed."""
+class Process:
+    """Stands in for a process: its engine answers as all do, but for what is changed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.options: list[dict[str, Any]] = []
-        self.outcomes: list[Outcome] = []
-        monkeypatch.setattr(engine_process, "start", self.start)
-        monkeypatch.setattr(engine_process, "finish", lambda number: self.outcomes[number])
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+        self.options: dict[str, Any] = {}
 
-    def start(
-        self, target: Path, options: dict[str, Any], asked: list[Round], *, told: bool
-    ) -> int:
-        self.options.append(options)
+    def ask(self, target: Path, options: dict[str, Any], asked: list[Round]) -> None:
+        self.options = options
         answers = [[answer(0, 0, 0, 0) for _ in each.questions] for each in asked]
         counts = {"vllm:num_preemptions": 1.0, "vllm:spec_decode_num_accepted_tokens": 2.0}
-        self.outcomes.append(Outcome(answers, counts, {"a.b": "0123"}))
-        return len(self.outcomes) - 1
+        self.outcome = Outcome(answers, counts, {"a.b": "0123"})
+
+    def finish(self) -> Outcome:
+        return self.outcome
+
+
+class Engines:
+    """Both processes of the last proof."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pair: list[Process] = []
+        monkeypatch.setattr(engine_process, "both", self.both)
+
+    @contextlib.contextmanager
+    def both(self) -> Iterator[list[Process]]:
+        self.pair = [Process(), Process()]
+        yield self.pair
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        return [each.options for each in self.pair if each.options]
 
 
 @pytest.fixture
@@ -159,15 +182,12 @@ def test_the_command_keeps_what_it_found(engines: Engines, capsys: Any) -> None:
 
 
 def test_a_failure_is_kept_and_told(engines: Engines, capsys: Any, monkeypatch: Any) -> None:
-    stock = engines.start
+    def finish(process: Process) -> Outcome:
+        if process is engines.pair[1]:
+            process.outcome.answers[0][1].tokens[2] = 1
+        return process.outcome
 
-    def start(*args: Any, told: bool) -> int:
-        number = stock(*args, told=told)
-        if not told:
-            engines.outcomes[number].answers[0][1].tokens[2] = 1
-        return number
-
-    monkeypatch.setattr(engine_process, "start", start)
+    monkeypatch.setattr(Process, "finish", finish)
     assert command.main(FLAGS) == 1
     text = capsys.readouterr().out
     assert "WRONG: prompts, request 1: token 2 is 1" in text
@@ -177,14 +197,15 @@ def test_a_failure_is_kept_and_told(engines: Engines, capsys: Any, monkeypatch: 
 
 
 def test_what_does_not_run_is_no_proof(engines: Engines, monkeypatch: Any) -> None:
-    def finish(number: int) -> Outcome:
-        return Outcome(error="RuntimeError: boom") if number else engines.outcomes[0]
+    def finish(process: Process) -> Outcome:
+        fails = process is engines.pair[1]
+        return Outcome(error="RuntimeError: boom") if fails else process.outcome
 
-    monkeypatch.setattr(engine_process, "finish", finish)
+    monkeypatch.setattr(Process, "finish", finish)
     assert command.main(FLAGS) == 1
     [proof] = proofs.of_this_machine()
     assert proof.differences == ["the engine with our parts fails: RuntimeError: boom"]
-    monkeypatch.setattr(engine_process, "finish", lambda _: Outcome(error="boom"))
+    monkeypatch.setattr(Process, "finish", lambda _: Outcome(error="boom"))
     with pytest.raises(GraftError, match="does not run without our parts: boom"):
         command.prove(FLAGS)
 
@@ -199,12 +220,12 @@ def test_flags_without_drafts_prove_nothing(engines: Engines, capsys: Any) -> No
 
 def test_a_model_alone_is_proven_with_a_preset(engines: Engines) -> None:
     proof = command.prove([*FLAGS[:-2]])
-    assert (proof.parts, proof.flags["graft"]) == (["tree"], "auto")
+    assert (proof.parts, proof.flags["additional"]) == (["tree"], {"graft": "auto"})
 
 
 def test_a_host_cache_alone_runs_beside_the_drafts_of_vllm(engines: Engines) -> None:
     proof = command.prove([*FLAGS[:-2], *CACHE])
-    assert (proof.parts, proof.flags["graft"]) == (["hicache"], None)
+    assert (proof.parts, proof.flags["additional"]) == (["hicache"], {})
     alone, asked = engines.options
     assert alone["speculative_config"] == asked["speculative_config"]
     assert asked["speculative_config"]["method"] == "eagle3"

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.base.log import info_once, warning_once
-from vllm_graft.seams import compare, proofs, versions
+from vllm_graft.seams import compare, permission, proofs, versions
 from vllm_graft.seams.compare import Kind, Seam
 from vllm_graft.seams.form import normalized_hash
 from vllm_graft.seams.permission import admit, proving, refused, require_seams
@@ -41,6 +41,9 @@ class MadeUp:
             "class current_platform:\n"
             "    @staticmethod\n"
             "    def get_device_name():\n        return 'paper'\n"
+        )
+        (self.root / "envs.py").write_text(
+            "def compile_factors():\n    return {'VLLM_USE_SOMETHING': False}\n"
         )
 
     def write(self, thing: str = COPY + STORE, version: str = "0.34.0") -> None:
@@ -105,12 +108,18 @@ def make_config(model: str = "llama 8b", **sections: Any) -> Any:
         ),
         additional_config={"graft": {"tree": {"topk": 4}, **sections}},
         kv_transfer_config=None,
+        lora_config=None,
+        compilation_config=SimpleNamespace(cudagraph_mode="FULL"),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
         attention_config=SimpleNamespace(backend=None),
         cache_config=SimpleNamespace(
             cache_dtype="auto", block_size=16, user_specified_block_size=False
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            worker_extension_cls="",
         ),
     )
 
@@ -124,9 +133,9 @@ def proof_of(config: Any, rows: dict[str, str], *differences: str) -> Proof:
 
 def found() -> dict[str, str]:
     """The rows that differ, as a proof that runs now sees them."""
-    with proving() as rows:
+    with proving() as seen:
         require_seams("tree")
-    return rows
+    return seen.rows
 
 
 @pytest.fixture
@@ -323,6 +332,10 @@ def test_what_is_no_proof_is_none(vllm: MadeUp, config: Any) -> None:
         ("cache_config", {"cache_dtype": "fp8"}),
         ("cache_config", {"user_specified_block_size": True}),
         ("parallel_config", {"data_parallel_size": 2}),
+        ("compilation_config", {"cudagraph_mode": "PIECEWISE"}),
+        ("scheduler_config", {"async_scheduling": False}),
+        ("", {"lora_config": SimpleNamespace(max_lora_rank=16)}),
+        ("", {"additional_config": {"graft": {"tree": {"topk": 4}}, "gdn_prefill_backend": "x"}}),
     ],
 )
 def test_what_the_engines_of_a_proof_were_given_is_no_other(
@@ -331,8 +344,44 @@ def test_what_the_engines_of_a_proof_were_given_is_no_other(
     vllm.write(OTHER_TEXT + STORE)
     proof_of(config, found()).keep()
     assert not refused(["tree"], config)
-    vars(getattr(config, section)).update(changes)
+    vars(getattr(config, section) if section else config).update(changes)
     assert "none of these flags is kept" in refused(["tree"], config)
+
+
+@pytest.mark.parametrize("name", ["VLLM_USE_SOMETHING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_X"])
+def test_variables_that_change_kernels_are_of_the_flags(
+    vllm: MadeUp, config: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    rows = found()
+    proof_of(config, rows).keep()
+    monkeypatch.setitem(proofs.STARTED_WITH, name, "1")
+    with pytest.raises(SeamError, match="none of these flags is kept"):
+        admit(["tree"], config)
+    proof_of(config, rows).keep()
+    admit(["tree"], config)
+    # What vLLM sets itself for a model, or is for logs, is no flag.
+    monkeypatch.setenv(name, "2")
+    monkeypatch.setitem(proofs.STARTED_WITH, "VLLM_LOGGING_LEVEL", "DEBUG")
+    admit(["tree"], config)
+
+
+def test_what_is_made_of_an_admitted_configuration_looks_for_no_proof(
+    vllm: MadeUp, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.write(OTHER_TEXT + STORE)
+    monkeypatch.setattr(permission, "parent_process", lambda: object())
+    for _ in range(2):
+        # An engine may be a child of somebody's, too.
+        with pytest.raises(SeamError):
+            admit(["tree"], config)
+        monkeypatch.setattr(permission, "parent_process", lambda: None)
+        config.parallel_config.worker_extension_cls = "vllm_graft.WorkerExtension"
+    monkeypatch.setattr(permission, "parent_process", lambda: object())
+    admit(["tree"], config)
+    monkeypatch.setattr(permission, "parent_process", lambda: None)
+    config.model_config = config.speculative_config.draft_model_config
+    admit(["tree"], config)
 
 
 def test_a_block_size_that_vllm_chose_is_no_flag(vllm: MadeUp, config: Any) -> None:

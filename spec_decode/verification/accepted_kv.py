@@ -118,6 +118,7 @@ def hold_saves(worker: Any) -> None:
             if connector is not None:
                 wrap(runner.kv_connector, "pre_forward", saves.then_begin)
                 wrap(connector, "save_kv_layer", saves.then_save)
+                saves.draft_layers = len(getattr(runner.speculator, "draft_attn_layer_names", ()))
 
         return initialize_kv_cache
 
@@ -129,9 +130,13 @@ class LayerSaves:
 
     A step without drafts has nothing to wait for. The draft's layers run once for each level of a
     tree, whose K/V is elsewhere: only their first pass writes K/V of accepted tokens.
+
+    Attributes:
+        draft_layers: number of the draft's layers whose K/V travels; 0 without a connector.
     """
 
     def __init__(self) -> None:
+        self.draft_layers = 0
         self._seen: set[str] = set()
         self._held: list[Callable[[], None]] | None = None
 

@@ -28,7 +28,7 @@ class Share(KVConnectorMetadata):
 
 
 class WatchingConnector(KVConnectorBase_V1):
-    """Copies the K/V of tokens that steps are said to compute, and adds them up, as LMCache does.
+    """Copies the K/V of the tokens that steps are said to compute.
 
     Both sides are in one process. So when a request ends, its copies are compared with its K/V, of
     which the engine's answer shows that it is right.
@@ -93,6 +93,7 @@ class WatchingConnector(KVConnectorBase_V1):
             # Both ways to count: steps that follow each other, and vLLM's own numbers.
             counts = {computed, self._sums[name], self._requests[name].num_computed_tokens}
             type(self).disagreed += len(counts) > 1
+            self._sums[name] = computed
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             start, self._sums[name] = self._sums[name], self._sums[name] + tokens
             self.told.append(Told(self._sums[name], self._requests[name].num_tokens))
@@ -147,4 +148,6 @@ class MirroringConnector(WatchingConnector):
 
         slots = get_forward_context().slot_mapping
         assert isinstance(slots, dict)
-        self.copy(layer_name, kv_layer, [slot for slot in slots[layer_name].tolist() if slot >= 0])
+        # Levels of a draft have none.
+        if (found := slots.get(layer_name)) is not None:
+            self.copy(layer_name, kv_layer, [slot for slot in found.tolist() if slot >= 0])

@@ -1,4 +1,4 @@
-"""Trees on a device beside vLLM's own connectors: what they save comes back, the draft's K/V too."""
+"""Trees on a device beside vLLM's own connectors: what they saved comes back, for the draft too."""
 
 import importlib.util
 from typing import Any

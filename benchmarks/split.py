@@ -79,7 +79,7 @@ def dialogues(pair: Pair, count: int, turns: int, seed: int) -> list[Dialogue]:
             text[(begin := numbers.randrange(len(text) // 2)) : begin + numbers.randrange(60, 160)]
             for _ in range(turns)
         )
-        params = {"max_tokens": numbers.randrange(4, 40), "temperature": 0.0}
+        params: dict[str, Any] = {"max_tokens": numbers.randrange(4, 40), "temperature": 0.0}
         if number % 2:
             params |= {"temperature": 0.8, "seed": numbers.randrange(2**31)}
         if number % 3 == 0:
@@ -179,9 +179,10 @@ def serving(options: argparse.Namespace, name: str) -> Iterator[VllmServer]:
         tree = {"topk": 3, "steps": 4}
         flags += ["--additional-config", json.dumps({"graft": {"tree": tree}})]
     if name != "alone":
-        extra: dict[str, Any] = {}
+        # On a busy CPU a step takes seconds.
+        extra: dict[str, Any] = {"kv_lease_duration": 600}
         if options.back:
-            extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
+            extra |= {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
         transfer = {
             "kv_connector": options.connector,
             "kv_role": "kv_both",

@@ -80,6 +80,7 @@ class AcceptedTokens:
             self._ends.pop(name, None)
         starts: dict[str, int] = {}
         scheduled: dict[str, int] = {}
+        drafts: dict[str, list[int]] = {}
         for name, rows in output.num_scheduled_tokens.items():
             request = self._requests[name]
             computed = request.num_computed_tokens
@@ -87,7 +88,7 @@ class AcceptedTokens:
             self._ends[name] = end = max(start, min(computed + rows, request.num_tokens))
             scheduled[name] = end - start
         view = copy.copy(output)
-        view.num_scheduled_tokens, view.scheduled_spec_decode_tokens = scheduled, {}
+        view.num_scheduled_tokens, view.scheduled_spec_decode_tokens = scheduled, drafts
         view.scheduled_cached_reqs = copy.copy(cached)
         view.scheduled_cached_reqs.num_computed_tokens = [starts[name] for name in cached.req_ids]
         return view, starts

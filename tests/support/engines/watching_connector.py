@@ -28,7 +28,7 @@ class Share(KVConnectorMetadata):
 
 
 class WatchingConnector(KVConnectorBase_V1):
-    """Copies the K/V of the tokens that steps are said to compute.
+    """Copies the K/V of the tokens that steps are said to compute, each token once.
 
     Both sides are in one process. So when a request ends, its copies are compared with its K/V, of
     which the engine's answer shows that it is right.
@@ -55,6 +55,7 @@ class WatchingConnector(KVConnectorBase_V1):
         self._block = vllm_config.cache_config.block_size
         self._blocks: dict[str, list[int]] = {}
         self._sums: dict[str, int] = {}
+        self._saved: dict[str, int] = {}
         self._requests: dict[str, Any] = {}
 
     @classmethod
@@ -95,9 +96,10 @@ class WatchingConnector(KVConnectorBase_V1):
             type(self).disagreed += len(counts) > 1
             self._sums[name] = computed
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            start, self._sums[name] = self._sums[name], self._sums[name] + tokens
+            self._sums[name] += tokens
             self.told.append(Told(self._sums[name], self._requests[name].num_tokens))
-            share.slots.append(self.slots(name, start, self._sums[name]))
+            share.slots.append(self.slots(name, self._saved.get(name, 0), self._sums[name]))
+            self._saved[name] = max(self._saved.get(name, 0), self._sums[name])
         return share
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:

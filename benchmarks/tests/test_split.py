@@ -61,13 +61,9 @@ def test_what_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def found(options: Any, asked: Any, split: bool) -> Any:
-        return SimpleNamespace(answers=answers, acceptance=acceptance, foreign=foreign)
-
     alone = SimpleNamespace(answers=[[[1]]], acceptance=2.0, foreign=0.0)
-    monkeypatch.setattr(
-        split, "with_servers", lambda *a, split: found(*a, split=split) if split else alone
-    )
+    apart = SimpleNamespace(answers=answers, acceptance=acceptance, foreign=foreign)
+    monkeypatch.setattr(split, "with_servers", lambda *_, split: apart if split else alone)
     assert split.main([str(SHIPPED), "--requests", "1", "--out", str(tmp_path)]) == status
     assert json.loads(capsys.readouterr().out)["foreign_tokens"] == foreign
 
@@ -75,9 +71,12 @@ def test_what_fails(
 def test_the_fault_takes_both_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_graft.spec_decode import tree_part
 
-    for name in ("count_accepted", "hold_saves"):
-        monkeypatch.setattr(tree_part, name, getattr(tree_part, name))
+    wraps: list[Any] = [vars(tree_part)[name] for name in ("count_accepted", "hold_saves")]
+    for wrap in wraps:
+        monkeypatch.setattr(tree_part, wrap.__name__, wrap)
     folder = split.faulty(tmp_path)
     runpy.run_path(str(folder / "split_fault.py"))["plant"]()
-    assert tree_part.count_accepted(object()) is None  # type: ignore[arg-type]
-    assert tree_part.hold_saves(object()) is None
+    for wrap in wraps:
+        planted = vars(tree_part)[wrap.__name__]
+        assert planted is not wrap
+        assert planted(object()) is None

@@ -55,6 +55,7 @@ from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
+from vllm_graft.spec_decode.verification.accepted_kv import count_accepted, hold_saves
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -168,6 +169,7 @@ class TreePart:
         send_parents(worker)
         count_fitted(worker)
         follow_weights(worker)
+        hold_saves(worker)
         if getattr(vllm_config, "lora_config", None) is not None:
             adapt_sampled_rows(worker)
 
@@ -209,6 +211,8 @@ def _hook_scheduler(module: ModuleType) -> None:
             if TreeConfig.from_vllm(self.vllm_config) is not None:
                 from vllm_graft.spec_decode.tuning.scheduling import tune
 
+                # First: what a connector is told of a step comes behind all that changes the step.
+                count_accepted(self)
                 tune(self)
 
         return __init__

@@ -212,7 +212,7 @@ def graft_kv_connectors() -> list[entries.KVConnector]:
     """The host KV cache."""
     load = "vllm_graft.hicache.connector:HiCacheConnector"
     summary = "KV below GPU memory: host memory, storage"
-    return [entries.KVConnector("HiCacheConnector", load, summary, stores_after_step=True)]
+    return [entries.KVConnector("HiCacheConnector", load, summary)]
 
 
 @hookimpl(trylast=True)

@@ -158,15 +158,8 @@ class VisionAdapter(Entry):
     """Resolves to the class that splits one vision model for capture; named by architecture."""
 
 
-@dataclass(frozen=True)
 class KVConnector(Entry):
-    """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``.
-
-    With ``stores_after_step`` it reads K/V only after the step that wrote it has ended, and only
-    below the last accepted token. Only then may it stand beside trees.
-    """
-
-    stores_after_step: bool = False
+    """Resolves to a subclass of vLLM's ``KVConnectorBase_V1``, which may stand beside trees."""
 
 
 class StorageBackend(Entry):

@@ -62,6 +62,7 @@ ROWS: tuple[Metric, ...] = (
     Metric("hot_steps", _C, "Steps whose levels drafted from learned hot tokens (graft.tree.hot_tokens)."),
     Metric("hot_coverage", _G, "Part of the recently emitted tokens that the learned hot tokens held; 0 until known, and where none are learned."),
     Metric("recurrent_input_bytes", _G, "Device memory in which recurrent layers keep the inputs of nodes until a path is accepted; 0 where each node leaves a state."),
+    Metric("connector_draft_layers", _G, "Layers of the draft whose K/V a KV connector gets beside that of the target's layers; 0 without a connector."),
     Metric("start_seconds", _G, "Seconds that the worker's start took, by part: listing kernels (rehearsal), waiting for those compiled ahead (wait), compiling and loading others (compile), comparing attention (attention), capturing the draft's graphs (draft_graphs), timing steps (costs).", label="part", values=START_PARTS),
     Metric("start_kernels", _G, "Kernels of trees by what came of them: compiled while the model loaded (ahead), not compilable then (failed_ahead), compiled where first launched (compiled), found in Triton's cache there (loaded).", label="how", values=KERNELS),
 )

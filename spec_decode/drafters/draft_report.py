@@ -52,6 +52,7 @@ def count(draft: TreeDrafting) -> Numbers:
         "draft_graph_bytes": draft.trees.graph_bytes,
         "draft_window": draft.context.draft_window,
         "recurrent_input_bytes": draft.context.kept_bytes,
+        "connector_draft_layers": draft.context.saves.draft_layers,
         "start_seconds": dict(draft.trees.clock.seconds),
         "start_kernels": _kernels(draft),
         **({} if draft.head.learned is None else draft.head.learned.numbers()),

@@ -218,20 +218,21 @@ def _no_flash(vllm_config: Any, *, latents: bool) -> str | None:
 
 
 @VERIFICATION.row(
-    "KV connectors other than ours",
-    "Other connectors may save blocks before the accepted path has been moved into them.",
+    "KV connectors other than ours beside recurrent layers",
+    "Nobody has tried whether a state that they send is one of accepted tokens.",
     "use HiCacheConnector, or drop `--kv-transfer-config`",
 )
 def _connector(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None:
+    model, transfer = target_of(vllm_config), vllm_config.kv_transfer_config
+    if transfer is None or not getattr(model, "is_hybrid", False):
         return
-    offers = manager.manager().offers("graft_kv_connectors")
-    safe = [each.entry.name for each in offers if getattr(each.entry, "stores_after_step", False)]
-    if transfer.kv_connector not in safe:
+    ours = [each.entry.name for each in manager.manager().offers("graft_kv_connectors")]
+    below = transfer.kv_connector_extra_config.get("connectors") or ()
+    names = {each.get("kv_connector") for each in below} or {transfer.kv_connector}
+    for name in sorted(map(str, names - set(ours))):
         yield Found(
-            f"--kv-transfer-config.kv_connector is {transfer.kv_connector!r}",
-            f"use {' or '.join(safe)}, or drop --kv-transfer-config",
+            f"--kv-transfer-config.kv_connector is {name!r}, and the target has recurrent layers",
+            f"use {' or '.join(ours)}, or drop --kv-transfer-config",
         )
 
 

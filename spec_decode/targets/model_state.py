@@ -156,3 +156,4 @@ class TreeModelState:
         super().postprocess_state(  # type: ignore[misc]
             idx_mapping, num_sampled, num_computed_tokens
         )
+        self.graft.saves.release()

@@ -13,6 +13,7 @@ import torch
 
 from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
 from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -141,6 +142,7 @@ class TreeContext:
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
     counters: Counters = field(default_factory=Counters)
+    saves: LayerSaves = field(default_factory=LayerSaves)
     _made: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """A metadata object and what was made of it for the coming pass, by its ``id()``."""
 

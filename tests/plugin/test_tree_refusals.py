@@ -84,7 +84,6 @@ CASES: list[tuple[str, Any, str]] = [
     ("scheduler_config.max_num_seqs", 257, "has 2056 rows (--max-num-seqs 257 times"),
     ("scheduler_config.max_num_batched_tokens", 2047, "set --max-num-seqs to 255 or less"),
     ("watermark_config", object(), "--watermark-config"),
-    ("kv_transfer_config", SimpleNamespace(kv_connector="Other"), "--kv-transfer-config"),
 ]
 # fmt: on
 
@@ -111,7 +110,7 @@ def test_refused(config: Any, path: str, value: Any, words: str) -> None:
         ("model_config.hf_text_config.attention_chunk_size", 1024, {}),
         # VLLM runs the check again for configurations whose model_config is the draft's.
         ("model_config", SimpleNamespace(is_hybrid=True), {}),
-        ("kv_transfer_config", SimpleNamespace(kv_connector="HiCacheConnector"), {}),
+        ("kv_transfer_config", SimpleNamespace(kv_connector="AnyOther"), {}),
         *(("speculative_config.draft_model_config.hf_text_config", SimpleNamespace(**draft),
            {"draft_window": 64})
           for draft in ({}, {"sliding_window": None},
@@ -122,6 +121,30 @@ def test_refused(config: Any, path: str, value: Any, words: str) -> None:
 def test_served(config: Any, path: str, value: Any, tree: Tree) -> None:
     _set(config, path, value)
     _serve(config, **tree)
+
+
+@pytest.mark.parametrize(
+    ("connectors", "refused"),
+    [
+        (["HiCacheConnector"], []),
+        (["NixlConnector"], ["NixlConnector"]),
+        (["HiCacheConnector", "NixlConnector", "Other"], ["NixlConnector", "Other"]),
+        (["HiCacheConnector"] * 2, []),
+    ],
+)
+def test_recurrent_layers_have_a_connector_of_ours(
+    config: Any, connectors: list[str], refused: list[str]
+) -> None:
+    config.model_config.is_hybrid = True
+    before = _refusal(config)
+    several = [{"kv_connector": name} for name in connectors]
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector="MultiConnector" if len(several) > 1 else connectors[0],
+        kv_connector_extra_config={"connectors": several} if len(several) > 1 else {},
+    )
+    more = _refusal(config).splitlines()[len(before.splitlines()) :]
+    assert [line.split("'")[1] for line in more] == refused
+    assert all("recurrent layers" in line for line in more)
 
 
 def test_every_problem_is_named_at_once(config: Any) -> None:

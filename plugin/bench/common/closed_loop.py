@@ -97,7 +97,7 @@ class ClosedLoop:
             raise TooFewRequests(
                 f"{case.requests} requests of {case.max_tokens} tokens came to their end "
                 f"before {case.batch} of them decoded at a time: have more, or longer ones, "
-                "or a K/V cache that holds so many"
+                "more sessions, or a K/V cache that holds so many"
             )
         measured = self._window()
         self._stop()

@@ -76,15 +76,22 @@ class RunningServer:
     async def _measure(self, case: Case) -> Measured:
         numbers = range(case.first, case.first + case.requests)
         waiting = Waiting((self.prompts[each % len(self.prompts)], each) for each in numbers)
+        begun = [waiting.take() for _ in range(case.batch)]
+        if None in begun:
+            raise BenchmarkError(
+                f"--requests-in-flight {case.batch}: no more than {begun.index(None)} of the "
+                "dataset's sessions can be in flight at a time: lower it, or give more sessions."
+            )
         async with _session() as session:
 
-            async def send_on() -> None:
-                while (taken := waiting.take()) is not None:
+            async def send_on(taken: tuple[Request, int] | None) -> None:
+                while taken is not None:
                     await self._ask(session, case, *taken)
                     waiting.end(taken[0])
+                    taken = waiting.take()
 
             before, began = await self._counted(session), time.perf_counter()
-            senders = [asyncio.create_task(send_on()) for _ in range(case.batch)]
+            senders = [asyncio.create_task(send_on(taken)) for taken in begun]
             done, rest = await asyncio.wait(senders, return_when=asyncio.FIRST_COMPLETED)
             after, seconds = await self._counted(session), time.perf_counter() - began
             for task in rest:

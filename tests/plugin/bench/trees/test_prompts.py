@@ -72,7 +72,7 @@ def test_lines_may_say_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     file.write_text("\n".join(map(json.dumps, lines)))
     assert prompts.most_turns(file) == 2
     first, second = prompts.read_prompts(asked(str(file)), Words("user:"), 9, 7)
-    ids = {"prompt_token_ids": [5, 1, 5, 1, 2, 3], "cache_salt": "me"}
+    ids = {"prompt_token_ids": [5, 5, 1, 2, 3], "cache_salt": "me"}
     assert first == Request(ids, 7, "s", {"type": "object"}, "x")
     assert second.prompt["prompt_token_ids"] == [5, 2, 3], "messages stand for the prompt"
     assert "1 prompts are not of 1 to 7 tokens, and left out: raise --prompt-tokens" in (

@@ -99,10 +99,12 @@ def test_what_a_request_says_is_sent(vllm: Vllm) -> None:
     told = {"prompt_token_ids": [1], "cache_salt": "me"}
     server.prompts = [Request(told, 3, "s", {"type": "object"}, "x"), Request(told, 9, "s")]
     server.send(Case(0.0, 2, 4, 6))
-    server.recv()
     # Requests of a session follow each other, so that one is in flight.
-    assert vllm.most == 1
-    bound, free = vllm.asked[:2]
+    with pytest.raises(BenchmarkError, match="no more than 1 of the dataset's sessions can be"):
+        server.recv()
+    server.send(Case(0.0, 1, 2, 6))
+    server.recv()
+    bound, free = vllm.asked
     assert (bound["structured_outputs"], bound["ignore_eos"]) == (
         {"json": {"type": "object"}},
         False,

@@ -249,7 +249,7 @@ def start(arms: list[Arm], arguments: argparse.Namespace, load: Load) -> dict[Ar
     loop = partial(WatchedLoop, prompts=load.requests)
     started = arm_processes.start(told, arguments.pair / "target", loop)
     pipes = dict(zip(arms, started.values()))
-    for arm, pipe in pipes.items() if load.answers else ():
+    for arm, pipe in pipes.items() if any(load.answers.values()) else ():
         pipe.send(Call(replay, (load.answers,)))
         arm_processes.answer(arm, pipe)
     return pipes

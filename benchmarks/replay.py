@@ -39,6 +39,8 @@ class Replay:
     def add(self, slot: int, prompt: Sequence[int]) -> None:
         """Note a new request's answer; behind its end the target's own draws stay.
 
+        That is at once where the answer is empty.
+
         Raises:
             RuntimeError: if the prompt is not one of the given ones.
         """

@@ -48,7 +48,8 @@ def told(arguments: argparse.Namespace, name: str) -> argparse.Namespace:
 def count_of(arguments: argparse.Namespace, name: str) -> int:
     """The number of requests of a workload."""
     if name == "rollout":
-        return EPOCHS * arguments.prompts * arguments.answers_per_prompt
+        prompts, answers = int(arguments.prompts), int(arguments.answers_per_prompt)
+        return EPOCHS * prompts * answers
     return command.most_requests(told(arguments, name))
 
 
@@ -57,9 +58,8 @@ def say_repeats(pipes: Pipes, case: Case, load: Load) -> str:
     arm, pipe = next(iter(pipes.items()))
     pipe.send(Ask(case, margins=False))
     answers = arm_processes.answer(arm, pipe)
-    asked = [each.prompt for each in load.requests[case.first :][: case.requests]]
-    prompts = [each["prompt_token_ids"] if isinstance(each, dict) else [] for each in asked]
-    return str(shares(Said(prompt, each.tokens) for prompt, each in zip(prompts, answers)))
+    asked = [each.prompt["prompt_token_ids"] for each in load.requests[case.first :]]
+    return str(shares(Said(prompt, each.tokens) for prompt, each in zip(asked, answers)))
 
 
 def measure_epochs(pipes: Pipes, arguments: argparse.Namespace, first: int) -> list[Row]:
@@ -76,8 +76,8 @@ def measure_epochs(pipes: Pipes, arguments: argparse.Namespace, first: int) -> l
                 measured = arm_processes.answer(arm, pipe)
                 if isinstance(measured, str):
                     raise report.BenchmarkError(f"{arm.name} at {batch} in flight: {measured}")
-                told = {"epoch": epoch + 1, "requests_in_flight": batch}
-                rows.append(median_row(arm.name, told, [measured.figures]))
+                asked = {"epoch": epoch + 1, "requests_in_flight": batch}
+                rows.append(median_row(arm.name, asked, [measured.figures]))
     return rows
 
 

@@ -33,6 +33,9 @@ def test_draws_are_replaced_while_the_answer_lasts() -> None:
     replayed.answers[1, 2] = [3]
     replayed.add(1, [1, 2])
     assert drawn() == [3, 1, 1, 1, 1]
+    replayed.answers[1, 3] = []
+    replayed.add(1, [1, 3])
+    assert drawn() == [1, 1, 1, 1, 1]
     with pytest.raises(RuntimeError, match="no answer to replay"):
         replayed.add(0, [5])
 

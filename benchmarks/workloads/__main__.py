@@ -28,11 +28,11 @@ from vllm_graft.bench.common import report
 
 def table(arguments: argparse.Namespace, tokenizer: Any) -> str:
     """A row for each workload; a dash where a model's answers have to tell."""
-    rows = []
+    rows, split = [], pieces if tokenizer is None else tokenizer.encode
     for name, workload in WORKLOADS.items():
         requests = requests_of(name, arguments.count, arguments)
         tokens, *parts = repeats(requests, tokenizer)
-        asked = sum(len(pieces(each.prompt)) for each in requests) / len(requests)
+        asked = sum(len(split(each.prompt)) for each in requests) / len(requests)
         cells = [f"{tokens / len(requests):.0f}", *(f"{part:.0%}" for part in parts)]
         rows.append([f"`{name}`", workload.about, f"{asked:.0f}", *(cells if tokens else "----")])
     places = ("own text", "other requests", "either")

@@ -18,7 +18,10 @@ OWN = "pair"
 
 @dataclass
 class Load:
-    """Requests of a closed loop, and the answers to replay, in tokens, by their prompts' tokens."""
+    """Requests of a closed loop, and the answers to replay, in tokens, by their prompts' tokens.
+
+    The answer of a request that the target answers itself is empty.
+    """
 
     requests: list[Request] = field(default_factory=list)
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -32,15 +35,16 @@ def load_of(arguments: argparse.Namespace, name: str, count: int) -> Load:
     Raises:
         BenchmarkError: the workload has fewer requests, or one has too many tokens.
     """
-    load = Load()
+    load, tokenizer = Load(), tokenizer_of(arguments)
     if name == OWN:
-        texts = json.loads((arguments.pair / "prompts.json").read_text())
-        load.requests += [Request(text[: arguments.prompt]) for text in texts]
+        for text in json.loads((arguments.pair / "prompts.json").read_text()):
+            prompt = tokenizer.encode(text[: arguments.prompt])
+            load.answers[tuple(prompt)] = []
+            load.requests.append(Request({"prompt_token_ids": prompt}))
         return load
     asked = requests_of(name, count, arguments)
     if len(asked) < count:
         raise BenchmarkError(f"--workload {name} has {len(asked)} requests, {count} are wanted")
-    tokenizer: Any = tokenizer_of(arguments)
     replayed = WORKLOADS[name].replayed and not arguments.own_answers
     for each in asked:
         request = request_of(each.line(), tokenizer)
@@ -50,9 +54,9 @@ def load_of(arguments: argparse.Namespace, name: str, count: int) -> Load:
                 f"--workload {name}: a prompt has {len(prompt)} tokens, and its answer up to "
                 f"{arguments.tokens}: raise --max-model-len, or lower --characters"
             )
+        answer = load.answers[tuple(prompt)] = []
         if replayed:
-            answer = tokenizer.encode(each.answer, add_special_tokens=False)[: arguments.tokens]
-            load.answers[tuple(prompt)] = answer
+            answer += tokenizer.encode(each.answer, add_special_tokens=False)[: arguments.tokens]
             request = replace(request, max_tokens=len(answer))
         load.requests.append(request)
     return load

@@ -26,8 +26,8 @@ class Words:
         return [0] * add_special_tokens + [len(word) for word in text.split()]
 
     def apply_chat_template(self, messages: list[dict[str, str]], tools: Any = (), **_: Any) -> str:
-        """Put the template and a tool's name in front, and the messages behind them."""
-        told = [str(self.chat_template), *(each["name"].rjust(5, "_") for each in tools)]
+        """Put the template and a word for each tool in front, and the messages behind them."""
+        told = [str(self.chat_template), *("_tool" for _ in tools)]
         return " ".join([*told, *(each["content"] for each in messages)])
 
 

@@ -60,16 +60,17 @@ def test_a_seed_says_it_all(name: str, data: Path) -> None:
         assert made()[0].messages == [{"role": "user", "content": "why?"}]
         return
     assert made() != made("--seed", "1")
-    # What constants may be fitted to is another half of the data.
+    # What constants may be fitted to are other data.
     halves = [{each.prompt for each in made(*more)} for more in ((), ("--tuning",))]
     assert not halves[0] & halves[1]
 
 
-def test_halves_have_no_file_in_common() -> None:
+def test_heads_are_trained_with_other_files() -> None:
     found = [islice(files(Choice(tuning=half), "x"), 100) for half in (False, True)]
     halves = [{each.name for each in half} for half in found]
     assert [*map(len, halves)] == [100, 100]
     assert not halves[0] & halves[1]
+    assert any(name.startswith("v1/") for name in halves[0])
 
 
 def test_edits_write_most_of_a_file_again() -> None:

@@ -48,7 +48,7 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add what a workload is made of."""
     default = Choice()
     parser.add_argument("--seed", type=int, default=default.seed, help="of the workload")
-    told = "the half of the data that constants may be fitted to"
+    told = "data that heads are trained with and constants may be fitted to"
     parser.add_argument("--tuning", action="store_true", help=told)
     told = "of a file or document (default: %(default)s)"
     parser.add_argument("--characters", type=positive, default=default.characters, help=told)

@@ -26,8 +26,8 @@ class Choice:
     """What is taken of the data.
 
     Attributes:
-        tuning: the half of the data that constants may be fitted to; the other half, which nothing
-            is fitted to, is for measuring.
+        tuning: data that heads are trained with and constants may be fitted to. Nothing is fitted
+            to the other data, which are for measuring.
         characters: of a file or document at most.
         data: a folder with wheels of `PACKAGES`, or a pair's `held_out.json`.
         prompts: of a rollout.
@@ -51,7 +51,7 @@ class Choice:
         return self.prompts * self.answers_per_prompt * EPOCHS
 
     def has(self, name: str) -> bool:
-        """Whether data of a name is of the half that is asked for."""
+        """Whether data of a name are of the half that is asked for."""
         return (zlib.crc32(name.encode()) % 2 == 0) == self.tuning
 
 
@@ -93,25 +93,24 @@ def packaged(package: str, choice: Choice) -> bytes:
 _DEFINITION = re.compile(r"^(class|def) ", re.MULTILINE)
 
 
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+
+
 @cache
-def _modules() -> list[tuple[str, Path]]:
-    """Modules of the standard library and of vLLM, by name; neither is imported."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
-    roots = {"": stdlib}
-    if (found := importlib.util.find_spec("vllm")) is not None and found.origin:
-        roots["vllm/"] = Path(found.origin).parent
-    return sorted(
-        (f"{prefix}{file.relative_to(root).as_posix()}", file)
-        for prefix, root in roots.items()
-        for file in root.rglob("*.py")
-        if not left_out & {*file.relative_to(root).parts}
-    )
+def _modules(tuning: bool) -> list[tuple[str, Path]]:
+    """Modules of the standard library, which heads are trained with, or of vLLM, by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    if not tuning:
+        found = importlib.util.find_spec("vllm")
+        assert found is not None and found.origin
+        root = Path(found.origin).parent
+    names = ((file.relative_to(root), file) for file in root.rglob("*.py"))
+    return sorted((name.as_posix(), file) for name, file in names if not _LEFT_OUT & {*name.parts})
 
 
 def files(choice: Choice, name: str) -> Iterator[File]:
     """Parts of modules in random order, each of another one, until there are no more."""
-    order = [each for each in _modules() if choice.has(each[0])]
+    order = [*_modules(choice.tuning)]
     choice.random(name).shuffle(order)
     for module, file in order:
         text = file.read_text(encoding="utf-8", errors="replace")

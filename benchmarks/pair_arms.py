@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.replay import replay
 from benchmarks.watched_loop import Call, WatchedLoop
-from benchmarks.workloads.catalogue import add_choice
 from benchmarks.workloads.load import Load
+from benchmarks.workloads.sources import Choice
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import Arm
@@ -269,6 +269,6 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-bytes", type=int, help=told)
     told = "workloads' answers are the target's own, which can follow instructions"
     parser.add_argument("--own-answers", action="store_true", help=told)
-    add_choice(parser)
+    Choice.add_flags(parser)
     told = "JSON: more options of vllm.LLM for all arms"
     parser.add_argument("--options", type=json.loads, default={}, help=told)

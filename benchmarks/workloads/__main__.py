@@ -2,7 +2,7 @@
 
     python -m benchmarks.workloads agent --out agent.jsonl
     vllm-graft bench trees MODEL --dataset agent.jsonl --prompt-tokens 8192 --tokens 512
-    vllm bench serve --model MODEL --dataset-name custom --dataset-path agent.jsonl \
+    vllm bench serve --model MODEL --dataset-name custom --dataset-path agent.jsonl \\
         --custom-output-len -1 --disable-shuffle --no-oversample --num-prompts 240
     python -m benchmarks.workloads table
 
@@ -20,8 +20,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workloads.catalogue import WORKLOADS, add_choice, repeats, requests_of
+from benchmarks.workloads.catalogue import WORKLOADS, repeats, requests_of
 from benchmarks.workloads.request import pieces
+from benchmarks.workloads.sources import Choice
 from vllm_graft.base import markdown
 from vllm_graft.bench.common import report
 
@@ -66,7 +67,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="(default: NAME.jsonl)")
     parser.add_argument("--count", type=report.positive, default=240, help="requests")
     parser.add_argument("--tokenizer", metavar="MODEL")
-    add_choice(parser)
+    Choice.add_flags(parser)
     arguments = parser.parse_args(given)
     arguments.out = arguments.out or f"{arguments.name}.jsonl"
     return report.exit_status(parser.prog, functools.partial(run, arguments))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.workloads import questions, reading
@@ -16,7 +14,6 @@ from benchmarks.workloads.edits import edits
 from benchmarks.workloads.repeats import Said, Shares, shares
 from benchmarks.workloads.request import Request, pieces
 from benchmarks.workloads.sources import Choice
-from vllm_graft.bench.common.report import positive
 
 
 class Workload(NamedTuple):
@@ -44,30 +41,12 @@ WORKLOADS = {
 }
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add what a workload is made of."""
-    default = Choice()
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the workload")
-    told = "data that heads are trained with and constants may be fitted to"
-    parser.add_argument("--tuning", action="store_true", help=told)
-    told = "of a file or document (default: %(default)s)"
-    parser.add_argument("--characters", type=positive, default=default.characters, help=told)
-    told = "where ShareGPT's and HumanEval's wheels are, if not installed (default: %(default)s)"
-    parser.add_argument("--data", type=Path, default=default.data, metavar="FOLDER", help=told)
-    told = "of a rollout (default: %(default)s)"
-    parser.add_argument("--prompts", type=positive, default=default.prompts, help=told)
-    told = "of a rollout's prompt in an epoch (default: %(default)s)"
-    parser.add_argument(
-        "--answers-per-prompt", type=positive, default=default.answers_per_prompt, help=told
-    )
-
-
 def requests_of(name: str, count: int, arguments: argparse.Namespace) -> list[Request]:
     """So many requests of a workload, or all that there are.
 
     Of a session and of a rollout all requests come, so that there may be more.
     """
-    choice = Choice(**{each.name: getattr(arguments, each.name) for each in fields(Choice)})
+    choice = Choice.of(arguments)
     made = WORKLOADS[name].make(choice)
     found = [*islice(made, choice.rollout if name == "rollout" else count)]
     for each in made if found and found[-1].session else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import random
@@ -10,10 +11,10 @@ import sysconfig
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_graft.bench.common.report import BenchmarkError
 
@@ -21,25 +22,38 @@ EPOCHS = 2
 """Times that a rollout asks for the same."""
 
 
+CACHE = Path.home() / ".cache/vllm-graft"
+
+
+def _told(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": f"{text} (default: %(default)s)"})
+
+
 @dataclass(frozen=True)
 class Choice:
-    """What is taken of the data.
+    """What is taken of the data: the flags of all that makes workloads."""
 
-    Attributes:
-        tuning: data that heads are trained with and constants may be fitted to. Nothing is fitted
-            to the other data, which are for measuring.
-        characters: of a file or document at most.
-        data: a folder with wheels of `PACKAGES`, or a pair's `held_out.json`.
-        prompts: of a rollout.
-        answers_per_prompt: of a rollout, in each of its epochs.
-    """
+    seed: int = _told(0, "of the workload")
+    tuning: bool = _told(False, "data that heads and constants may be fitted to, and no others")
+    characters: int = _told(1500, "of a file or document at most")
+    data: Path = _told(CACHE, "folder with wheels of data sets, or a pair's held_out.json")
+    prompts: int = _told(8, "of a rollout")
+    answers_per_prompt: int = _told(64, "of a rollout's prompt in an epoch")
 
-    seed: int = 0
-    tuning: bool = False
-    characters: int = 1500
-    data: Path = Path("/tmp/pk")
-    prompts: int = 8
-    answers_per_prompt: int = 64
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Add a flag for each field."""
+        for each in fields(cls):
+            flag, told = f"--{each.name.replace('_', '-')}", dict[str, Any](each.metadata)
+            kind = (
+                {"action": "store_true"} if each.default is False else {"type": type(each.default)}
+            )
+            parser.add_argument(flag, default=each.default, **kind, **told)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Choice:
+        """What the flags say."""
+        return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
 
     def random(self, name: str) -> random.Random:
         """Random numbers of a workload."""
@@ -102,7 +116,8 @@ def _modules(tuning: bool) -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
     if not tuning:
         found = importlib.util.find_spec("vllm")
-        assert found is not None and found.origin
+        assert found is not None
+        assert found.origin
         root = Path(found.origin).parent
     names = ((file.relative_to(root), file) for file in root.rglob("*.py"))
     return sorted((name.as_posix(), file) for name, file in names if not _LEFT_OUT & {*name.parts})

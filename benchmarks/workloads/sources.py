@@ -25,8 +25,12 @@ EPOCHS = 2
 CACHE = Path.home() / ".cache/vllm-graft"
 
 
+def _help(text: str) -> dict[str, str]:
+    return {"help": f"{text} (default: %(default)s)"}
+
+
 def _told(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": f"{text} (default: %(default)s)"})
+    return field(default=default, metadata=_help(text))
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Choice:
     seed: int = _told(0, "of the workload")
     tuning: bool = _told(False, "data that heads and constants may be fitted to, and no others")
     characters: int = _told(1500, "of a file or document at most")
-    data: Path = _told(CACHE, "folder with wheels of data sets, or a pair's held_out.json")
+    data: Path = field(default=CACHE, metadata=_help("folder with wheels, or a held_out.json"))
     prompts: int = _told(8, "of a rollout")
     answers_per_prompt: int = _told(64, "of a rollout's prompt in an epoch")
 

@@ -86,12 +86,17 @@ def test_tool_calls_have_full_trees() -> None:
     with pair.engine(nodes=7, topk=2, steps=4, tree=tree, **options) as llm:
         # The second request has the first one's call in its prompt.
         ask = Ask(Case(0.0, 1, 1, 20, first=1), margins=False)
-        [found] = ClosedLoop(llm, load.requests).answers(ask)
+        loop = ClosedLoop(llm, load.requests)
+        [found] = loop.answers(ask)
         text = llm.get_tokenizer().decode(found.tokens)
         counted = {
             name: counter(llm, f"vllm:graft_tree_{name}")
             for name in ("trees", "nodes_verified", "nodes_accepted")
         }
+        # What is replayed is what the schema permits.
+        llm.collective_rpc(replay, args=(load.answers,))
+        [replayed] = loop.answers(Ask(Case(0.0, 1, 1, 20, first=1), margins=False))
+    assert replayed.tokens == [*load.answers.values()][1][:20] != found.tokens
     assert text.replace(" ", "").startswith('{"name":"')
     assert counted["trees"] > 0
     assert counted["nodes_verified"] == 7 * counted["trees"]

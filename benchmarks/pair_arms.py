@@ -16,7 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.watched_loop import WatchedLoop
+from benchmarks.replay import replay
+from benchmarks.watched_loop import Call, WatchedLoop
+from benchmarks.workloads.load import Load
+from benchmarks.workloads.sources import Choice
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import Arm
@@ -202,12 +205,6 @@ def with_options(own: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_prompts(pair: Path, characters: int) -> list[str]:
-    """The pair's prompts, cut to so many characters."""
-    texts: list[str] = json.loads((pair / "prompts.json").read_text())
-    return [text[:characters] for text in texts]
-
-
 def read_arms(arguments: argparse.Namespace) -> list[Arm]:
     """The arms that the arguments name.
 
@@ -246,14 +243,16 @@ def engine_options(arm: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def start(
-    arms: list[Arm], arguments: argparse.Namespace, prompts: list[str]
-) -> dict[Arm, Connection]:
+def start(arms: list[Arm], arguments: argparse.Namespace, load: Load) -> dict[Arm, Connection]:
     """Start the engines of arms; each answers a `Case`, an `Ask` or a `Call`."""
     told = [replace(arm, options=engine_options(arm, arguments)) for arm in arms]
-    loop = partial(WatchedLoop, prompts=prompts)
+    loop = partial(WatchedLoop, prompts=load.requests)
     started = arm_processes.start(told, arguments.pair / "target", loop)
-    return dict(zip(arms, started.values()))
+    pipes = dict(zip(arms, started.values()))
+    for arm, pipe in pipes.items() if any(load.answers.values()) else ():
+        pipe.send(Call(replay, (load.answers,)))
+        arm_processes.answer(arm, pipe)
+    return pipes
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -268,5 +267,8 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, help="cudagraph_capture_sizes of all arms")
     told = "of each engine; they start together then"
     parser.add_argument("--kv-cache-bytes", type=int, help=told)
+    told = "workloads' answers are the target's own, which can follow instructions"
+    parser.add_argument("--own-answers", action="store_true", help=told)
+    Choice.add_flags(parser)
     told = "JSON: more options of vllm.LLM for all arms"
     parser.add_argument("--options", type=json.loads, default={}, help=told)

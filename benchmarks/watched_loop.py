@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.node_counts import Nodes, nodes_used, watch_nodes
 from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
+from vllm_graft.bench.common.requests import Request
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,18 @@ class WatchedLoop(ClosedLoop):
         self._checksum, self._batch = 0, case.batch
         return super().measure(case)
 
-    def _window(self, waiting: Iterator[tuple[Any, Any]]) -> Watched:
+    def _window(self) -> Watched:
         self._llm.collective_rpc(watch_nodes)
         self._held.clear()
-        found = super()._window(waiting)
+        found = super()._window()
         nodes: Nodes = self._llm.collective_rpc(nodes_used, args=(self._batch,))[0]
         held = statistics.mean(self._held or [0])
         return Watched(found.rate, found.acceptance, found.step, self._checksum, held, nodes)
 
-    def _send(self, prompt: Any, params: Any) -> None:
-        sent = f"{params.temperature} {params.max_tokens} {params.seed} {prompt}"
+    def _send(self, request: Request, params: Any) -> None:
+        sent = f"{params.temperature} {params.max_tokens} {params.seed} {request.prompt}"
         self._checksum = zlib.crc32(sent.encode(), self._checksum)
-        super()._send(prompt, params)
+        super()._send(request, params)
 
     def _outputs(self) -> list[Any]:
         outputs = super()._outputs()

@@ -34,6 +34,7 @@ import sys
 from benchmarks.bars import contest
 from benchmarks.bars.windows import DEFAULT_CELLS
 from benchmarks.pair_arms import add_pair_arguments
+from benchmarks.workloads.load import OWN
 from vllm_graft.bench.common import report
 
 
@@ -43,6 +44,7 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_pair_arguments(parser)
+    parser.add_argument("--workload", default=OWN, help="as of benchmarks.speeds")
     parser.add_argument("--json", metavar="FILE", help="written anew after each window")
     parser.add_argument("--seconds", type=float, help="for windows; without it, --rounds ends them")
     parser.add_argument("--rounds", type=int, default=4, help="windows of a cell at most")

@@ -23,10 +23,11 @@ from benchmarks.bars.windows import (
     step_table,
     table,
 )
-from benchmarks.pair_arms import read_arms, read_prompts
+from benchmarks.pair_arms import read_arms
 from benchmarks.pair_arms import start as start_engines
 from benchmarks.step_bytes import StepBytes, step_bytes
 from benchmarks.watched_loop import Call, Watched
+from benchmarks.workloads.load import load_of
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.closed_loop import Ask, Case, fix_drafts
 from vllm_graft.bench.trees.arm_flags import is_chain
@@ -193,7 +194,6 @@ def start(arguments: argparse.Namespace) -> Bars:
     Raises:
         BenchmarkError: an engine did not start, or arms or cells can't be read.
     """
-    prompts = read_prompts(arguments.pair, arguments.prompt)
     arguments.requests_in_flight = [arguments.max_num_seqs]
     arguments.steps, roles = arguments.auto_steps, ["chain", "ours", *arguments.others]
     arguments.arms = [arguments.chain, arguments.tree, *arguments.others]
@@ -205,7 +205,9 @@ def start(arguments: argparse.Namespace) -> Bars:
             "engine can be told which"
         )
     arguments.cells = read_cells(arguments.cells, chain.drafts, arguments.max_num_seqs)
-    pipes = start_engines(list(arms.values()), arguments, prompts)
+    wanted = arguments.rounds * max(cell.requests for cell in arguments.cells)
+    load = load_of(arguments, arguments.workload, wanted)
+    pipes = start_engines(list(arms.values()), arguments, load)
     bars = Bars({role: pipes[arm] for role, arm in arms.items()}, arguments.tokens, arguments.json)
     bars.settings = {name: str(value) for name, value in vars(arguments).items()}
     return bars

@@ -6,11 +6,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
+from vllm_graft.bench.common.requests import Request, Waiting
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,14 @@ class TooFewRequests(CannotAnswer):
 class ClosedLoop:
     """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back.
 
-    Prompts are texts, or have token ids, as ``vllm.LLM`` takes them.
+    Each is a `Request`, or its prompt alone.
     """
 
     def __init__(self, llm: Any, prompts: Sequence[Any]) -> None:
-        self._llm, self._engine, self._prompts = llm, llm.llm_engine, prompts
+        self._llm, self._engine = llm, llm.llm_engine
+        self._prompts = [each if isinstance(each, Request) else Request(each) for each in prompts]
+        self._waiting = Waiting(())
+        self._live: dict[str, Request] = {}
         self._emitted: dict[str, int] = {}
         self._sent = 0
 
@@ -85,23 +88,22 @@ class ClosedLoop:
         """Run one case; time it from when all requests decode until one ends and none follows."""
         if case.drafts is not None:
             self._llm.collective_rpc(fix_drafts, args=(case.drafts,))
-        waiting = self._requests(case)
-        for _ in range(case.batch):
-            self._send(*next(waiting))
-        while not all(self._emitted.values()):
-            _, ended = self._step()
-            if not self._follow(waiting, ended):
-                self._stop()
-                raise TooFewRequests(
-                    f"{case.requests} requests of {case.max_tokens} tokens came to their end "
-                    f"before {case.batch} of them decoded at a time: have more, or longer ones, "
-                    "or a K/V cache that holds so many"
-                )
-        measured = self._window(waiting)
+        self._waiting = Waiting(self._requests(case))
+        follows = self._follow(case.batch)
+        while follows and not all(self._emitted.values()):
+            follows = self._follow(self._step()[1])
+        if not follows:
+            self._stop()
+            raise TooFewRequests(
+                f"{case.requests} requests of {case.max_tokens} tokens came to their end "
+                f"before {case.batch} of them decoded at a time: have more, or longer ones, "
+                "more sessions, or a K/V cache that holds so many"
+            )
+        measured = self._window()
         self._stop()
         return measured
 
-    def _window(self, waiting: Iterator[tuple[Any, Any]]) -> Measured:
+    def _window(self) -> Measured:
         from vllm_graft.testing import spec_metrics
 
         before, began, tokens, steps = spec_metrics(self._llm), time.perf_counter(), 0, 0
@@ -110,7 +112,7 @@ class ClosedLoop:
             tokens += emitted
             # A call that returns before the device's step is through emits nothing.
             steps += emitted > 0
-            if not self._follow(waiting, ended):
+            if not self._follow(ended):
                 break
         seconds, after = time.perf_counter() - began, spec_metrics(self._llm)
         drafts = after.drafts - before.drafts
@@ -120,46 +122,54 @@ class ClosedLoop:
 
     def answers(self, ask: Ask) -> list[Answer]:
         """Answer one case's requests, in their order."""
-        waiting = enumerate(self._requests(ask.case))
-        live: dict[str, int] = {}
+        self._waiting = Waiting(self._requests(ask.case))
+        live: dict[str, Any] = {}
         found: dict[int, Answer] = {}
         while len(found) < ask.case.requests:
-            for number, (prompt, params) in islice(waiting, ask.case.batch - len(live)):
-                params.logprobs = 2 if ask.margins else None
-                self._send(prompt, params)
-                live[str(self._sent)] = number
+            while len(live) < ask.case.batch and (taken := self._waiting.take()) is not None:
+                taken[1].logprobs = 2 if ask.margins else None
+                self._send(*taken)
+                live[str(self._sent)] = taken[1].seed
             for output in self._engine.step():
                 if output.finished and output.request_id in live:
+                    self._waiting.end(self._live.pop(output.request_id))
                     found[live.pop(output.request_id)] = Answer.of(output.outputs[0])
         self._emitted.clear()
         return [found[number] for number in sorted(found)]
 
-    def _requests(self, case: Case) -> Iterator[tuple[Any, Any]]:
+    def _requests(self, case: Case) -> Iterator[tuple[Request, Any]]:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         for place in range(case.requests):
             share = 1.0 if place >= case.batch else 0.3 + 0.7 * (place + 1) / case.batch
             number = case.first + place
+            request = self._prompts[number % len(self._prompts)]
+            told = request.body(max(2, round(share * case.max_tokens)))
+            bound = told.pop("structured_outputs", None)
             params = SamplingParams(
                 temperature=case.temperature,
-                max_tokens=max(2, round(share * case.max_tokens)),
-                ignore_eos=True,
                 # With one seed, all arms that draw with the target's noise give the same text.
                 seed=number,
+                structured_outputs=StructuredOutputsParams(**bound) if bound else None,
+                extra_args=told.pop("vllm_xargs", None),
+                **told,
             )
-            yield self._prompts[number % len(self._prompts)], params
+            yield request, params
 
-    def _follow(self, waiting: Iterator[tuple[Any, Any]], ended: int) -> bool:
+    def _follow(self, ended: int) -> bool:
         """Send a request for each that has ended; False if there are too few."""
-        following = list(islice(waiting, ended))
-        for request in following:
-            self._send(*request)
-        return len(following) == ended
+        for _ in range(ended):
+            if (taken := self._waiting.take()) is None:
+                return False
+            self._send(*taken)
+        return True
 
-    def _send(self, prompt: Any, params: Any) -> None:
+    def _send(self, request: Request, params: Any) -> None:
         self._sent += 1
+        self._live[str(self._sent)] = request
         self._emitted[str(self._sent)] = 0
-        self._engine.add_request(str(self._sent), prompt, params)
+        self._engine.add_request(str(self._sent), request.prompt, params)
 
     def _step(self) -> tuple[int, int]:
         """Run a step; return how many tokens came and how many requests ended."""
@@ -173,6 +183,7 @@ class ClosedLoop:
             self._emitted[name] = found
             if output.finished:
                 del self._emitted[name]
+                self._waiting.end(self._live.pop(name))
                 ended += 1
         return tokens, ended
 
@@ -183,6 +194,7 @@ class ClosedLoop:
     def _stop(self) -> None:
         self._engine.abort_request(list(self._emitted))
         self._emitted.clear()
+        self._live.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
 

@@ -16,6 +16,10 @@ More flags may follow in the same word: `--arms none 'graft --additional-config.
 Without `--arms` they are `none`, a chain of 2, 3, 5 and 7 (`block` if a temperature is not 0),
 `ngram:5` and `graft`.
 
+A line of `--dataset`'s JSONL file has a `prompt`, or `messages` and `tools`. It may bind the answer
+to a `schema`, and limit its `output_tokens`. Requests of a `session` follow each other, as turns of
+an agent do, and as many sessions are in flight as requests.
+
 With `--url` a running server is measured instead, and nothing else: its own counters tell the
 tokens. Tokens of other clients count as well.
 
@@ -35,7 +39,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate, product, repeat
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,7 +54,7 @@ from vllm_graft.bench.common.report import BenchmarkError, positive
 from vllm_graft.bench.common.serve_flags import Serving, groups
 from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 from vllm_graft.bench.trees.arm_flags import read_arms
-from vllm_graft.bench.trees.prompts import add_dataset, read_prompts, require_dataset
+from vllm_graft.bench.trees.prompts import add_dataset, most_turns, read_prompts, require_dataset
 from vllm_graft.bench.trees.running_server import RunningServer
 from vllm_graft.metrics import server_info
 
@@ -63,7 +67,7 @@ def compare(arguments: argparse.Namespace, flags: list[str]) -> tuple[list[Row],
     longest = given.config.model_config.max_model_len - arguments.tokens
     prompts = read_prompts(arguments, given.tokenizer, most_requests(arguments), longest)
     arms = read_arms(arguments.arms, given, sampled=any(arguments.temperature))
-    held = max(len(prompt["prompt_token_ids"]) for prompt in prompts) + arguments.tokens
+    held = max(len(each.prompt["prompt_token_ids"]) for each in prompts) + arguments.tokens
     parted = groups(arms, held * max(arguments.requests_in_flight))
     limit = TimeLimit(arguments.seconds, len(parted))
     rows: list[Row] = []
@@ -101,32 +105,32 @@ def measure_cases(
     pipes: Mapping[Arm, Any],
     arguments: argparse.Namespace,
     limit: TimeLimit | None = None,
+    first: int = 0,
 ) -> list[Row]:
     """Measure all temperatures and numbers of requests in flight; see `take_turns`."""
     rows: list[Row] = []
-    first = 0 if arguments.new_prompts else None
     loads = [*product(arguments.temperature, arguments.requests_in_flight)]
     for temperature, batch in (limit or TimeLimit(None)).within(loads):
         rows += take_turns(pipes, arguments, temperature, batch, first)
-        if first is not None:
+        if arguments.new_prompts:
             first += sum(case.requests for case in rounds(arguments, temperature, batch))
     return rows
 
 
 def rounds(
-    arguments: argparse.Namespace, temperature: float, batch: int, first: int | None = None
+    arguments: argparse.Namespace, temperature: float, batch: int, first: int = 0
 ) -> list[Case]:
-    """The load of each round; the first round only warms up.
+    """The load of each round, from a request on; the first round only warms up.
 
-    With `first`, the number of the first request, each goes on where the one before ended.
+    With new prompts each goes on where the one before ended.
     """
-    requests = max(arguments.requests, 3 * batch)
+    requests = max(arguments.requests, 3 * batch, arguments.turns * batch)
+    # As many sessions as requests in flight have to be there, because their requests take turns.
+    few = batch + max(1, batch // 2) if arguments.turns == 1 else requests
+    numbers = [few, *[requests] * arguments.rounds]
+    starts = accumulate(numbers, initial=first) if arguments.new_prompts else repeat(first)
     case = Case(temperature, batch, requests, arguments.tokens)
-    cases = [replace(case, requests=batch + max(1, batch // 2)), *[case] * arguments.rounds]
-    if first is None:
-        return cases
-    starts = accumulate((each.requests for each in cases), initial=first)
-    return [replace(each, first=start) for each, start in zip(cases, starts)]
+    return [replace(case, requests=each, first=start) for each, start in zip(numbers, starts)]
 
 
 def take_turns(
@@ -134,7 +138,7 @@ def take_turns(
     arguments: argparse.Namespace,
     temperature: float,
     batch: int,
-    first: int | None = None,
+    first: int = 0,
 ) -> list[Row]:
     """Measure one case on every column in turn; see `rounds` for `first`.
 
@@ -188,9 +192,10 @@ def add_loads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=positive, default=3, help="measurements of a load that count"
     )
-    parser.add_argument("--tokens", type=positive, default=128, help="tokens per request")
-    told = "requests a measurement, 3 times those in flight at least"
+    parser.add_argument("--tokens", type=positive, default=128, help="tokens per request at most")
+    told = "requests a measurement, 3 times those in flight at least, or as many sessions"
     parser.add_argument("--requests", type=positive, default=12, help=told)
+    parser.set_defaults(turns=1)
     told = "each round asks for other prompts, as long as there are any"
     parser.add_argument("--new-prompts", action="store_true", help=told)
     told = "compare so many greedy answers with the first arm's"
@@ -208,7 +213,7 @@ DRAWN = {"tokens_per_second": "tokens per second", "acceptance_length": "mean ac
 
 def run(arguments: argparse.Namespace, flags: list[str]) -> int:
     """Measure, print the tables, write the files; the last line is the command to use."""
-    require_dataset(arguments.dataset, arguments.dataset_path)
+    arguments.turns = most_turns(require_dataset(arguments.dataset, arguments.dataset_path))
     if arguments.url:
         return _run_url(arguments, flags)
     rows, commands = compare(arguments, flags)

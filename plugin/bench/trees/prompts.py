@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.requests import Request
 
 SHAREGPT = (
     "https://huggingface.co/datasets/anon8231489123/ShareGPT_Vicuna_unfiltered/resolve/main/"
     "ShareGPT_V3_unfiltered_cleaned_split.json"
 )
 
-Prompt = dict[str, list[int]]
-"""A prompt as `vllm.LLM` takes it, by its token ids."""
+MORE: dict[str, type] = {
+    "tools": list,
+    "schema": dict,
+    "output_tokens": int,
+    "session": str,
+    "cache_salt": str,
+    "prediction": str,
+}
+"""What a line of a JSONL file may say besides a prompt or messages, as `Request` has it."""
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say what is asked."""
     told = (
-        'what is asked: a JSONL file with a "prompt" in each line, a JSON file of conversations '
-        "as ShareGPT's, 'sharegpt' (with --dataset-path), a dataset of the Hub that vLLM knows, or "
-        "'random', which no draft predicts well"
+        'what is asked: a JSONL file with a "prompt" or "messages" in each line, a JSON file of '
+        "conversations as ShareGPT's, 'sharegpt' (with --dataset-path), a dataset of the Hub that "
+        "vLLM knows, or 'random', which no draft predicts well"
     )
     parser.add_argument("--dataset", required=True, metavar="FILE|NAME", help=told)
     parser.add_argument("--dataset-path", type=Path, metavar="FILE", help="ShareGPT's file")
@@ -52,10 +61,18 @@ def require_dataset(dataset: str, path: Path | None) -> Path | None:
     return None
 
 
+def most_turns(file: Path | None) -> int:
+    """The most requests that a session of a JSONL file has; 1 without sessions."""
+    if file is None or file.suffix != ".jsonl":
+        return 1
+    named = Counter(line["session"] for line in _lines(file) if line.get("session"))
+    return max(named.values(), default=1)
+
+
 def read_prompts(
     arguments: argparse.Namespace, tokenizer: Any, count: int, longest: int
-) -> list[Prompt]:
-    """So many prompts at most, of `longest` tokens at most, in the model's chat template.
+) -> list[Request]:
+    """So many requests at most, of `longest` tokens at most, in the model's chat template.
 
     Raises:
         BenchmarkError: the dataset can't be read, or holds no such prompt.
@@ -63,42 +80,71 @@ def read_prompts(
     dataset = f"--dataset {arguments.dataset}"
     file = require_dataset(arguments.dataset, arguments.dataset_path)
     longest = min(longest, arguments.prompt_tokens)
+    left_out, found = 0, list[Request]()
     try:
+        lines: Iterable[dict[str, Any]]
         if file is not None and file.suffix == ".jsonl":
-            texts = _lines(file)
+            lines = _lines(file)
         else:
-            texts = iter(_samples(arguments, file, tokenizer, count, longest))
-        found: list[Prompt] = []
-        for text in texts:
-            ids = _tokens(text, tokenizer, plain=arguments.dataset == "random")
-            ids = ids[:longest] if arguments.dataset == "random" else ids
-            found += [{"prompt_token_ids": ids}] if 0 < len(ids) <= longest else []
+            texts = _samples(arguments, file, tokenizer, count, longest)
+            lines = ({"prompt": text} for text in texts)
+        for line in lines:
+            request = request_of(line, tokenizer, plain=arguments.dataset == "random")
+            ids = request.prompt["prompt_token_ids"]
+            if arguments.dataset == "random":
+                del ids[longest:]
+            fits = 0 < len(ids) <= longest
+            left_out, found = left_out + (not fits), found + [request] * fits
             if len(found) == count:
                 break
     except BenchmarkError:
         raise
     except Exception as error:  # Of vLLM's readers, of JSON, of what the Hub's client lacks.
         raise BenchmarkError(f"{dataset} can't be read: {type(error).__name__}: {error}") from error
+    more = "raise --prompt-tokens or --max-model-len."
     if not found:
         raise BenchmarkError(
-            f"{dataset} has no prompt of 1 to {longest} tokens: give another, or raise "
-            "--prompt-tokens or --max-model-len."
+            f"{dataset} has no prompt of 1 to {longest} tokens: give another, or {more}"
         )
+    if left_out:
+        print(f"{left_out} prompts are not of 1 to {longest} tokens, and left out: {more}")
     return found
 
 
-def _lines(file: Path) -> Iterator[str]:
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
     # VLLM's own reader needs pandas, which vLLM doesn't bring.
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if line.strip():
             read = json.loads(line)
-            prompt = read.get("prompt") if isinstance(read, dict) else None
-            if not isinstance(prompt, str):
+            if not isinstance(read, dict) or not (
+                isinstance(read.get("prompt"), str) or isinstance(read.get("messages"), list)
+            ):
                 raise BenchmarkError(
                     f'--dataset {file}, line {number}: there is no text named "prompt": write '
-                    '{"prompt": "..."} in each line.'
+                    '{"prompt": "..."} or {"messages": [...]} in each line.'
                 )
-            yield prompt
+            wrong = [
+                name for name, kind in MORE.items() if not isinstance(read.get(name, kind()), kind)
+            ]
+            if wrong:
+                raise BenchmarkError(
+                    f"--dataset {file}, line {number}: {wrong[0]} is {read[wrong[0]]!r}: give "
+                    f"{MORE[wrong[0]].__name__}, or leave it out."
+                )
+            yield read
+
+
+def request_of(line: dict[str, Any], tokenizer: Any, plain: bool = False) -> Request:
+    """The request of a line, which may have `MORE`; `plain` asks for no chat template.
+
+    Raises:
+        BenchmarkError: the model's chat template refuses the messages.
+    """
+    prompt: dict[str, Any] = {"prompt_token_ids": _tokens(line, tokenizer, plain)}
+    if line.get("cache_salt"):
+        prompt["cache_salt"] = line["cache_salt"]
+    more = (line.get(name) for name in ("output_tokens", "session", "schema", "prediction"))
+    return Request(prompt, *more)
 
 
 def _samples(
@@ -121,10 +167,21 @@ def _samples(
     return [sample.prompt for sample in get_samples(read, tokenizer)]
 
 
-def _tokens(text: str, tokenizer: Any, plain: bool) -> list[int]:
+def _tokens(line: dict[str, Any], tokenizer: Any, plain: bool) -> list[int]:
     if plain or not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode(text))
-    asked = [{"role": "user", "content": text}]
-    whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        texts = [str(each.get("content") or "") for each in line.get("messages", ())]
+        return list(tokenizer.encode(line.get("prompt") or "\n".join(texts)))
+    asked = line.get("messages") or [{"role": "user", "content": line["prompt"]}]
+    more = {"tools": line["tools"]} if line.get("tools") else {}
+    try:
+        whole = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, tokenize=False, **more
+        )
+    except Exception as error:  # A template raises what it likes.
+        raise BenchmarkError(
+            f"--dataset: the model's chat template refuses messages of "
+            f"{', '.join(dict.fromkeys(str(each.get('role')) for each in asked))} ({error}): leave "
+            '"messages" out of the lines, so that "prompt" is asked.'
+        ) from error
     # The template writes the special tokens itself.
     return list(tokenizer.encode(whole, add_special_tokens=False))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.values import reason_of
 from vllm_graft.bench.common.closed_loop import Case, Measured
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.trees.prompts import Prompt
+from vllm_graft.bench.common.requests import Request, Waiting
 from vllm_graft.metrics.exposition import total
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RunningServer:
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self.prompts = url.rstrip("/"), list[Prompt]()
+        self.url, self.prompts = url.rstrip("/"), list[Request]()
         try:
             (card, *_) = asyncio.run(self._get("/v1/models"))["data"]
             self.model, self.longest = str(card["id"]), int(card["max_model_len"])
@@ -74,15 +74,24 @@ class RunningServer:
         return asyncio.run(self._measure(self._case))
 
     async def _measure(self, case: Case) -> Measured:
-        numbers = iter(range(case.first, case.first + case.requests))
+        numbers = range(case.first, case.first + case.requests)
+        waiting = Waiting((self.prompts[each % len(self.prompts)], each) for each in numbers)
+        begun = [waiting.take() for _ in range(case.batch)]
+        if None in begun:
+            raise BenchmarkError(
+                f"--requests-in-flight {case.batch}: no more than {begun.index(None)} of the "
+                "dataset's sessions can be in flight at a time: lower it, or give more sessions."
+            )
         async with _session() as session:
 
-            async def send_on() -> None:
-                for number in numbers:
-                    await self._ask(session, case, number)
+            async def send_on(taken: tuple[Request, int] | None) -> None:
+                while taken is not None:
+                    await self._ask(session, case, *taken)
+                    waiting.end(taken[0])
+                    taken = waiting.take()
 
             before, began = await self._counted(session), time.perf_counter()
-            senders = [asyncio.create_task(send_on()) for _ in range(case.batch)]
+            senders = [asyncio.create_task(send_on(taken)) for taken in begun]
             done, rest = await asyncio.wait(senders, return_when=asyncio.FIRST_COMPLETED)
             after, seconds = await self._counted(session), time.perf_counter() - began
             for task in rest:
@@ -95,14 +104,17 @@ class RunningServer:
         length = 1 + more["accepted"] / drafts if drafts else 1.0
         return Measured(more["tokens"] / seconds, length)
 
-    async def _ask(self, session: aiohttp.ClientSession, case: Case, number: int) -> None:
+    async def _ask(
+        self, session: aiohttp.ClientSession, case: Case, request: Request, number: int
+    ) -> None:
+        told = dict(request.prompt)
         body = {
             "model": self.model,
-            "prompt": self.prompts[number % len(self.prompts)]["prompt_token_ids"],
-            "max_tokens": case.max_tokens,
+            "prompt": told.pop("prompt_token_ids"),
             "temperature": case.temperature,
             "seed": number,
-            "ignore_eos": True,
+            **told,
+            **request.body(case.max_tokens),
         }
         async with session.post(f"{self.url}/v1/completions", json=body) as reply:
             if reply.status != 200:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.trees import prompts
 from vllm_graft.cli import main
 
@@ -24,8 +25,10 @@ class Words:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [0] * add_special_tokens + [len(word) for word in text.split()]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return f"{self.chat_template} {messages[0]['content']}"
+    def apply_chat_template(self, messages: list[dict[str, str]], tools: Any = (), **_: Any) -> str:
+        """Put the template and a word for each tool in front, and the messages behind them."""
+        told = [str(self.chat_template), *("_tool" for _ in tools)]
+        return " ".join([*told, *(each["content"] for each in messages)])
 
 
 def asked(dataset: str, *more: str) -> argparse.Namespace:
@@ -36,8 +39,8 @@ def asked(dataset: str, *more: str) -> argparse.Namespace:
     return arguments
 
 
-def ids(found: list[prompts.Prompt]) -> list[list[int]]:
-    return [prompt["prompt_token_ids"] for prompt in found]
+def ids(found: list[Request]) -> list[list[int]]:
+    return [each.prompt["prompt_token_ids"] for each in found]
 
 
 @pytest.fixture
@@ -57,6 +60,39 @@ def test_lines_of_a_file(lines: str) -> None:
     assert ids(prompts.read_prompts(few, Words(), 9, 4)) == [[0], [0, 3]]
 
 
+def test_lines_may_say_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [{"role": "system", "content": "a"}, {"role": "user", "content": "bb ccc"}]
+    more = {"session": "s", "schema": {"type": "object"}, "output_tokens": 7, "prediction": "x"}
+    lines = [
+        {"messages": said, "tools": [{"name": "t"}], "cache_salt": "me", **more},
+        {"prompt": "dddd", "messages": said[1:], "session": "s"},
+        {"prompt": "a bb ccc dddd eeeee f g"},
+    ]
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert prompts.most_turns(file) == 2
+    first, second = prompts.read_prompts(asked(str(file)), Words("user:"), 9, 7)
+    ids = {"prompt_token_ids": [5, 5, 1, 2, 3], "cache_salt": "me"}
+    assert first == Request(ids, 7, "s", {"type": "object"}, "x")
+    assert second.prompt["prompt_token_ids"] == [5, 2, 3], "messages stand for the prompt"
+    assert "1 prompts are not of 1 to 7 tokens, and left out: raise --prompt-tokens" in (
+        capsys.readouterr().out
+    )
+    # Without a template a prompt is taken as it is, and messages follow each other.
+    first, second, _ = prompts.read_prompts(asked(str(file)), Words(), 9, 9)
+    assert first.prompt["prompt_token_ids"] == [0, 1, 2, 3]
+    assert second.prompt["prompt_token_ids"] == [0, 4]
+
+
+def test_a_template_may_refuse(lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise ValueError("roles must alternate")
+
+    monkeypatch.setattr(Words, "apply_chat_template", refuse)
+    with pytest.raises(BenchmarkError, match=r"refuses messages of user \(roles must alternate\)"):
+        prompts.read_prompts(asked(lines), Words("user:"), 9, 9)
+
+
 def test_no_prompt_is_short_enough(lines: str) -> None:
     with pytest.raises(BenchmarkError, match="has no prompt of 1 to 0 tokens: give another"):
         prompts.read_prompts(asked(lines), Words(), 9, 0)
@@ -68,6 +104,10 @@ def test_no_prompt_is_short_enough(lines: str) -> None:
         ('{"prompt": "a"}\n{"text": "b"}', 'line 2: there is no text named "prompt": write'),
         ('{"prompt": 3}', "line 1: there is no text"),
         ('["a"]', "line 1: there is no text"),
+        (
+            '{"prompt": "a", "output_tokens": "9"}',
+            "line 1: output_tokens is '9': give int, or leave",
+        ),
         ("prompt", "can't be read: JSONDecodeError"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.bench.common.closed_loop import Case
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.trees.running_server import RunningServer
 from vllm_graft.cli import main
 
@@ -82,7 +83,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
 def test_its_own_counters_tell(vllm: Vllm) -> None:
     server = RunningServer(vllm.url)
     assert (server.model, server.longest, server.root) == ("pair", 64, str(SHIPPED / "target"))
-    server.prompts = [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
+    server.prompts = [Request({"prompt_token_ids": [1, 2]}), Request({"prompt_token_ids": [3]})]
     server.send(Case(0.5, 2, 7, 6, first=3))
     measured = server.recv()
     assert measured.acceptance == 2.0
@@ -93,10 +94,31 @@ def test_its_own_counters_tell(vllm: Vllm) -> None:
     assert all(body["temperature"] == 0.5 and body["ignore_eos"] for body in vllm.asked)
 
 
+def test_what_a_request_says_is_sent(vllm: Vllm) -> None:
+    server = RunningServer(vllm.url)
+    told = {"prompt_token_ids": [1], "cache_salt": "me"}
+    server.prompts = [Request(told, 3, "s", {"type": "object"}, "x"), Request(told, 9, "s")]
+    server.send(Case(0.0, 2, 4, 6))
+    # Requests of a session follow each other, so that one is in flight.
+    with pytest.raises(BenchmarkError, match="no more than 1 of the dataset's sessions can be"):
+        server.recv()
+    server.send(Case(0.0, 1, 2, 6))
+    server.recv()
+    bound, free = vllm.asked
+    assert (bound["structured_outputs"], bound["ignore_eos"]) == (
+        {"json": {"type": "object"}},
+        False,
+    )
+    assert (bound["cache_salt"], bound["max_tokens"]) == ("me", 3)
+    assert bound["vllm_xargs"] == {"graft_prediction": "x"}
+    assert (free["max_tokens"], free["ignore_eos"]) == (6, True)
+    assert not {"structured_outputs", "vllm_xargs"} & free.keys()
+
+
 def test_a_refused_request_is_an_error(vllm: Vllm) -> None:
     vllm.refuses = True
     server = RunningServer(vllm.url)
-    server.prompts = [{"prompt_token_ids": [1]}]
+    server.prompts = [Request({"prompt_token_ids": [1]})]
     server.send(Case(0.0, 1, 2, 4))
     with pytest.raises(BenchmarkError, match="a request got 400"):
         server.recv()

@@ -17,6 +17,7 @@ from vllm_graft.bench.common import answers, arm_processes, closed_loop
 from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm as NamedArm
 from vllm_graft.bench.common.arm import Row, panels, table
+from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.common.time_limit import TimeLimit
 from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.command import take_turns
@@ -37,7 +38,8 @@ class Arm:
 
 
 def turns(pipes: Any, rounds: int, temperature: float = 0.0, batch: int = 1) -> list[Row]:
-    arguments = argparse.Namespace(requests=10, tokens=64, rounds=rounds)
+    arguments = loads("--requests", "10", "--tokens", "64")
+    arguments.rounds = rounds
     return take_turns(pipes, arguments, temperature=temperature, batch=batch)
 
 
@@ -143,6 +145,33 @@ def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.measure(closed_loop.Case(0.0, 2, 6, 40))
     loop.measure(closed_loop.Case(0.0, 2, 6, 40))
     assert engine.sent[12:] == engine.sent[6:12] == engine.sent[:6]
+
+
+def test_requests_of_a_session_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sessions are in flight; the third one follows the one that ends first."""
+    clock = Clock()
+    engine = Engine(clock)
+    monkeypatch.setattr(closed_loop, "time", clock)
+    monkeypatch.setattr("vllm_graft.testing.spec_metrics", counters)
+    lengths = {"a": (4, 40), "b": (12, 4), "c": (40, 40)}
+    said = [
+        Request(f"{name}{turn}", most, name)
+        for name, turns in lengths.items()
+        for turn, most in enumerate(turns)
+    ]
+    loop = closed_loop.ClosedLoop(Llm(engine), said)
+    loop.measure(closed_loop.Case(0.0, 2, 6, 99))
+    assert [prompt for prompt, _ in engine.sent] == ["a0", "b0", "a1", "b1", "c0"]
+    assert [seed for _, seed in engine.sent] == [0, 2, 1, 3, 4]
+    found = loop.answers(closed_loop.Ask(closed_loop.Case(0.0, 2, 6, 99), margins=False))
+    assert [len(each.tokens) for each in found] == [4, 40, 12, 4, 40, 40]
+
+
+def test_sessions_are_as_many_as_requests_in_flight() -> None:
+    arguments = loads("--requests", "1")
+    arguments.turns = 5
+    numbers = [case.requests for case in command.rounds(arguments, 0.0, 4)]
+    assert numbers == [20, 20, 20]
 
 
 def test_requests_that_end_too_soon_are_told() -> None:
@@ -289,7 +318,7 @@ def test_engines_that_do_not_fit_follow_each_other(
     config = SimpleNamespace(model_config=model)
     given = SimpleNamespace(model="model", config=config, tokenizer=None)
     monkeypatch.setattr(command.Serving, "read", lambda *_, **__: given)
-    monkeypatch.setattr(command, "read_prompts", lambda *_: [{"prompt_token_ids": [1, 2]}])
+    monkeypatch.setattr(command, "read_prompts", lambda *_: [Request({"prompt_token_ids": [1, 2]})])
     monkeypatch.setattr(command, "read_arms", lambda *_, **__: made)
     monkeypatch.setattr(
         command, "groups", lambda arms, _: [arms] if together else [[arm] for arm in arms]

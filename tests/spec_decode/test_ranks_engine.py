@@ -8,6 +8,7 @@ import pytest
 from tests.support.engines import rank_answers
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pairs import Answer, Pair, Request
+from vllm_graft.bench.common.told_lengths import DRAFTS, SCHEDULER
 from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -77,6 +78,31 @@ def test_two_ranks_answer_as_one(
     drafts = found.metrics["vllm:spec_decode_num_drafts"]
     assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > drafts
     assert compared_trees(found) >= drafts / ASKED
+
+
+def test_stocks_chains_are_told_their_length_on_two_ranks(pair: Pair, tmp_path: Path) -> None:
+    """The scheduler of `bench trees` is in another process than the workers."""
+    drafted = {}
+    for number, length in enumerate((2, 3)):
+        speculative = {
+            "method": "eagle3",
+            "model": pair.draft,
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 8, 2]],
+        }
+        params = {"temperature": 0.0, "max_tokens": 8, "extra_args": {DRAFTS: length}}
+        questions = {
+            "engine": two_ranks(pair, {}, speculative_config=speculative)
+            | {"additional_config": {}, "scheduler_cls": SCHEDULER},
+            "requests": [{"prompt": pair.prompts[0], "params": params}],
+            "rounds": 1,
+        }
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = rank_answers.ask(folder, questions, cuda=False).metrics
+        tokens, steps = (f"vllm:spec_decode_num_{what}" for what in ("draft_tokens", "drafts"))
+        drafted[length] = found[tokens] / found[steps]
+    assert drafted == {2: 2.0, 3: 3.0}
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on a CPU draft the same trees, and answer as one rank does."""
+"""Two ranks on a CPU: tensor-parallel ones draft the same trees, data-parallel ones of one size."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,9 @@ import pytest
 
 from tests.support.engines import rank_answers
 from tests.support.engines.cache_engines import transfer
-from tests.support.engines.pairs import Answer, Pair, Request
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from tests.support.engines.rank_answers import Questions
+from tests.support.models.mtp_targets import write_glm4_moe
 from vllm_graft.bench.common.told_lengths import DRAFTS, SCHEDULER
 from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
 
@@ -61,15 +63,12 @@ def test_two_ranks_answer_as_one(
     tokens, so that they hold enough of any text.
     """
     tree = {"topk": 3, "steps": 4, "hot_tokens": 1000, "head_dtype": "fp8"}
-    questions = {
-        "engine": two_ranks(pair, tree, kv_transfer_config=transfer(load="async")),
-        "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],
-        "rounds": 2,
-    }
+    engine = two_ranks(pair, tree, kv_transfer_config=transfer(load="async"))
+    questions = Questions(engine, samples[:ASKED], rounds=2)
     found = rank_answers.ask(tmp_path, questions, cuda=False, hurried=True)
-    answers = [answer.tokens[0] for answer in expected[:ASKED]]
-    assert found.rounds == [answers, answers]
-    assert sum(found.cached[0]) < sum(found.cached[1])
+    assert found.rounds == [expected[:ASKED]] * 2
+    cached = [sum(answer.cached for answer in answers) for answers in found.rounds]
+    assert cached[0] < cached[1]
     first, second = (rank["counters"]["tree"]["hot_tokens"] for rank in found.ranks)
     assert first == second
     assert first["choices"] > 4
@@ -91,12 +90,9 @@ def test_stocks_chains_are_told_their_length_on_two_ranks(pair: Pair, tmp_path: 
             "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 8, 2]],
         }
         params = {"temperature": 0.0, "max_tokens": 8, "extra_args": {DRAFTS: length}}
-        questions = {
-            "engine": two_ranks(pair, {}, speculative_config=speculative)
-            | {"additional_config": {}, "scheduler_cls": SCHEDULER},
-            "requests": [{"prompt": pair.prompts[0], "params": params}],
-            "rounds": 1,
-        }
+        engine = two_ranks(pair, {}, speculative_config=speculative, scheduler_cls=SCHEDULER)
+        engine["additional_config"] = {}
+        questions = Questions(engine, [Request(pair.prompts[0], params)])
         folder = tmp_path / str(number)
         folder.mkdir()
         found = rank_answers.ask(folder, questions, cuda=False).metrics
@@ -123,12 +119,59 @@ def test_other_drafters_agree_on_two_ranks(
     else:
         speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
     tree = {"topk": 3, "nodes": 7, "shape": shape}
-    questions = {
-        "engine": two_ranks(pair, tree, speculative_config=speculative),
-        "requests": [{"prompt": s.prompt, "params": s.params} for s in samples[:ASKED]],
-        "rounds": 1,
-    }
-    found = rank_answers.ask(tmp_path, questions, cuda=False)
-    assert found.rounds == [[answer.tokens[0] for answer in expected[:ASKED]]]
+    engine = two_ranks(pair, tree, speculative_config=speculative)
+    found = rank_answers.ask(tmp_path, Questions(engine, samples[:ASKED]), cuda=False)
+    assert found.rounds == [expected[:ASKED]]
     assert compared_trees(found) > 0
     assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+LENGTH = 64
+"""The model's length, which some answers reach."""
+
+
+def of_each_rank() -> list[list[Request]]:
+    """Requests that end at different times: one rank is left with dummy batches for long."""
+    long, short = {"max_tokens": LENGTH, "seed": 7}, {"max_tokens": 8, "temperature": 0}
+    middle = {"max_tokens": 30, "temperature": 0}
+    texts = ["one two three", "a b c d e f", "def main(argv):", "x = 1"]
+    first = [Request(text, params) for text, params in zip(texts, (long, middle, long, short))]
+    return [first, [Request("The fox", short)]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "table"),
+    [("auto", None), pytest.param("fixed", [[1, 1, 7], [2, 8, 3]], marks=pytest.mark.nightly)],
+)
+def test_data_parallel_ranks_of_experts_draft_one_number(
+    shape: str, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of target and module are those of both ranks. There is K/V for two requests.
+
+    Ranks that drafted different numbers would wait for each other until the time is up.
+    """
+    monkeypatch.delenv(CHECK_RANKS)
+    folder = str(write_glm4_moe(tmp_path / "target", from_states=0.2))
+    target, requests = Pair(folder, folder, []), of_each_rank()
+    with target.engine(max_model_len=LENGTH) as llm:
+        expected = [answer_all(llm, each) for each in requests]
+    speculative = {"method": "mtp", "model": folder, "num_speculative_tokens": 7}
+    engine = two_ranks(
+        target,
+        {"topk": 3, "steps": 3, "shape": shape},
+        tensor_parallel_size=1,
+        max_model_len=LENGTH,
+        max_num_batched_tokens=LENGTH,
+        num_gpu_blocks_override=6,
+        speculative_config=speculative | {"num_speculative_tokens_per_batch_size": table},
+    )
+    questions = [Questions(engine, each) for each in requests]
+    found = rank_answers.ask_replicas(tmp_path, questions, cuda=False)
+    assert [each.rounds for each in found] == [[each] for each in expected]
+    drafted, kept = (
+        [each.metrics[f"vllm:spec_decode_num_{name}"] for each in found]
+        for name in ("drafts", "accepted_tokens")
+    )
+    assert min(drafted) > 0
+    assert kept[0] > 0
+    assert found[0].metrics["vllm:num_preemptions"] > 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_graft.spec_decode.tree_part import _hook_config
 from vllm_graft.spec_decode.tuning import rank_agreement
 from vllm_graft.spec_decode.tuning.rank_agreement import (
     Heard,
@@ -261,3 +262,18 @@ def test_ranks_step_together_where_they_share_experts(
         speculative_config=SimpleNamespace(uses_dynamic_speculative_decoding=uses),
     )
     assert step_together(config) is together
+
+
+@pytest.mark.parametrize("graft", [{"tree": {}}, {"tree": {"shape": "auto"}}, {}])
+def test_trees_alone_keep_their_table_beside_data_parallel_ranks(graft: dict[str, Any]) -> None:
+    class VllmConfig:
+        def __init__(self) -> None:
+            self.additional_config, self.dropped = {"graft": graft}, False
+
+        def _maybe_disable_dynamic_sd_for_data_parallel(self) -> None:
+            self.dropped = True
+
+    _hook_config(SimpleNamespace(VllmConfig=VllmConfig))  # type: ignore[arg-type]
+    config = VllmConfig()
+    config._maybe_disable_dynamic_sd_for_data_parallel()
+    assert config.dropped is not bool(graft)

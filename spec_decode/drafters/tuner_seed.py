@@ -26,7 +26,7 @@ DISTURBED = 0.1
 PATIENCE = 10.0
 """Seconds after which no further pass begins."""
 
-Measured = tuple[Costs, Costs, float]
+Measured = tuple["StepCosts", "StepCosts", float]
 """Costs from the whole vocabulary and from hot tokens, and the seconds that measuring has taken."""
 
 
@@ -38,7 +38,7 @@ def step_costs(worker: Any, replays: int, seconds: float) -> Measured:
     """
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
-    measured: tuple[Costs, Costs] = measure_step_costs(worker, replays)
+    measured: tuple[StepCosts, StepCosts] = measure_step_costs(worker, replays)
     return _slowest_of(gather_replicas((*measured, seconds)))
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graft.seams.wrap import wrap
@@ -99,7 +99,7 @@ class RankAgreement:
         )
 
 
-def ride_along(module: ModuleType | Any, agreement: RankAgreement) -> None:
+def ride_along(module: Any, agreement: RankAgreement) -> None:
     """Send an agreement's rows in the exchange of vLLM's ``gpu.dp_utils``, the given module."""
     from vllm.distributed import parallel_state
 

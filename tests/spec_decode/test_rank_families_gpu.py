@@ -269,3 +269,22 @@ def test_two_gpus_answer_as_the_target_alone(
         assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
     if "vit" in family.graft:
         assert all(rank["counters"]["vit"] for rank in found.ranks)
+
+
+@pytest.mark.parametrize("shape", ["fixed", "auto"])
+def test_data_parallel_ranks_answer_as_the_target_alone(
+    shape: str, pair: Pair, tmp_path: Path
+) -> None:
+    """Target and module have experts, which lie on both cards; the second rank soon has no requests
+    left. The first has one that reaches the model's length."""
+    family = parallel_experts(tmp_path / "models", pair)
+    family.tree["shape"] = shape
+    family.requests[0].params["max_tokens"] = 256
+    with exact_engine(family.target) as llm:
+        expected = answer_all(llm, family.requests)
+    engine = with_trees(family) | {"tensor_parallel_size": 1}
+    questions = [Questions(engine, family.requests[:-1]), Questions(engine, family.requests[-1:])]
+    found = rank_answers.ask_replicas(tmp_path, questions, cuda=True)
+    assert [each.rounds for each in found] == [[expected[:-1]], [expected[-1:]]]
+    counters = [each.ranks[0]["counters"]["tree"] for each in found]
+    assert all(each["draft_replays"] > 0 for each in counters)

@@ -13,9 +13,13 @@ REPLICAS = "GRAFT_TEST_REPLICAS"
 
 
 def replica(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment of a data-parallel rank whose process has its whole engine."""
+    """The environment of a data-parallel rank.
+
+    Its process has the engine core, so that it goes on with dummy batches until all have ended.
+    """
     told = {"RANK": rank, "SIZE": size, "MASTER_PORT": port}
-    return {REPLICAS: "1", **{f"VLLM_DP_{name}": str(value) for name, value in told.items()}}
+    ranks = {f"VLLM_DP_{name}": str(value) for name, value in told.items()}
+    return {REPLICAS: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **ranks}
 
 
 def mend(module: ModuleType) -> None:

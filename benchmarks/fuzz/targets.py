@@ -101,4 +101,5 @@ TARGETS: dict[str, Target] = {
     "experts": Target(_experts),
     "rich": Target(_rich, {"adapters": ("one", "two"), "embed": embedded, "thinks": True}),
 }
-"""By name; `experts` has an MTP module, `rich` is the pair with LoRA, embeddings of prompts, and thinking budgets."""
+"""By name; `experts` has an MTP module, `rich` is the pair with LoRA, embeddings of prompts, and
+thinking budgets."""

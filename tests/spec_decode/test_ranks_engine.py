@@ -1,14 +1,17 @@
 """Two ranks on a CPU: tensor-parallel ones draft the same trees, data-parallel ones of one size."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engines import rank_answers
+from tests.support.engines import rank_families as families
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
 from tests.support.engines.rank_answers import Questions
+from tests.support.engines.rank_families import Family
 from tests.support.models.mtp_targets import write_glm4_moe
 from vllm_graft.bench.common.told_lengths import DRAFTS, SCHEDULER
 from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
@@ -97,26 +100,29 @@ def test_a_chain_of_stock_s_is_told_its_length_on_two_ranks(pair: Pair, tmp_path
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("method", ["ngram_gpu", "draft_model"])
-@pytest.mark.parametrize("shape", ["fixed", "auto"])
-def test_other_drafters_agree_on_two_ranks(
-    method: str,
-    shape: str,
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (families.experts, "auto"),
+        (families.dspark, "fixed"),
+        (families.windows, "fixed"),
+        (families.grammars, "auto"),
+        (families.ngrams, "fixed"),
+        (families.ngrams_alone, "auto"),
+        (families.draft_model, "fixed"),
+        (families.draft_model, "auto"),
+    ],
+)
+def test_families_agree_on_two_ranks(
+    make: Callable[[Path, Pair], Family], shape: str, pair: Pair, tmp_path: Path
 ) -> None:
-    """The target drafts for itself where a draft model is asked for."""
-    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
-    if method == "draft_model":
-        speculative |= {"model": pair.target}
-    else:
-        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-    tree = {"topk": 3, "nodes": 7, "shape": shape}
-    engine = two_ranks(pair, tree, speculative_config=speculative)
-    found = rank_answers.ask(tmp_path, Questions(engine, samples[:ASKED]), cuda=False)
-    assert found.rounds == [expected[:ASKED]]
+    family = make(tmp_path / "models", pair)
+    family.tree["shape"] = shape
+    with Pair(str(family.target), "", []).engine(**family.options) as llm:
+        expected = answer_all(llm, family.requests[:ASKED])
+    engine = two_ranks(pair, {}, **family.options, **family.asked) | {"model": str(family.target)}
+    found = rank_answers.ask(tmp_path, Questions(engine, family.predict(expected)), cuda=False)
+    assert found.rounds == [expected]
     assert compared_trees(found) > 0
     assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
 

@@ -1,6 +1,6 @@
 """Data-parallel ranks on a CPU that share experts, for which vLLM has no collectives there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +57,7 @@ def scattered(rows: Any, sizes: Sequence[int], rank: int, group: Any) -> Any:
     return total.split(list(sizes))[rank].contiguous()
 
 
-def on_all_ranks(folder: Path, ask: Any, questions: Sequence[Mapping[str, Any]]) -> list[Any]:
+def on_all_ranks(folder: Path, ask: Any, questions: Sequence[Any]) -> list[Any]:
     """Answer the questions of each rank by `ask(folder, questions, environment)`, all at once."""
     port = free_port()
 

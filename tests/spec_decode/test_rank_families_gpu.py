@@ -40,6 +40,10 @@ FAMILIES = [
 def with_trees(family: Family) -> dict[str, Any]:
     """The options of an engine of two ranks, whose decodes run in FULL graphs."""
     counts = (1, 2, 4, 8)
+    asked = family.asked
+    if asked["speculative_config"]["method"] == "dspark":
+        # Else vLLM chooses a backend for a block by itself.
+        asked["speculative_config"] = {"attention_backend": "TRITON_ATTN", **family.speculative}
     return {
         "model": str(family.target),
         "tensor_parallel_size": 2,
@@ -56,7 +60,7 @@ def with_trees(family: Family) -> dict[str, Any]:
             "cudagraph_capture_sizes": sorted({*counts} | {n * (NODES + 1) for n in counts}),
         },
         **family.options,
-        **family.asked,
+        **asked,
     }
 
 

@@ -99,7 +99,7 @@ def parallel_experts(folder: Path, pair: Pair) -> Family:
 
 def dspark(folder: Path, pair: Pair) -> Family:
     target = write_block_target(folder / "target", from_last=FROM_LAST)
-    draft = write_dspark(folder / "draft", from_last=FROM_LAST, error=0.3)
+    draft = write_dspark(folder / "draft", from_last=FROM_LAST, error=0.3, causal=True)
     speculative = {"method": "dspark", "model": str(draft), "num_speculative_tokens": NODES}
     tree = {"topk": 4, "steps": DEPTH - 1}
     return Family(target, speculative, greedy(TOKENS) + seeded(TOKENS), tree=tree)

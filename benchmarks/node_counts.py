@@ -6,19 +6,33 @@ Functions for `LLM.collective_rpc`, in our engine; they find the tuner in the wo
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-from vllm_graft.bench.common.closed_loop import calling_table
 
 Nodes = dict[int, dict[str, float]]
 """Figures of each number of nodes, seen and expected."""
 
 
+def calling_core() -> Any:
+    """The engine core among the callers of a function that runs in a worker; None without one.
+
+    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if getattr(caller, "scheduler", None) is not None:
+            return caller
+        frame = frame.f_back
+    return None
+
+
 def calling_tuner() -> Any:
     """The tuner of ``shape: auto`` among the callers; None without one."""
-    return getattr(calling_table(), "tuner", None)
+    table = getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
+    return getattr(table, "tuner", None)
 
 
 class Step(NamedTuple):

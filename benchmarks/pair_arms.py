@@ -24,6 +24,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.told_lengths import SCHEDULER
 from vllm_graft.bench.trees.arm_flags import CHAINS, NGRAM, ranges
 from vllm_graft.config import GraftConfig
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig
@@ -74,9 +75,6 @@ _NUMBERED_KEYS = {"hot": "hot_tokens", "window": "draft_window", "topk": "topk",
 """So many tokens are learned that drafts are chosen from, or the draft sees so many tokens; or the
 tree has a topk or steps of its own."""
 
-
-_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Options that part the workers from the scheduler, whose table of lengths `fix_drafts` sets."""
 
 METHODS = ("eagle3", "eagle", "mtp", "dflash", "dspark", "draft_model")
 """vLLM's methods whose drafts a pair may hold, each in a folder of this name."""
@@ -142,6 +140,7 @@ def read_arm(
     speculative |= CHAINS.get(kind, {})
     if several and len(numbers) > 1:
         speculative["num_speculative_tokens_per_batch_size"] = ranges(numbers, max_num_seqs)
+        options["scheduler_cls"] = SCHEDULER
         return Arm(name, options, tuple(numbers))
     if not several:
         if kind == "auto":
@@ -209,7 +208,7 @@ def read_arms(arguments: argparse.Namespace) -> list[Arm]:
     """The arms that the arguments name.
 
     Raises:
-        BenchmarkError: an arm can't be read, or can't be told lengths with these options.
+        BenchmarkError: an arm can't be read.
     """
     draft = draft_folder(arguments.pair, arguments.method)
     arms = []
@@ -217,14 +216,6 @@ def read_arms(arguments: argparse.Namespace) -> list[Arm]:
         steps = arguments.auto_steps if name.startswith("auto:") else arguments.steps
         largest = max(arguments.requests_in_flight)
         arms.append(read_arm(name, draft, arguments.topk, steps, largest, arguments.method))
-    apart = {key: arguments.options[key] for key in _RANKS if arguments.options.get(key, 1) != 1}
-    for arm in arms:
-        if arm.drafts and apart:
-            raise BenchmarkError(
-                f"--arms {arm.name!r}: an engine of several ranks can't be told lengths in turn "
-                f"(--options has {json.dumps(apart)}): give each length an arm of its own, as "
-                f"{' '.join(arm.columns)}"
-            )
     return arms
 
 

@@ -91,6 +91,9 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
             _restore(vllm_config, decided.before.get(part.name, {}))
     decided = decided.model_copy(update={"on": on, "off": off, "settled": True})
     _write(vllm_config, decided, {name: graft[name] for name in graft if name in on})
+    if on != decided.on:
+        # With data parallelism trees may change their number, and vLLM's own drafts may not.
+        vllm_config._maybe_disable_dynamic_sd_for_data_parallel()
     _log(decided)
     return config.model_copy(
         update={name: None for name in GraftConfig.model_fields if name not in on}

@@ -54,10 +54,12 @@ from vllm_graft.spec_decode.presets.node_count import (
 from vllm_graft.spec_decode.refusals.late_refusals import LATE
 from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
+from vllm_graft.spec_decode.tuning.rank_agreement import follow_ranks, step_together
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.accepted_kv import count_accepted, hold_saves
 from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
 
+_CONFIG = "vllm.config.vllm"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
@@ -85,6 +87,7 @@ class TreePart:
         return refusals()
 
     def install(self) -> None:
+        after_import(_CONFIG, _hook_config)
         after_import(_SPECULATORS, self._hook_speculators)
         after_import(_SCHEDULER, _hook_scheduler)
         after_import(_GRAPHS, _hook_graphs)
@@ -170,6 +173,8 @@ class TreePart:
         count_fitted(worker)
         follow_weights(worker)
         hold_saves(worker)
+        if step_together(vllm_config):
+            follow_ranks(worker)
         if getattr(vllm_config, "lora_config", None) is not None:
             adapt_sampled_rows(worker)
 
@@ -202,6 +207,18 @@ class TreePart:
 
     def _hook_speculator(self, name: str, module: ModuleType) -> None:
         build_instead(getattr(module, name, None), self.speculator_class, self.built.add)
+
+
+def _hook_config(module: ModuleType) -> None:
+    def unless_trees(original: Any) -> Any:
+        def _maybe_disable_dynamic_sd_for_data_parallel(self: Any) -> None:
+            # Ranks that step together agree on the number of drafts of ours.
+            if TreeConfig.from_vllm(self) is None:
+                original(self)
+
+        return _maybe_disable_dynamic_sd_for_data_parallel
+
+    wrap(module.VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", unless_trees)
 
 
 def _hook_scheduler(module: ModuleType) -> None:

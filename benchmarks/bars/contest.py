@@ -29,7 +29,7 @@ from benchmarks.step_bytes import StepBytes, step_bytes
 from benchmarks.watched_loop import Call, Watched
 from benchmarks.workloads.load import load_of
 from vllm_graft.bench.common import report
-from vllm_graft.bench.common.closed_loop import Ask, Case, fix_drafts
+from vllm_graft.bench.common.closed_loop import Ask, Case
 from vllm_graft.bench.trees.arm_flags import is_chain
 
 WARM_UP_TOKENS = 16
@@ -158,9 +158,11 @@ class Bars:
 
     def _serve(self, name: str, cell: Cell, case: Case) -> Watched:
         """Have an engine run a case; an engine of chains is told how many drafts."""
-        told = replace(case, drafts=cell.chain) if name in self.chains else case
-        measured: Watched = self._ask(name, told)
+        measured: Watched = self._ask(name, self._told(name, cell, case))
         return measured
+
+    def _told(self, name: str, cell: Cell, case: Case) -> Case:
+        return replace(case, drafts=cell.chain) if name in self.chains else case
 
     def _warm_up(self, cell: Cell, case: Case) -> None:
         """Warm all engines up at once, for each batch, greedy or not, to compile kernels."""
@@ -170,10 +172,8 @@ class Bars:
         self._warm.add(kind)
         short = replace(case, max_tokens=min(WARM_UP_TOKENS, self.tokens))
         short = replace(short, requests=cell.batch + max(1, cell.batch // 2))
-        for name in self.chains:
-            self._ask(name, Call(fix_drafts, (cell.chain,)))
-        for pipe in self.pipes.values():
-            pipe.send(Ask(short, margins=False))
+        for name, pipe in self.pipes.items():
+            pipe.send(Ask(self._told(name, cell, short), margins=False))
         for name in self.pipes:
             self._answer(name)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.bars import kernel_times as kernels
 from benchmarks.bars.host_clock import PARTS, WARM_UP, Watch
+from benchmarks.node_counts import calling_core
 from benchmarks.step_bytes import (
     PASSES,
     copy_bandwidth,
@@ -22,7 +23,6 @@ from benchmarks.step_bytes import (
     median_seconds,
     replay_seconds,
 )
-from vllm_graft.bench.common.closed_loop import calling_core
 
 NODES, ROWS, CONTEXT = 63, 32, 2000
 """Nodes of bar 3's tree, rows of bar 4's wider pass, and tokens of their request."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
-from vllm_graft.bench.common.closed_loop import calling_core
+from benchmarks.node_counts import calling_core
 
 FULL, PROMPTS, FEWER = "full", "prompts", "fewer"
 """Kinds of steps: decodes of the whole batch, with a prompt among them, decodes of fewer."""

@@ -190,6 +190,13 @@ FEW, FEWEST, SOME = blocks(FEW_BLOCKS), blocks(FEWEST_BLOCKS), blocks(SOME_BLOCK
 CHAIN = list(speculate(SHIPPED, 5))
 TREE = tree(9, 3)
 
+MODULE = [
+    *("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 4})),
+    *("--additional-config", json.dumps({"graft": {"tree": {"nodes": 9, "shape": "auto"}}})),
+]
+TENSOR_PARALLEL = ["--tensor-parallel-size", "2"]
+DATA_PARALLEL = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+
 PLAIN = arm("plain")
 
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
@@ -245,6 +252,9 @@ ARMS: dict[str, Arm] = {
             busy=(*ACCEPTED, *HITS),
         ),
         arm("multi", SOME, two, busy=HITS),
+        arm("ranks", tree(9, 3, shape="auto", ngram=True), FEWEST, TENSOR_PARALLEL, **DRAFTS),
+        # Both ranks run each pass, and are preempted at different times.
+        arm("replicas", MODULE, FEWEST, DATA_PARALLEL, target="experts", **DRAFTS),
         arm("chain", CHAIN, rules=STOCK_CHAIN, busy=ACCEPTED),
         # With adapters, embeddings of prompts and thinking budgets.
         arm("rich", tree(9, 3, ngram=True), target="rich", busy=ACCEPTED),

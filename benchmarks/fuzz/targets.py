@@ -8,12 +8,13 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.lora_adapters import write_adapter
+from tests.support.models.mtp_targets import ONE_LAYER, write_glm4_moe
 
 ORIGINAL = SHIPPED / "target"
 
@@ -68,6 +69,15 @@ def _rich(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def _experts(folder: Path) -> list[str]:
+    there = folder / "experts"
+    if not there.exists():
+        vocabulary = json.loads((ORIGINAL / "config.json").read_text())["vocab_size"]
+        shape = replace(ONE_LAYER, vocab_size=vocabulary)
+        write_glm4_moe(there, shape, from_states=0.2)
+    return [str(there), "--tokenizer", str(ORIGINAL)]
+
+
 def embedded(ids: list[int]) -> str:
     """Return embeddings of token ids, float32 [tokens, hidden], as a request has them."""
     import torch
@@ -88,6 +98,8 @@ TARGETS: dict[str, Target] = {
     "pair": Target(lambda folder: [str(ORIGINAL)]),
     "noisy": Target(lambda folder: [str(noisy(folder))]),
     "rotated": Target(_rotated),
+    "experts": Target(_experts),
     "rich": Target(_rich, {"adapters": ("one", "two"), "embed": embedded, "thinks": True}),
 }
-"""By name; `rich` is the pair with LoRA, embeddings of prompts, and thinking budgets."""
+"""By name; `experts` has an MTP module, `rich` is the pair with LoRA, embeddings of prompts, and
+thinking budgets."""

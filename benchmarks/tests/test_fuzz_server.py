@@ -300,6 +300,8 @@ def test_arms_of_each_part_are_there(tmp_path: Path) -> None:
     assert '"load": "layerwise"' in texts["both-layerwise"]
     assert '"graft": "auto"' in texts["preset"]
     assert "--api-server-count" in keys["preset"]
+    assert texts["ranks"].endswith("--tensor-parallel-size 2")
+    assert "--data-parallel-size 2" in texts["replicas"]
     shared, environment = settings()
     assert "priority" in shared
     assert environment["VLLM_GRAFT_INTERPRET"] == "1"

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import pair_arms as arms
 from vllm_graft.bench.common.arm import Arm as NamedArm
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.told_lengths import SCHEDULER
 
 
 def read(name: str) -> NamedArm:
@@ -190,12 +191,10 @@ def arms_of(*names: str, **options: Any) -> list[NamedArm]:
     return arms.read_arms(given)
 
 
-def test_several_lengths_need_a_scheduler_beside_the_only_rank() -> None:
-    assert [arm.drafts for arm in arms_of("block:3,5", tensor_parallel_size=1)] == [(3, 5)]
-    assert arms_of("block:3", "tree:31", tensor_parallel_size=2)
-    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        with pytest.raises(BenchmarkError, match=rf'"{option}": 2.*as block:3\+fp8 block:5\+fp8$'):
-            arms_of("none", "block:3,5+fp8", **{option: 2})
+def test_several_lengths_need_our_scheduler() -> None:
+    several, one = arms_of("block:3,5", "block:3", tensor_parallel_size=2)
+    assert (several.drafts, several.options["scheduler_cls"]) == ((3, 5), SCHEDULER)
+    assert "scheduler_cls" not in one.options
 
 
 def test_arms_of_other_drafts() -> None:

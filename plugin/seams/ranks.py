@@ -1,4 +1,4 @@
-"""What the tensor-parallel ranks of a worker decide together.
+"""What ranks decide together: the tensor-parallel ones of a worker, unless another group is named.
 
 Ranks that call these functions in the same order agree. An ordinary step never calls them, because
 the exchange waits for the slowest rank on the host.
@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 
 def gather(value: Any) -> list[Any]:
     """The values of all ranks, by rank; each can be pickled."""
+    return _gathered(value, _group())
+
+
+def gather_replicas(value: Any) -> list[Any]:
+    """The values of the data-parallel ranks that step together, by rank."""
+    from vllm.distributed import get_dp_group, model_parallel_is_initialized
+
+    return _gathered(value, get_dp_group() if model_parallel_is_initialized() else None)
+
+
+def _gathered(value: Any, group: GroupCoordinator | None) -> list[Any]:
     import torch
 
-    group = _group()
-    if group is None:
+    if group is None or group.world_size == 1:
         return [value]
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)

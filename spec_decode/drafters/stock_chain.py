@@ -35,7 +35,6 @@ class StockChain(DraftModelSpeculator):
         if num_speculative_tokens is not None:
             tokens = min(tokens, num_speculative_tokens)
         drafts = super().propose(*args, num_speculative_tokens=tokens, **kwargs)
-        # An engine whose ranks are replicas asks for all columns: any token may be verified.
         return torch.nn.functional.pad(drafts, (0, self.width - drafts.shape[1]))
 
 

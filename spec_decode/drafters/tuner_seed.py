@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import info_once, warning_once
+from vllm_graft.seams.ranks import gather_replicas
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.spec_decode.tuning.step_times import MEASURED, Costs
 
@@ -25,13 +26,20 @@ DISTURBED = 0.1
 PATIENCE = 10.0
 """Seconds after which no further pass begins."""
 
+Measured = tuple["StepCosts", "StepCosts", float]
+"""Costs from the whole vocabulary and from hot tokens, and the seconds that measuring has taken."""
 
-def step_costs(worker: Any, replays: int) -> tuple[Costs, Costs]:
-    """Runs in each worker; see `measure_step_costs`, which the engine's process does not import."""
+
+def step_costs(worker: Any, replays: int, seconds: float) -> Measured:
+    """Runs in each worker; see `measure_step_costs`, which the engine's process does not import.
+
+    Data-parallel ranks replay passes of all of them. So they all return the slowest rank's costs
+    and seconds, by which each decides to measure again.
+    """
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
-    costs: tuple[Costs, Costs] = measure_step_costs(worker, replays)
-    return costs
+    measured: tuple[StepCosts, StepCosts] = measure_step_costs(worker, replays)
+    return _slowest_of(gather_replicas((*measured, seconds)))
 
 
 def hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
@@ -50,9 +58,12 @@ def measure(engine: EngineCore) -> Costs:
     saves. The answer is kept for the scheduler of the same configuration, which is not built yet.
     """
     began = time.monotonic()
-    whole, hot = _slowest_ranks(engine, REPLAYS)
-    while shorter := sum(map(_lower, (whole, hot), _slowest_ranks(engine, 1))):
-        if time.monotonic() - began > PATIENCE:
+    whole, hot, _ = _slowest_ranks(engine, REPLAYS, 0.0)
+    while True:
+        again, again_hot, seconds = _slowest_ranks(engine, 1, time.monotonic() - began)
+        if not (shorter := _lower(whole, again) + _lower(hot, again_hot)):
+            break
+        if seconds > PATIENCE:
             warning_once(
                 f"vllm-graft measured what steps cost for {PATIENCE:.0f} s "
                 f"while something else used the GPU: the last pass still found {shorter} sizes "
@@ -69,9 +80,14 @@ def measure(engine: EngineCore) -> Costs:
     return costs
 
 
-def _slowest_ranks(engine: EngineCore, replays: int) -> list[StepCosts]:
-    ranks: list[tuple[Costs, Costs]] = engine.collective_rpc(step_costs, args=(replays,))
-    return [_slowest(each) for each in zip(*ranks, strict=True)]
+def _slowest_ranks(engine: EngineCore, replays: int, seconds: float) -> Measured:
+    ranks: list[Measured] = engine.collective_rpc(step_costs, args=(replays, seconds))
+    return _slowest_of(ranks)
+
+
+def _slowest_of(ranks: Sequence[Measured]) -> Measured:
+    whole, hot, seconds = zip(*ranks, strict=True)
+    return _slowest(whole), _slowest(hot), max(seconds)
 
 
 def _slowest(ranks: Sequence[Costs]) -> StepCosts:

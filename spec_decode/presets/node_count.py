@@ -110,13 +110,11 @@ def leave_to_stock(vllm_config: Any) -> int:
     the chains in their place.
 
     ``num_speculative_tokens`` stays, and a table has the scheduler ask for no more than the chain.
-    With data parallelism vLLM has no such table.
     """
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     assert tree is not None
     depth: int = min(tree.steps, speculative.num_speculative_tokens)
     without_section(vllm_config, NAME)
-    if vllm_config.parallel_config.data_parallel_size == 1:
-        most = vllm_config.scheduler_config.max_num_seqs
-        speculative.num_speculative_tokens_per_batch_size = [(1, most, depth)]
+    most = vllm_config.scheduler_config.max_num_seqs
+    speculative.num_speculative_tokens_per_batch_size = [(1, most, depth)]
     return depth

@@ -167,11 +167,11 @@ def _full_rows(tree: TreeConfig, vllm_config: Any) -> int:
     A request with one token left to compute (a prompt of one token beside other requests, or one
     that is cached but for its last token) would be the only one in its batch without drafts. VLLM
     gives it the rows of a full tree, so that the batch keeps its CUDA graph, unless the number of
-    drafts changes with the batch. With data parallelism vLLM drops such a table.
+    drafts changes with the batch.
     """
     speculative = vllm_config.speculative_config
     changes = speculative.num_speculative_tokens_per_batch_size is not None
-    if tree.shape == "auto" or (changes and vllm_config.parallel_config.data_parallel_size == 1):
+    if tree.shape == "auto" or changes:
         return 0
     return 1 + (tree.nodes or int(speculative.num_speculative_tokens))
 
@@ -252,17 +252,6 @@ def _fewer(tree: TreeConfig, rows: int) -> str:
 
 
 @ENGINE.row(
-    "`shape: auto` with data parallelism",
-    "vLLM drops its number of drafts by batch size there, so ranks would choose differently.",
-    f"set `{_SHAPE}` to 'fixed'",
-)
-def _auto_replicas(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    replicas = vllm_config.parallel_config.data_parallel_size if tree.shape == "auto" else 1
-    if replicas > 1:
-        yield f"{_SHAPE} is 'auto' and --data-parallel-size is {replicas}"
-
-
-@ENGINE.row(
     "`shape: auto` with a `--scheduler-cls`",
     "The choice is made in vLLM's own scheduler.",
     f"drop `--scheduler-cls`, or set `{_SHAPE}` to 'fixed'",
@@ -275,7 +264,7 @@ def _auto_scheduler(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 def shape_problems(vllm_config: Any) -> list[str]:
     """Why the shape can't be ``auto``."""
-    rows = (_auto_replicas, _auto_scheduler, auto_widths)
+    rows = (_auto_scheduler, auto_widths)
     return list(sentences(rows, TreeConfig(shape="auto"), vllm_config))
 
 

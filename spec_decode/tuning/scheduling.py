@@ -17,6 +17,7 @@ from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.models.experts import draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tuning import graph_fit
+from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -125,8 +126,13 @@ class StepWatch:
     """Tells the tuner about steps whose decoding requests all verified the same number of
     drafts."""
 
-    def __init__(self, tuner: NodeTuner, requests: Mapping[str, Request]) -> None:
-        self.tuner = tuner
+    def __init__(
+        self,
+        tuner: NodeTuner,
+        requests: Mapping[str, Request],
+        shared: SharedLookup | None = None,
+    ) -> None:
+        self.tuner, self._shared = tuner, shared
         self._requests = requests
         self._previous: int | None = None
         self._decodes: frozenset[str] = frozenset()
@@ -155,7 +161,8 @@ class StepWatch:
             kind.nodes,
             emitted,
             now - ended if alike else None,
-            batch=kind.batch,
+            # A pass of all ranks takes as long as the largest one's.
+            batch=max(kind.batch, self._shared.heard.requests if self._shared else 0),
             prompts=kind.prompts,
             verified=kind.verified,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
@@ -219,8 +226,15 @@ def tune(scheduler: Scheduler) -> None:
     mixed_rows = ROWS.take(vllm_config) or 0
     if config.fit_prompts and can_chunk(scheduler, mixed_rows):
         chunk_prompts(scheduler, mixed_rows, cuts=cuts)
-    if config.shape != "auto":
-        return
+    if config.shape == "auto":
+        _learn(scheduler, config, cuts=cuts)
+    elif step_together(vllm_config):
+        share_wishes(scheduler)
+
+
+def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
+    """Let a tuner decide the scheduler's table, from what the steps take and yield."""
+    vllm_config = scheduler.vllm_config
     schedule = nodes_by_batch(vllm_config)
     sizes = request_counts(vllm_config.scheduler_config.max_num_seqs)
     levels = _levels(config, vllm_config, set(schedule) - {0})
@@ -230,7 +244,9 @@ def tune(scheduler: Scheduler) -> None:
         schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests
     )
     tuner.seed(MEASURED.take(vllm_config) or {})
-    watch = StepWatch(tuner, scheduler.requests)
+    scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
+    shared = share_wishes(scheduler) if step_together(vllm_config) else None
+    watch = StepWatch(tuner, scheduler.requests, shared)
     stock = scheduler.update_from_output
 
     @functools.wraps(stock)
@@ -242,6 +258,5 @@ def tune(scheduler: Scheduler) -> None:
             watch.ended(scheduler_output, dict(found), time.perf_counter())
         return stock(scheduler_output, model_runner_output)
 
-    scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
     # Only this scheduler is changed: others in the process may have other configurations.
     scheduler.update_from_output = update_from_output

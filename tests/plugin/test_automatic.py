@@ -229,7 +229,6 @@ def test_n_grams_that_the_user_configures_keep_their_depth(config: Any) -> None:
         ("model_config.is_diffusion", True, "by diffusion"),
         ("model_config.is_encoder_decoder", True, "encoder"),
         ("use_v2_model_runner", False, "Model Runner V1"),
-        ("parallel_config.data_parallel_size", 2, "--data-parallel-size is 2"),
         ("scheduler_config.scheduler_cls", "mine.Own", "--scheduler-cls is 'mine.Own'"),
         ("scheduler_config.max_num_seqs", 1, "--max-num-seqs is 1"),
         ("model_config.max_model_len", 1 << 20, "more than 2% of the device's"),
@@ -387,8 +386,9 @@ DEPTH = "speculative_config.num_speculative_tokens"
          "but: --long-prefill-token-threshold is 32."),
         ("latency", LONG, 64, {"nodes": 63}, None),
         ("auto", LONG, 32, {"nodes": 63}, None),
-        ("auto", "parallel_config.data_parallel_size", 2, {"shape": "fixed", "nodes": 15},
-         "shape is 'auto' and --data-parallel-size is 2. vLLM"),
+        ("auto", "parallel_config.data_parallel_size", 2, {"shape": "auto"}, None),
+        ("auto", "scheduler_config.scheduler_cls", "mine.Own", {"shape": "fixed", "nodes": 15},
+         "shape is 'auto' and --scheduler-cls is 'mine.Own'. The"),
     ],
 )  # fmt: skip
 def test_a_tree_is_made_to_fit(
@@ -472,9 +472,9 @@ def test_what_hot_tokens_are_on_is_told(config: Any) -> None:
 def test_what_rules_n_grams_out_is_said_without_advice(config: Any) -> None:
     """A refusal of the shape names no flag that nobody gave."""
     config.speculative_config = None
-    config.parallel_config.data_parallel_size = 2
+    config.scheduler_config.scheduler_cls = "mine.Own"
     says = start(config).off["tree"]
-    assert "--data-parallel-size is 2. vLLM drops its number of drafts by batch size there" in says
+    assert "--scheduler-cls is 'mine.Own'. The choice is made in vLLM's own scheduler" in says
     assert "set --additional-config" not in says
 
 

@@ -159,15 +159,13 @@ def test_what_the_user_gave_is_left_alone() -> None:
     assert given == {"topk": 8}
 
 
-@pytest.mark.parametrize(("replicas", "table"), [(1, [(1, 16, 5)]), (2, None)])
 @pytest.mark.parametrize("declined", [[False, True], [False, False]])
 @pytest.mark.parametrize("preset", [True, False])
 def test_a_scheduler_learns_that_workers_have_declined_a_preset_s_trees(
-    replicas: int, table: Any, declined: list[bool], preset: bool
+    declined: list[bool], preset: bool
 ) -> None:
-    """It asks for a chain, though buffers are sized for a tree. Two replicas have no table."""
+    """It asks for a chain, though buffers are sized for a tree."""
     config = engine(63, {"topk": 8, "steps": 5, "nodes": 63, "shape": "fixed"})
-    config.parallel_config = SimpleNamespace(data_parallel_size=replicas)
     config.scheduler_config = SimpleNamespace(max_num_seqs=16)
     if preset:
         decided = {"preset": "auto", "on": {"tree": ""}, "off": {}}
@@ -180,7 +178,7 @@ def test_a_scheduler_learns_that_workers_have_declined_a_preset_s_trees(
     assert (TreeConfig.from_vllm(config) is None) is left
     speculative = config.speculative_config
     assert speculative.num_speculative_tokens == 63
-    assert speculative.num_speculative_tokens_per_batch_size == (table if left else None)
+    assert speculative.num_speculative_tokens_per_batch_size == ([(1, 16, 5)] if left else None)
     # In a process that has both, the worker was first.
     if left:
         leave_declined(core, config)

@@ -14,7 +14,7 @@ from tests.support.engines import rank_answers
 from tests.support.engines.cache_engines import transfer
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
-from tests.support.engines.rank_answers import RankAnswers
+from tests.support.engines.rank_answers import Questions, RankAnswers
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.window_models import BLOCK, write_gpt_oss
 from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
@@ -68,9 +68,7 @@ def two_gpus(
         "additional_config": {"graft": {"tree": {"topk": 4, "steps": 4, **tree}}},
         **options,
     }
-    requests = [{"prompt": each.prompt, "params": each.params} for each in samples]
-    questions = {"engine": engine, "requests": requests, "rounds": 2}
-    return rank_answers.ask(folder, questions, cuda=True)
+    return rank_answers.ask(folder, Questions(engine, samples, rounds=2), cuda=True)
 
 
 def checked(found: RankAnswers) -> list[dict[str, Any]]:
@@ -95,8 +93,7 @@ def test_trees_of_two_gpus_answer_as_one(
         attention_backend="TRITON_ATTN",
         kv_transfer_config=transfer(load="async"),
     )
-    answers = [answer.tokens[0] for answer in alone]
-    assert found.rounds == [answers, answers]
+    assert found.rounds == [alone, alone]
     assert found.metrics["vllm:graft_hicache_hit_tokens_host"] > 0
     trees = checked(found)
     assert trees[0]["draft_graphs_verified"] == trees[1]["draft_graphs_verified"] != {}
@@ -139,7 +136,8 @@ def complete(server: VllmServer, prompt: list[int]) -> list[int]:
     return ids
 
 
-def test_ranks_without_requests_follow_with_dummy_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["fixed", "auto"])
+def test_ranks_without_requests_follow_with_dummy_batches(shape: str, tmp_path: Path) -> None:
     target, draft = write_gpt_oss(tmp_path / "target"), write_eagle3(tmp_path / "draft")
     with exact_engine(target, block_size=BLOCK, skip_tokenizer_init=True) as llm:
         expected = greedy(llm, PROMPTS, TOKENS)
@@ -149,7 +147,7 @@ def test_ranks_without_requests_follow_with_dummy_batches(tmp_path: Path) -> Non
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32],
     }
-    graft = {"graft": {"tree": {"topk": 2, "steps": 4}}}
+    graft = {"graft": {"tree": {"topk": 2, "steps": 4, "shape": shape}}}
     flags = [
         *(str(target), "--served-model-name", "experts"),
         *("--tokenizer", str(SHIPPED / "target")),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.pair_arms import engine_options, read_arm
 from benchmarks.watched_loop import Call, Watched, WatchedLoop
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.bench.common.closed_loop import Ask, Case, fix_drafts
+from vllm_graft.bench.common.closed_loop import Ask, Case
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -170,7 +171,7 @@ def test_other_engines_take_their_turn() -> None:
     # A chain is told its drafts, a tree chooses; all have the same prompts.
     assert fp8.of(Case) == chain.of(Case)
     assert tree.of(Case) == ours.of(Case)
-    assert [wish.arguments for wish in fp8.of(Call) if wish.function is fix_drafts] == [(5,)]
+    assert fp8.of(Ask) == [replace(ask, case=replace(ask.case, drafts=5)) for ask in tree.of(Ask)]
     assert [window.over("sampled:3,5+fp8") for window in found.windows] == [120 / 105, 130 / 104]
     head, _, row = windows.table(found.windows).splitlines()
     assert head.endswith("| ours / sampled:3,5+fp8 | ours / auto:63 | ours / stock's best |")
@@ -197,11 +198,10 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     # The host is timed around each window, and each batch is warmed up once.
     calls = [wish.arguments for wish in ours.of(Call) if wish.function is engine_probe.watch_host]
     assert calls == [(1,), (4,), (1,), (4,)]
-    assert chain.of(Ask) == ours.of(Ask) == [
+    assert ours.of(Ask) == [
         Ask(Case(0.6, 1, 2, 16), margins=False), Ask(Case(0.0, 4, 6, 16), margins=False),
     ]  # fmt: skip
-    fixed = [wish.arguments for wish in chain.of(Call) if wish.function is fix_drafts]
-    assert fixed == [(5,), (7,)]
+    assert [ask.case.drafts for ask in chain.of(Ask)] == [5, 7]
     assert [window.ratio for window in found.windows] == [1.2, 1.15, 1.3, 220 / 210]
     *_, first, second = windows.table(found.windows).splitlines()
     assert first == (

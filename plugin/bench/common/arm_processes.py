@@ -61,8 +61,9 @@ def serve(
     pipe: Connection, target: str | Path, options: dict[str, Any], make: Callable[[Any], Answering]
 ) -> None:
     """Run an arm's process: start the engine, then answer with what `make` makes of it."""
-    # Functions such as `fix_drafts` are pickled for the engine's process. That process is spawned:
-    # asking whether there is a GPU, as below, already starts CUDA, which does not survive a fork.
+    # Functions that a loop runs in workers are pickled for the engine's process. That process is
+    # spawned: asking whether there is a GPU, as below, already starts CUDA, which does not survive
+    # a fork.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     with running(target, options) as llm:

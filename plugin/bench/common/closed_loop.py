@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.arm_processes import CannotAnswer
 from vllm_graft.bench.common.requests import Request, Waiting
+from vllm_graft.bench.common.told_lengths import DRAFTS
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Case:
         batch: requests in flight.
         requests: requests in all, at least `batch`.
         max_tokens: tokens of each answer; the first ones have fewer, so as not to end together.
-        drafts: drafts that every step has; None lets the engine decide.
+        drafts: drafts that every step has, where the engine has a `told_scheduler`; None lets the
+            engine decide.
         first: number of the first request; numbers determine prompts and seeds.
     """
 
@@ -86,8 +87,6 @@ class ClosedLoop:
 
     def measure(self, case: Case) -> Measured:
         """Run one case; time it from when all requests decode until one ends and none follows."""
-        if case.drafts is not None:
-            self._llm.collective_rpc(fix_drafts, args=(case.drafts,))
         self._waiting = Waiting(self._requests(case))
         follows = self._follow(case.batch)
         while follows and not all(self._emitted.values()):
@@ -147,12 +146,15 @@ class ClosedLoop:
             request = self._prompts[number % len(self._prompts)]
             told = request.body(max(2, round(share * case.max_tokens)))
             bound = told.pop("structured_outputs", None)
+            more = told.pop("vllm_xargs", None) or {}
+            if case.drafts is not None:
+                more = {**more, DRAFTS: case.drafts}
             params = SamplingParams(
                 temperature=case.temperature,
                 # With one seed, all arms that draw with the target's noise give the same text.
                 seed=number,
                 structured_outputs=StructuredOutputsParams(**bound) if bound else None,
-                extra_args=told.pop("vllm_xargs", None),
+                extra_args=more or None,
                 **told,
             )
             yield request, params
@@ -197,32 +199,3 @@ class ClosedLoop:
         self._live.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def calling_core() -> Any:
-    """The engine core among the callers of a function that runs in a worker; None without one.
-
-    Without tensor parallelism it runs in the worker's process. Only a benchmark may look for it.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if getattr(caller, "scheduler", None) is not None:
-            return caller
-        frame = frame.f_back
-    return None
-
-
-def calling_table() -> Any:
-    """The scheduler's table of drafts by batch size among the callers; None without one."""
-    return getattr(getattr(calling_core(), "scheduler", None), "dynamic_sd_lookup", None)
-
-
-def fix_drafts(worker: Any, drafts: int) -> None:
-    """Make every step draft `drafts` tokens; it runs in the worker."""
-    table = calling_table()
-    if table is None:
-        raise RuntimeError(
-            "no scheduler in the worker's process: give each length an arm of its own"
-        )
-    table[:] = [drafts] * len(table)

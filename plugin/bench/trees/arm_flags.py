@@ -10,6 +10,7 @@ from typing import Any
 from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving, adding, bare
+from vllm_graft.bench.common.told_lengths import FLAG, SCHEDULER
 
 NAMES = (
     "none, graft, ngram:K, chain:K[,K...], sampled:K[,K...], block:K[,K...] or adaptive:K[,K...], "
@@ -116,13 +117,13 @@ def _chains(
 
     made, told = Arm(name, drafts=tuple(numbers)), f"--arms {name!r}"
     one = {column: flags({_TOKENS: count}) for column, count in made.columns.items()}
-    parallel, most = given.config.parallel_config, given.config.scheduler_config.max_num_seqs
-    if len(numbers) == 1 or parallel.world_size > 1 or len(numbers) > most:
-        # The scheduler, which is told the length, is in a process of its own beside several ranks.
+    scheduler = given.config.scheduler_config
+    most = scheduler.max_num_seqs
+    if len(numbers) == 1 or len(numbers) > most or scheduler.scheduler_cls is not None:
         yield from (Serving.read(each, told).arm(column) for column, each in one.items())
         return
     by_batch = {_TOKENS: max(numbers), _BY_BATCH: ranges(numbers, most)}
-    arm = Serving.read(flags(by_batch), told).arm(name, made.drafts)
+    arm = Serving.read([*flags(by_batch), FLAG, SCHEDULER], told).arm(name, made.drafts)
     commands = {column: shlex.join(["vllm", "serve", *each]) for column, each in one.items()}
     yield replace(arm, commands=commands)
 

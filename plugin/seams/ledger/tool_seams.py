@@ -41,6 +41,9 @@ PLAN = (
 )
 
 TOOL = (
+    *seams("bench", "vLLM changes the number of drafts while it serves", "v1.core.sched",
+        ("async_scheduler.AsyncScheduler", "class", "Scheduler", "built in its own place, with lengths of chains that requests tell"),
+    ),
     *seams("bench", "vLLM benchmarks a vision tower alone", "",
         ("distributed", "has", "destroy_distributed_environment(), destroy_model_parallel()", "destroy_distributed_environment, destroy_model_parallel: at the end"),
         ("distributed.parallel_state.graph_capture", "call", "device", "what the engine puts around a capture"),

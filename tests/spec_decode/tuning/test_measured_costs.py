@@ -32,9 +32,11 @@ def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any
         if ask is tuner_seed.hot_gains:
             told.append(args)
             return [None]
-        asked.append(*args)
+        replays, seconds = args
+        asked.append(replays)
         ranks = passes[min(len(asked), len(passes)) - 1]
-        return list(zip(ranks, hot or [{}] * len(ranks), strict=True))
+        whole = hot or [{}] * len(ranks)
+        return list(zip(ranks, whole, [seconds] * len(ranks), strict=True))
 
     return SimpleNamespace(vllm_config=config, collective_rpc=answer, asked=asked, told=told)
 
@@ -48,6 +50,16 @@ def test_the_slowest_rank_is_believed() -> None:
     assert MEASURED.take(core.vllm_config) == {0: {1: 0.006}, 3: {1: 0.008}}
     assert MEASURED.take(core.vllm_config) is None
     assert core.asked == [tuner_seed.REPLAYS, 1], "one more pass finds nothing shorter"
+
+
+def test_data_parallel_ranks_return_the_slowest_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decides by what it is told whether to replay passes of all ranks once more."""
+    costs = {0: {1: 0.005}}, {3: {1: 0.007}}
+    others = {0: {1: 0.009}}, {3: {1: 0.002}}, 4.0
+    monkeypatch.setattr(step_costs, "measure_step_costs", lambda worker, replays: costs)
+    monkeypatch.setattr(tuner_seed, "gather_replicas", lambda own: [own, others])
+    found = tuner_seed.step_costs(None, 3, 2.0)
+    assert found == ({0: {1: 0.009}}, {3: {1: 0.007}}, 4.0)
 
 
 def test_all_ranks_are_told_what_hot_tokens_save() -> None:
@@ -92,6 +104,14 @@ def test_passes_end_on_a_gpu_that_is_never_free(
     assert core.asked == [3, 1]
     [record] = [each for each in caplog.records if each.levelname == "WARNING"]
     assert "found 1 sizes shorter by 10% or more" in record.message
+    # Another data-parallel rank may have waited for longer.
+    monkeypatch.undo()
+    slow = engine([{3: {1: 0.010}}], [{3: {1: 0.006}}], [{3: {1: 0.001}}])
+    answer = slow.collective_rpc
+    slow.collective_rpc = lambda *asked, **args: [
+        (*each[:2], 99.0) for each in answer(*asked, **args)
+    ]
+    assert tuner_seed.measure(slow) == {3: {1: 0.006}}
     # An engine that captured nothing is asked no more than twice.
     empty = engine([{}])
     assert tuner_seed.measure(empty) == {}
@@ -121,7 +141,7 @@ def test_workers_are_asked_what_the_section_needs(
 
         def collective_rpc(self, ask: Any, args: tuple[int, ...] = ()) -> list[Any]:
             self.calls.append(ask)
-            return [({}, {})] if args else [512, 256]
+            return [({}, {}, 0.0)] if args else [512, 256]
 
     tree_part._hook_engine(SimpleNamespace(EngineCore=EngineCore))  # type: ignore[arg-type]
     core = EngineCore()

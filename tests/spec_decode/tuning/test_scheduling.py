@@ -10,6 +10,7 @@ from vllm_graft.spec_decode.chunking.handover import ROWS
 from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
+from vllm_graft.spec_decode.tuning.rank_agreement import Heard
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
@@ -160,9 +161,11 @@ def test_steps_without_drafts_count(watch: Any) -> None:
     assert watch.tuner.besides == [(1, 0), (1, 0), (2, 9)]
 
 
-def make_scheduler(tree: str) -> Any:
+def make_scheduler(tree: str, replicas: int = 1) -> Any:
     config = SimpleNamespace(
         additional_config={"graft": {"tree": {"shape": tree}}},
+        model_config=SimpleNamespace(is_moe=replicas > 1),
+        parallel_config=SimpleNamespace(data_parallel_size=replicas),
         scheduler_config=SimpleNamespace(max_num_seqs=8, disable_chunked_mm_input=False),
         compilation_config=SimpleNamespace(
             max_cudagraph_capture_size=64, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
@@ -204,6 +207,24 @@ def test_a_scheduler_is_tuned_if_asked_for() -> None:
         assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
     assert lookup.tuner._acceptance._seen[15].missed == pytest.approx(2.0, rel=1e-3)
     assert lookup.tuner.times.predict(1, 15)
+
+
+def test_ranks_that_share_experts_plan_for_the_largest_batch() -> None:
+    scheduler = make_scheduler("fixed", replicas=2)
+    tune(scheduler)
+    scheduler.dynamic_sd_lookup.heard = Heard(wish=3, requests=8)
+    assert (scheduler.dynamic_sd_lookup[1], scheduler.dynamic_sd_lookup.wish) == (3, 3)
+    scheduler = make_scheduler("auto", replicas=2)
+    tune(scheduler)
+    lookup = scheduler.dynamic_sd_lookup
+    lookup.heard = Heard(wish=15, requests=8)
+    # 8 trees of 16 rows are more than the largest graph has: only the other rank wishes them.
+    assert (lookup[1], lookup.wish) == (15, 3)
+    output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[1, 2]])
+    for _ in range(2):
+        assert scheduler.update_from_output(step({"a": 15}, 15), output) == "stock's"
+    assert lookup.tuner.times.predict(8, 15)
+    assert not lookup.tuner.times.predict(1, 15)
 
 
 @pytest.mark.parametrize("experts", [False, True])

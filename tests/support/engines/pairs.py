@@ -65,10 +65,11 @@ class Pair:
 class Request:
     """A prompt, what differs from the defaults of vLLM's sampling parameters, and an adapter.
 
+    `prompt` is a text, or what else ``vllm.LLM`` takes for one.
     `adapter` is the folder of a LoRA adapter on the target; None for none.
     """
 
-    prompt: str
+    prompt: Any
     params: dict[str, Any]
     adapter: str | None = None
 
@@ -81,6 +82,7 @@ class Answer:
     texts: list[str]
     reasons: list[str | None]
     logprobs: list[list[dict[int, float]]] = field(compare=False)
+    cached: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, output: RequestOutput) -> Answer:
@@ -91,6 +93,7 @@ class Answer:
             [answer.text for answer in output.outputs],
             [answer.finish_reason for answer in output.outputs],
             [[{t: entry.logprob for t, entry in p.items()} for p in each] for each in places],
+            output.num_cached_tokens or 0,
         )
 
 

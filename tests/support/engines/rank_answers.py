@@ -1,18 +1,22 @@
 """Answers of an engine of several tensor-parallel ranks, which runs in processes of its own.
 
-    python -P -m tests.support.engines.rank_answers QUESTIONS.json ANSWERS.json
+    python -P -m tests.support.engines.rank_answers QUESTIONS ANSWERS
 
 An engine with several ranks starts a process per rank, and vLLM wants a main module that it can
 import again. So a test runs this module and reads what it wrote.
 """
 
-import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.engines.cpu_replicas import REPLICAS, mend, on_all_ranks
+from tests.support.engines.pairs import Answer, Request, answer_all
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,30 +45,39 @@ _ON_CUDA = {
 
 
 @dataclass(frozen=True)
-class RankAnswers:
-    """What an engine answered."""
+class Questions:
+    """The options of an engine, and the requests that it gets in each round."""
 
-    rounds: list[list[list[int]]]
-    cached: list[list[int]]
+    engine: dict[str, Any]
+    requests: list[Request]
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class RankAnswers:
+    """What an engine answered in each round, its metrics, and what each rank says of itself."""
+
+    rounds: list[list[Answer]]
     metrics: dict[str, float]
     ranks: list[dict[str, Any]]
 
 
 def ask(
     folder: Path,
-    questions: dict[str, Any],
+    questions: Questions,
     *,
     cuda: bool,
     seconds: int = 500,
     hurried: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> RankAnswers:
-    """Run an engine in processes of its own."""
-    asked, answered = folder / "questions.json", folder / "answers.json"
-    asked.write_text(json.dumps(questions))
+    """Run an engine in processes of its own, with more variables of the environment."""
+    asked, answered = folder / "questions", folder / "answers"
+    asked.write_bytes(pickle.dumps(questions))
     own = {
         name: text for name, text in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
     }
-    environment = {**own, **_EVERYWHERE, **(_ON_CUDA if cuda else _ON_CPU)}
+    environment = {**own, **_EVERYWHERE, **(_ON_CUDA if cuda else _ON_CPU), **(environment or {})}
     environment |= {HURRIED: "1"} if hurried else {}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     command = [sys.executable, "-P", "-m", __name__, str(asked), str(answered)]
@@ -81,7 +94,19 @@ def ask(
         finally:
             _end(process.pid)
     assert status == 0, log.read_text()[-4000:]
-    return RankAnswers(**json.loads(answered.read_text()))
+    found: RankAnswers = pickle.loads(answered.read_bytes())
+    return found
+
+
+def ask_replicas(
+    folder: Path, questions: Sequence[Questions], *, cuda: bool, **options: Any
+) -> list[RankAnswers]:
+    """Run a data-parallel rank for each of the questions; they step together."""
+
+    def one(own: Path, asked: Questions, environment: dict[str, str]) -> RankAnswers:
+        return ask(own, asked, cuda=cuda, environment=environment, **options)
+
+    return on_all_ranks(folder, one, questions)
 
 
 def _end(group: int) -> None:
@@ -92,27 +117,23 @@ def _end(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _answer(questions: dict[str, Any]) -> RankAnswers:
-    from vllm import LLM, SamplingParams
+def _answer(questions: Questions) -> RankAnswers:
+    from vllm import LLM
 
-    llm = LLM(**questions["engine"])
-    prompts = [request["prompt"] for request in questions["requests"]]
-    params = [
-        SamplingParams(ignore_eos=True, **request["params"]) for request in questions["requests"]
-    ]
-    rounds, cached = [], []
-    for _ in range(questions["rounds"]):
+    llm = LLM(**questions.engine)
+    rounds = []
+    for _ in range(questions.rounds):
         llm.reset_prefix_cache()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        rounds.append([list(output.outputs[0].token_ids) for output in outputs])
-        cached.append([output.num_cached_tokens or 0 for output in outputs])
+        rounds.append(answer_all(llm, questions.requests))
     metrics = {
         metric.name: float(value)
         for metric in llm.get_metrics()
         if isinstance(value := getattr(metric, "value", None), int | float)
     }
-    ranks: list[dict[str, Any]] = llm.collective_rpc("graft_info")
-    return RankAnswers(rounds, cached, metrics, ranks)
+    ranks: list[dict[str, Any]] = []
+    if questions.engine.get("additional_config"):
+        ranks = llm.collective_rpc("graft_info")
+    return RankAnswers(rounds, metrics, ranks)
 
 
 def _hurry() -> None:
@@ -130,13 +151,20 @@ if os.environ.get(HURRIED):
     _hurry()
 
 
+if os.environ.get(REPLICAS) and os.environ.get("VLLM_GRAFT_INTERPRET"):
+    from vllm_graft.seams.post_import import after_import
+
+    after_import("vllm.distributed.device_communicators.cpu_communicator", mend)
+
+
 def main() -> None:
     """Answer the questions of a file."""
-    import dataclasses
+    # The module by its own name, under which the test unpickles what it defines.
+    from tests.support.engines import rank_answers
 
-    found = _answer(json.loads(Path(sys.argv[1]).read_text()))
+    found = rank_answers._answer(pickle.loads(Path(sys.argv[1]).read_bytes()))
     written = Path(sys.argv[2])
-    written.with_suffix(".part").write_text(json.dumps(dataclasses.asdict(found), default=str))
+    written.with_suffix(".part").write_bytes(pickle.dumps(found))
     written.with_suffix(".part").rename(written)
 
 

@@ -15,6 +15,7 @@ from vllm_graft.bench import BENCHMARKS, load
 from vllm_graft.bench.common.arm import Arm
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving, adding, groups
+from vllm_graft.bench.common.told_lengths import SCHEDULER
 from vllm_graft.bench.trees.arm_flags import LENGTHS, read_arms
 
 TARGET, DRAFT = str(SHIPPED / "target"), str(SHIPPED / "eagle3")
@@ -98,9 +99,12 @@ def test_more_flags_stand_behind_a_name() -> None:
     assert graft.options["additional_config"] == {"graft": {"tree": {"topk": 2}}}
 
 
-def test_several_lengths_need_a_scheduler_beside_the_only_rank() -> None:
+def test_several_lengths_need_our_scheduler() -> None:
+    told, alone = read_arms(["chain:2,3", "chain:4"], given(), sampled=False)
+    assert (told.drafts, told.options["scheduler_cls"]) == ((2, 3), SCHEDULER)
+    assert "scheduler" not in "".join([*told.commands.values(), *alone.options])
     served = given()
-    served.config.parallel_config.world_size = 2
+    served.config.scheduler_config.scheduler_cls = "my.Scheduler"
     arms = read_arms(["chain:2,3"], served, sampled=False)
     assert [(arm.name, arm.drafts) for arm in arms] == [("chain:2", ()), ("chain:3", ())]
     assert [speculative(arm)["num_speculative_tokens"] for arm in arms] == [2, 3]

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from tests.support.engines.counting_engine import Clock, Engine, Llm, counters
-from vllm_graft.bench.common import answers, arm_processes, closed_loop
+from vllm_graft.bench.common import answers, arm_processes, closed_loop, told_lengths
 from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm as NamedArm
 from vllm_graft.bench.common.arm import Row, panels, table
+from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.common.time_limit import TimeLimit
 from vllm_graft.bench.trees import command
@@ -111,20 +113,37 @@ def test_no_load_begins_that_would_end_too_late(capsys: pytest.CaptureFixture[st
     assert "no time left for 2 of 2" in capsys.readouterr().err
 
 
-class Core:
-    def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(dynamic_sd_lookup=[0, 7, 7, 3])
+class StockScheduler:
+    """A scheduler as vLLM builds it, with its table and the requests that it took in."""
 
-    def collective_rpc(self) -> None:
-        closed_loop.fix_drafts(None, 5)
+    def __init__(self, vllm_config: Any, **others: Any) -> None:
+        self.dynamic_sd_lookup, self.taken = others["table"], list[Any]()
+
+    def add_request(self, request: Any) -> None:
+        self.taken.append(request)
 
 
-def test_drafts_are_fixed_where_the_scheduler_is_a_caller() -> None:
-    core = Core()
-    core.collective_rpc()
-    assert core.scheduler.dynamic_sd_lookup == [5, 5, 5, 5]
-    with pytest.raises(RuntimeError, match="an arm of its own"):
-        closed_loop.fix_drafts(None, 5)
+def test_requests_tell_the_scheduler_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "vllm.v1.core.sched"
+    monkeypatch.setattr(f"{path}.async_scheduler.AsyncScheduler", StockScheduler)
+    monkeypatch.setattr(f"{path}.scheduler.Scheduler", None)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    build = resolve_obj_by_qualname(told_lengths.SCHEDULER)
+    scheduler, engine, tables = build(config, table=[0, 7, 7, 3]), Engine(Clock()), []
+
+    def take_in(name: str, prompt: str, params: Any) -> None:
+        scheduler.add_request(SimpleNamespace(sampling_params=params))
+        tables.append(list(scheduler.dynamic_sd_lookup))
+
+    monkeypatch.setattr(engine, "add_request", take_in)
+    loop = closed_loop.ClosedLoop(Llm(engine), ["a"])
+    for drafts in (None, 5, 2):
+        for prompt, params in loop._requests(closed_loop.Case(0.0, 1, 1, 8, drafts=drafts)):
+            engine.add_request("0", prompt, params)
+    assert tables == [[0, 7, 7, 3], [5, 5, 5, 5], [2, 2, 2, 2]]
+    assert len(scheduler.taken) == 3
+    with pytest.raises(BenchmarkError, match="an arm of its own"):
+        build(config, table=None)
 
 
 def test_the_loop_keeps_the_batch_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ BOUNDED = {
         plugin/metrics/relay.py:Relay._reported
         spec_decode/models/tokenizers.py:differing
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing
-        plugin/seams/versions.py:engine plugin/seams/wrap.py:BuiltClasses._classes
+        plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/models/attention_classes.py:_declared
         spec_decode/targets/dense/window.py:_keeping
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_graft.testing.interpreter.loads import Loads
-from vllm_graft.testing.interpreter.operators import Literals, Operators
+from vllm_graft.testing.interpreter.operators import Operators
 
 
 def mend() -> None:
@@ -72,8 +71,7 @@ def _mend_builtins() -> None:
     # What the decorator wraps around a function: it checks for that keyword, and calls.
     wrapper = tl.core.builtin(lambda: None).__code__
 
-    literals = Literals()
-    operators, loads = Operators(literals), Loads(literals)
+    operators = Operators()
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic = interpreter.interpreter_semantic
@@ -87,8 +85,6 @@ def _mend_builtins() -> None:
             builtin = operators.replace(name, builtin)
         elif name == "where":
             builtin = operators.where(builtin)
-        elif name == "load" and obj in (tl, tl.core):
-            builtin = loads.replace(builtin)
         scope.set_attr(obj, name, builtin)
 
     interpreter._patch_attr = patch

@@ -203,7 +203,14 @@ def _metrics(arguments: argparse.Namespace) -> int:
 
     found = catalogue(PARTS)
     rows = [
-        {**vars(row), "kind": row.kind.value, "origin": row.origin.value}
+        {
+            "name": row.name,
+            "kind": row.kind.value,
+            "labels": row.labels,
+            "values": row.values,
+            "origin": row.origin.value,
+            "help": row.help,
+        }
         for rows in found.values()
         for row in rows
     ]

@@ -13,7 +13,7 @@ from benchmarks.fuzz.rules import STOCK_CHAIN, WITH_DRAFTS
 from benchmarks.fuzz.trouble import ALL
 from tests.support.engines.pair_server import server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.testing.vllm_server import sum_of
+from vllm_graft.metrics.exposition import total
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -87,7 +87,7 @@ class Arm:
 
     def idle(self, metrics: str) -> list[str]:
         """List the counters that are zero and should not be."""
-        return [name for name in self.busy if sum_of(name, metrics) <= 0]
+        return [name for name in self.busy if total(metrics, name) <= 0]
 
 
 def arm(name: str, *parts: Part, busy: tuple[str, ...] = (), **more: Any) -> Arm:

@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.graph_runners.language.widths import plan_widths
+from vllm_graft.seams import graph_tables
 from vllm_graft.seams.ranks import all_ranks_agree
-from vllm_graft.seams.versions import engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -62,8 +62,8 @@ class DraftGraphRunner(CudaGraphManager):
     ) -> None:
         super().__init__(vllm_config, device, self.resolve(cudagraph_mode), topk)
         # Where the number of drafts varies, vLLM also plans widths for the target's queries.
-        planned = [desc for desc in engine().planned(self) if desc.uniform_token_count == topk]
-        engine().plan(self, planned)
+        planned = [desc for desc in graph_tables.planned(self) if desc.uniform_token_count == topk]
+        graph_tables.plan(self, planned)
         if self.cudagraph_mode and not planned:
             largest = topk * self.max_num_reqs
             warning_once(
@@ -76,7 +76,7 @@ class DraftGraphRunner(CudaGraphManager):
 
     def planned_counts(self) -> list[int]:
         """Numbers of requests that graphs are planned for, ascending."""
-        return sorted({desc.num_reqs or 0 for desc in engine().planned(self)})
+        return sorted({desc.num_reqs or 0 for desc in graph_tables.planned(self)})
 
     def plan_counts(self, counts: Sequence[int]) -> None:
         """Plan these numbers of requests, whatever the engine's sizes are."""
@@ -87,12 +87,12 @@ class DraftGraphRunner(CudaGraphManager):
         wanted = set(batches)
         kept = [
             desc
-            for desc in engine().planned(self)
+            for desc in graph_tables.planned(self)
             if not wanted.isdisjoint(self.batch_sizes(desc.num_reqs or 0))
         ]
-        engine().plan(self, kept)
+        graph_tables.plan(self, kept)
         # A graph that is not captured must not be chosen.
-        for descs in engine().serving(self).values():
+        for descs in graph_tables.serving(self).values():
             descs[:] = [desc for desc in descs if desc in kept]
 
     def dispatch(

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams.versions import engine
+from vllm_graft.seams import graph_tables
 
 _SMALLEST = 8
 """Rows of the smallest graph: a prompt of a few tokens and a tree."""
@@ -86,7 +86,7 @@ def _uncapturable_layer(config: VllmConfig) -> str:
 
 def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
     """Plan FULL graphs of so many rows, ascending: chosen after uniform, before piecewise ones."""
-    planned, serving, first = engine().planned(manager), engine().serving(manager), 1
+    planned, serving, first = graph_tables.planned(manager), graph_tables.serving(manager), 1
     for size in sizes:
         for loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
@@ -101,4 +101,4 @@ def plan_mixed(manager: CudaGraphManager, sizes: Sequence[int]) -> None:
                 full = sum(each.cg_mode == CUDAGraphMode.FULL for each in candidates)
                 candidates.insert(full, desc)
         first = size + 1
-    engine().plan(manager, planned)
+    graph_tables.plan(manager, planned)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_graft.seams.versions import engine
+from vllm_graft.seams import graph_tables
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
@@ -28,7 +28,7 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
     It then offers a number of tokens the graphs of one size only. Here each width that the manager
     planned has graphs for `counts` of requests, and a batch takes the smallest one that fits.
     """
-    planned = engine().planned(manager)
+    planned = graph_tables.planned(manager)
     uniform = [desc for desc in planned if desc.uniform_token_count is not None]
     if not uniform:
         return
@@ -39,13 +39,13 @@ def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) 
         for count in counts.get(width or 0, ())
     ]
     others = [desc for desc in planned if desc.uniform_token_count is None]
-    engine().plan(manager, [*new, *others])
+    graph_tables.plan(manager, [*new, *others])
     _put_first(manager, new)
 
 
 def _put_first(manager: CudaGraphManager, descs: list[BatchExecutionDescriptor]) -> None:
     """Offer each number of tokens the smallest fitting graph of each width, before other graphs."""
-    serving = engine().serving(manager)
+    serving = graph_tables.serving(manager)
     largest = max((desc.num_tokens for desc in descs), default=0)
     loras = {desc.num_active_loras for desc in descs}
     for key in [(tokens, lora) for tokens in range(largest + 1) for lora in loras]:

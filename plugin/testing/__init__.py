@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_graft.testing.compiling import KernelCase, compile_cases
+    from vllm_graft.testing.compiling import compiled, kernels_of, launches_in
     from vllm_graft.testing.contracts.cache_contracts import (
         EvictionPolicyContract,
         StorageBackendContract,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
 
 _NAMES = {
-    "compiling": "KernelCase compile_cases",
+    "compiling": "compiled kernels_of launches_in",
     "contracts.cache_contracts": "EvictionPolicyContract StorageBackendContract",
     "contracts.tree_contracts": "DrafterContract TreePolicyContract",
     "cuda.cuda_graphs": "CaptureError recording",
@@ -38,14 +38,15 @@ __all__ = [
     "CaptureError",
     "DrafterContract",
     "EvictionPolicyContract",
-    "KernelCase",
     "StorageBackendContract",
     "TinyShape",
     "TreePolicyContract",
-    "compile_cases",
+    "compiled",
     "cpu_engine",
     "greedy",
     "install",
+    "kernels_of",
+    "launches_in",
     "model_runner",
     "recording",
     "running",

@@ -1,129 +1,108 @@
-"""Compile-only check of Triton kernels on a machine without GPU.
+"""Compile-only check of Triton kernels on a machine without GPU, as their launches in real calls.
 
-The interpreter accepts what the compiler does not, as a type that changes in a loop. The compiler
-runs up to the cubin, in a child process: a process either interprets or compiles.
+The interpreter accepts what the compiler does not, as a type that changes in a loop. Calls run over
+tensors of the device ``meta``, and launch nothing. The compiler runs up to the cubin, in a child
+process: a process either interprets or compiles.
 """
 
 from __future__ import annotations
 
+import ast
+import copyreg
 import importlib
-import importlib.util
 import json
-import os
-import pkgutil
+import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton.language as tl
 
 from vllm_graft.base.errors import GraftError
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel, Launch, listing
+from vllm_graft.spec_decode.startup.ahead import compiling_environment
+from vllm_graft.spec_decode.startup.compiler import compile_launch, pretend_gpu
 
-CAPABILITIES = (80, 90, 100)
-
-
-@dataclass(frozen=True)
-class KernelCase:
-    """One specialisation of a kernel.
-
-    Attributes:
-        function: Where the kernel is, as ``"package.module:function"``.
-        signature: Type of each argument that is no constexpr, as ``"*bf16"`` or ``"i32"``.
-        constexprs: Value of each constexpr; also ``None`` for a pointer that is not given.
-        options: Such as ``{"num_warps": 4}``.
-    """
-
-    name: str
-    function: str
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+# The interpreter leaves attributes in Triton's types that no other process can read.
+copyreg.pickle(tl.dtype, lambda dtype: (tl.dtype, (dtype.name,)))
 
 
-def argument_types(types: Mapping[str, str]) -> dict[str, str]:
-    """Argument types of a `KernelCase`, from ``{"*i64": "tokens parents"}``."""
-    return {name: kind for kind, names in types.items() for name in names.split()}
+class Compiled(NamedTuple):
+    """Outcome of a launch: bytes of shared memory, and the compiler's error or an empty text."""
 
-
-@dataclass(frozen=True)
-class Compiled:
-    """Outcome of one case on one architecture: 90 is sm_90; the compiler's error, or None."""
-
-    name: str
-    capability: int
     shared_bytes: int
-    error: str | None
+    error: str
 
 
-def compile_cases(
-    cases: str | Path, capabilities: Sequence[int] = CAPABILITIES, timeout: float = 600
-) -> list[Compiled]:
-    """Compile every case of the list ``CASES`` of a module, for every architecture.
+def kernels_of(package: ModuleType) -> set[str]:
+    """Jitted ``*_kernel`` functions of a package and what is below it, as ``"module:function"``."""
+    root = Path(package.__path__[0])
+    return {
+        f"{'.'.join((package.__name__, *file.relative_to(root).with_suffix('').parts))}:{node.name}"
+        for file in root.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
 
-    Args:
-        cases: A dotted module name, or the path of a Python file.
-        timeout: Seconds for all of it.
+
+def launches_in(package: ModuleType, calls: Iterable[Callable[[], object]]) -> list[Launch]:
+    """The different launches of a package's kernels in some calls.
+
+    Calls are made as in a build of torch for NVIDIA GPUs. Kernels are launched by their names in
+    their own modules.
+    """
+    found: dict[Launch, None] = {}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        for name in kernels_of(package):
+            module, _, kernel = name.partition(":")
+            home = importlib.import_module(module)
+            if not isinstance(stock := getattr(home, kernel), Kernel):
+                stack.enter_context(mock.patch.object(home, kernel, Kernel(stock)))
+        stack.enter_context(listing(lambda launch: found.setdefault(launch)))
+        for call in calls:
+            call()
+    return list(found)
+
+
+def compiled(launches: Sequence[Launch], capability: int, timeout: float = 600) -> list[Compiled]:
+    """Compile launches for an architecture: 90 is sm_90; all of it within ``timeout`` seconds.
 
     Raises:
-        GraftError: The module or a kernel cannot be imported without the interpreter.
+        GraftError: A kernel cannot be imported without the interpreter.
     """
-    hidden = ("TRITON_INTERPRET", "VLLM_GRAFT_INTERPRET")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment["PYTHONSAFEPATH"] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     child = subprocess.run(
-        [sys.executable, "-m", __name__, str(cases), *map(str, capabilities)],
+        [sys.executable, "-P", "-m", __name__, str(capability)],
+        env=compiling_environment(),
+        input=pickle.dumps(launches),
         capture_output=True,
-        text=True,
-        env=environment,
         timeout=timeout,
     )
     if child.returncode:
-        raise GraftError(f"the kernels of {cases} could not be compiled:\n{child.stderr[-4000:]}")
-    return [Compiled(**json.loads(line)) for line in child.stdout.splitlines()]
+        raise GraftError(f"no kernel could be compiled:\n{child.stderr.decode()[-4000:]}")
+    return [Compiled(*json.loads(line)) for line in child.stdout.splitlines()]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """In the child: print a line of JSON for each case and architecture."""
-    for case in _load(arguments[0]).CASES:
-        for capability in arguments[1:]:
-            print(json.dumps(vars(_compile(case, int(capability)))), flush=True)
+def main(capability: int) -> int:
+    """In the child: compile pickled launches of standard input, and print a line of JSON each."""
+    launches = pickle.load(sys.stdin.buffer)
+    pretend_gpu(("cuda", capability, 32))
+    for launch in launches:
+        try:
+            outcome = Compiled(compile_launch(launch).metadata.shared, "")
+        except Exception as error:
+            outcome = Compiled(0, f"{type(error).__name__}: {error}")
+        print(json.dumps(outcome), flush=True)
     return 0
 
 
-def _load(cases: str) -> ModuleType:
-    if not cases.endswith(".py"):
-        return importlib.import_module(cases)
-    name = Path(cases).stem
-    spec = importlib.util.spec_from_file_location(name, cases)
-    if spec is None or spec.loader is None:
-        raise GraftError(f"{cases} is no Python file")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _compile(case: KernelCase, capability: int) -> Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = pkgutil.resolve_name(case.function)
-    while not isinstance(kernel, triton.JITFunction):
-        kernel = kernel.fn
-    signature = {**case.signature, **dict.fromkeys(case.constexprs, "constexpr")}
-    ordered = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(case.constexprs))
-    try:
-        built = triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options=dict(case.options)
-        )
-    except Exception as error:
-        return Compiled(case.name, capability, 0, f"{type(error).__name__}: {error}")
-    return Compiled(case.name, capability, built.metadata.shared, None)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1])))

@@ -18,6 +18,8 @@ from types import TracebackType
 
 import httpx
 
+from vllm_graft.metrics.exposition import total
+
 # What the `vllm` command runs; named this way it is always that of this interpreter. `-P` keeps
 # the current folder, where `plugin` and `spec_decode` would be importable, off sys.path.
 VLLM = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main")
@@ -40,8 +42,8 @@ class SpecDecodeCounters:
     def parse(cls, metrics: str) -> SpecDecodeCounters:
         """Read the counters out of Prometheus text; a counter that is absent is zero."""
         return cls(
-            drafts=int(sum_of("vllm:spec_decode_num_drafts_total", metrics)),
-            accepted=int(sum_of("vllm:spec_decode_num_accepted_tokens_total", metrics)),
+            drafts=int(total(metrics, "vllm:spec_decode_num_drafts_total")),
+            accepted=int(total(metrics, "vllm:spec_decode_num_accepted_tokens_total")),
         )
 
     def __sub__(self, earlier: SpecDecodeCounters) -> SpecDecodeCounters:
@@ -51,12 +53,6 @@ class SpecDecodeCounters:
     def acceptance_length(self) -> float | None:
         """Tokens emitted a verification step, the target's own included; None without drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else None
-
-
-def sum_of(name: str, metrics: str) -> float:
-    """Sum the samples of one Prometheus counter over its label sets."""
-    sample = re.compile(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", re.MULTILINE)
-    return sum(float(value) for value in sample.findall(metrics))
 
 
 def free_port() -> int:

@@ -20,7 +20,8 @@ from tests.plugin.metrics.served_load import ask
 from tests.support.engines.pair_server import server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.processes import finished
-from vllm_graft.testing.vllm_server import VllmServer, sum_of
+from vllm_graft.metrics.exposition import total
+from vllm_graft.testing.vllm_server import VllmServer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -186,8 +187,8 @@ def test_a_session_of_a_new_user(python: Path, questions: Path, tmp_path: Path) 
         told = run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
         [row], last = bench(python, questions, "--url", server.address)
         metrics = server.metrics()
-    assert sum_of("vllm:spec_decode_num_drafts_total", metrics) > 0
-    assert sum_of("vllm:graft_tree_trees_total", metrics) > 0
+    assert total(metrics, "vllm:spec_decode_num_drafts_total") > 0
+    assert total(metrics, "vllm:graft_tree_trees_total") > 0
     # The example's client: the same text at once and in a stream, and one of two answers.
     heads = ["at once", "streamed", "one of two", "tokens per step"]
     assert [line.partition(":")[0] for line in talk] == heads

@@ -59,7 +59,7 @@ class Literals:
 class Operators:
     """Replacements for the operators of ``triton.language.tensor``, and for ``where``."""
 
-    def __init__(self, literals: Literals) -> None:
+    def __init__(self) -> None:
         import triton.language as tl
         from triton.runtime.interpreter import TensorHandle, interpreter_semantic
 
@@ -67,7 +67,8 @@ class Operators:
         self._handle, self._semantic = TensorHandle, interpreter_semantic
         self._truth = tl.int1
         # NumPy computes in these types what a GPU computes. The small floats are bits to it.
-        self._literals, self._integers = literals, literals.integers
+        self._literals = Literals()
+        self._integers = self._literals.integers
         self._numbers = self._integers | {id(tl.float32), id(tl.float64)}
         self._bits = self._integers | {id(tl.int1)}
         self._signed = {id(getattr(tl, name)) for name in tl.dtype.SINT_TYPES if name != "int1"}

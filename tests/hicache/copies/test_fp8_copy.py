@@ -1,8 +1,8 @@
 """The kernels that copy runs, in Triton's interpreter, and K/V that the host keeps as e4m3."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,8 +20,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.support.launches import check_kernels
 from tests.support.samples.fp8_numbers import DTYPES, back, numbers, rounded, same, same_codes
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.hicache import copies as copies_room
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.copies import fp8_kernel
@@ -38,7 +40,6 @@ from vllm_graft.hicache.pages.layout import (
     pages_bytes,
 )
 from vllm_graft.hicache.pages.namespace import INPUTS
-from vllm_graft.testing import compile_cases
 
 GAP = 64
 
@@ -231,9 +232,10 @@ def test_layers_come_one_after_the_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capabilities", [(90,), pytest.param((80, 100), marks=pytest.mark.nightly)]
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.nightly) for each in (80, 100))]
 )
-def test_it_compiles(capabilities: tuple[int, ...]) -> None:
-    outcomes = compile_cases(Path(__file__).with_name("page_kernel_cases.py"), capabilities)
-    assert {outcome.capability for outcome in outcomes} == {*capabilities}
-    assert [outcome for outcome in outcomes if outcome.error] == []
+def test_every_kernel_compiles(capability: int) -> None:
+    table = torch.empty(3, 1, dtype=torch.int64, device="meta")
+    converted = itertools.product(fp8_kernel.TYPES, Direction, (True, False))
+    calls = [partial(fp8_kernel.launch, table, 0, 1, *each) for each in converted]
+    check_kernels(copies_room, [partial(launch, table, 0, 1), *calls], capability)

@@ -12,17 +12,21 @@ import yaml
 
 from tests.support.answers import dashboard
 from tests.support.answers.dashboard import ALERTS, DASHBOARD, Query, panels, queries, without_data
+from vllm_graft.base.metric import Kind
 from vllm_graft.metrics.catalogue import catalogue
 from vllm_graft.parts import PARTS
 
 OF_VLLM = {"vllm:generation_tokens_total", "vllm:num_requests_running", "vllm:num_requests_waiting"}
 """Metrics of vLLM's own; an engine test looks for them in a server's page."""
 
+SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+"""Those of the names of samples, by the kind of their metric."""
+
 OURS = {
-    name: {"model_name", "engine", *row.labels, *({"le"} if name.endswith("_bucket") else ())}
+    row.name + end: {"model_name", "engine", *row.labels, *({"le"} if end == "_bucket" else ())}
     for rows in catalogue(PARTS).values()
     for row in rows
-    for name in row.series
+    for end in SUFFIXES.get(row.kind, ("",))
 }
 """The labels of our series."""
 

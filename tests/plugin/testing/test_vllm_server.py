@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graft.testing.vllm_server import ServerError, SpecDecodeCounters, VllmServer, sum_of
+from vllm_graft.metrics.exposition import total
+from vllm_graft.testing.vllm_server import ServerError, SpecDecodeCounters, VllmServer
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -77,8 +78,8 @@ def alive(pid: int) -> bool:
 
 
 def test_a_counter_is_summed_over_label_sets_and_taken_by_its_whole_name() -> None:
-    assert sum_of("vllm:spec_decode_num_drafts_total", METRICS) == 20
-    assert sum_of("vllm:spec_decode_num_drafts", METRICS) == 0
+    assert total(METRICS, "vllm:spec_decode_num_drafts_total") == 20
+    assert total(METRICS, "vllm:spec_decode_num_drafts") == 0
 
 
 def test_acceptance_length_counts_the_targets_own_token() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import gpu_blocks
-from tests.support.engines.block_engines import FROM_LAST
-from tests.support.engines.gpu_blocks import GREEDY, SEEDED, share_alike
+from tests.support.answers.text_requests import greedy, seeded
+from tests.support.engines.block_engines import FROM_LAST, TEXTS
 from tests.support.engines.gpu_engines import exact_engine
-from tests.support.engines.pairs import Answer, answer_all, differing
+from tests.support.engines.pairs import Answer, Request, answer_all, differing
 from tests.support.models.block_drafts import (
+    write_block_target,
     write_dflash,
     write_dflash2,
     write_dspark,
@@ -21,35 +21,60 @@ from vllm_graft.testing import spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
-# Fixtures, which pytest finds by these names.
-target = gpu_blocks.target
-alone = gpu_blocks.alone
+TOKENS = 40
+GREEDY, SEEDED = greedy(TOKENS, TEXTS), seeded(TOKENS, TEXTS)
 
 
-def _served(
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that block drafts can be right about."""
+    return write_block_target(tmp_path_factory.mktemp("target"), from_last=FROM_LAST)
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> list[Answer]:
+    """What the target answers without drafts, to greedy and to seeded requests."""
+    with exact_engine(target) as llm:
+        return answer_all(llm, GREEDY + SEEDED)
+
+
+def engine(
     target: Path,
     draft: Path,
     method: str,
     nodes: int,
     tree: dict[str, Any],
-    ranges: dict[str, Any] | None = None,
+    ranges: list[tuple[int, int, int]] | None = None,
     **options: Any,
-) -> tuple[list[Answer], Any, dict[str, Any]]:
-    """Answers, vLLM's counters of drafts for the greedy requests, and ours for all."""
+) -> Any:
+    """An engine; `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``."""
     # Else vLLM chooses a backend for the draft by itself.
-    backend = options.get("attention_backend", "TRITON_ATTN")
-    with exact_engine(
+    speculative: dict[str, Any] = {
+        "attention_backend": options.get("attention_backend", "TRITON_ATTN")
+    }
+    if ranges:
+        speculative["num_speculative_tokens_per_batch_size"] = ranges
+    return exact_engine(
         target,
         draft=str(draft),
         method=method,
         nodes=nodes,
         tree=tree,
-        speculative={"attention_backend": backend, **(ranges or {})},
+        speculative=speculative,
         **options,
-    ) as llm:
+    )
+
+
+def served(*given: Any, more: tuple[list[Request], ...] = (SEEDED,), **options: Any) -> Any:
+    """Answers to `GREEDY`, then to `more`; vLLM's counters of drafts for the former, ours for all.
+
+    The requests of each list are answered at once.
+    """
+    with engine(*given, **options) as llm:
         answers = answer_all(llm, GREEDY)
         metrics = spec_metrics(llm)
-        answers += answer_all(llm, SEEDED)
+        for requests in more:
+            answers += answer_all(llm, requests)
         [info] = llm.collective_rpc("graft_info")
         return answers, metrics, info["counters"]["tree"]
 
@@ -58,7 +83,7 @@ def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> 
     """A tree of more nodes than the pass has positions, and n-grams, in graphs; `auto` cuts it."""
     draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
     tree = {"topk": 4, "steps": 8, "ngram": True}
-    answers, metrics, counters = _served(target, draft, "dspark", 31, tree)
+    answers, metrics, counters = served(target, draft, "dspark", 31, tree)
     assert differing(answers, alone) == []
     assert counters["draft_replays"] > 0
     assert counters["tree_replays"] > 0
@@ -66,7 +91,7 @@ def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> 
     # The likeliest token of a perfect draft is the target's; a tree may hold it to no great depth.
     assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
     assert metrics.accepted_per_position[2] > metrics.drafts / 3
-    answers, _, counters = _served(target, draft, "dspark", 15, {**tree, "shape": "auto"})
+    answers, _, counters = served(target, draft, "dspark", 15, {**tree, "shape": "auto"})
     assert differing(answers, alone) == []
     assert counters["num_nodes"] == 15
     # Fewer nodes have fewer children and shorter blocks; each has its graphs.
@@ -80,14 +105,7 @@ def test_sampled_drafts_have_the_noise_of_their_draws(
 ) -> None:
     """A perfect draft holds what will be drawn, for several requests at once and for one alone."""
     draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
-    with exact_engine(
-        target,
-        draft=str(draft),
-        method="dspark",
-        nodes=15,
-        tree={"topk": 4, "steps": 7},
-        speculative={"attention_backend": "TRITON_ATTN"},
-    ) as llm:
+    with engine(target, draft, "dspark", 15, {"topk": 4, "steps": 7}) as llm:
         for requests in (SEEDED, SEEDED[:1]):
             before = spec_metrics(llm)
             answers = answer_all(llm, requests)
@@ -107,9 +125,9 @@ def test_larger_batches_run_shorter_blocks(
         draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
     else:
         draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
-    ranges = {"num_speculative_tokens_per_batch_size": [(1, 1, 15), (2, 8, 3)]}
+    ranges = [(1, 1, 15), (2, 8, 3)]
     tree = {"topk": 4, "steps": 7}
-    answers, metrics, counters = _served(target, draft, kind, 15, tree, ranges)
+    answers, metrics, counters = served(target, draft, kind, 15, tree, ranges)
     assert differing(answers, alone) == []
     found = {each["nodes"]: each for each in counters["blocks"]}
     assert {nodes: each["positions"] for nodes, each in found.items()} == {3: 3, 15: 7}
@@ -132,37 +150,53 @@ def test_graphs_draft_what_launches_draft(
         draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
     else:
         draft = write_dflash2(tmp_path / "draft", from_last=FROM_LAST, error=0.1, causal=True)
-    found = []
+    check_graphs(alone, (target, draft, "dflash", 15, {"topk": 4, "steps": 7}))
+
+
+def check_graphs(
+    alone: list[Answer], given: tuple[Any, ...], more: tuple[list[Request], ...] = (SEEDED,)
+) -> list[dict[str, Any]]:
+    """An engine with graphs answers and accepts as one without; return our counters of both."""
+    lengths, counted = [], []
     for eager in (False, True):
-        answers, metrics, counters = _served(
-            target, draft, "dflash", 15, {"topk": 4, "steps": 7}, enforce_eager=eager
-        )
-        assert differing(answers, alone) == []
+        answers, metrics, counters = served(*given, more=more, enforce_eager=eager)
+        # Behind all requests, the first of the seeded ones may come again.
+        assert differing(answers, [*alone, alone[len(GREEDY)]][: len(answers)]) == []
         assert (counters["draft_replays"] > 0) is not eager
-        found.append(metrics.acceptance_length)
-    assert found[0] == pytest.approx(found[1], rel=0.05)
-    assert found[0] > 1.3
+        lengths.append(metrics.acceptance_length)
+        counted.append(counters)
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
+    assert lengths[0] > 1.3
+    return counted
 
 
-def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_path: Path) -> None:
-    """DFlash and DSpark are trained so, which takes FLASH_ATTN, and that bfloat16.
+def check_whole_block(
+    alone: list[Answer], target: Path, draft: Path, method: str, requests: int
+) -> None:
+    """A block that sees all of itself takes FLASH_ATTN, and that bfloat16; the head is in FP8.
 
-    A product that rounds otherwise may decide a near tie: so most of the answers' tokens are
-    compared, and what is accepted.
+    A product that rounds otherwise may decide a near tie: so most of the first tokens of the
+    answers are compared, and what is accepted.
     """
-    draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST)
     tree = {"topk": 4, "steps": 8, "head_dtype": "fp8"}
     options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
-    answers, metrics, counters = _served(target, draft, "dspark", 31, tree, **options)
-    assert share_alike(answers, alone, 8) > 0.8
+    answers, metrics, counters = served(target, draft, method, 31, tree, **options)
+    pairs = [
+        pair
+        for ours, theirs in zip(answers[:requests], alone[:requests], strict=True)
+        for pair in zip(ours.tokens[0][:8], theirs.tokens[0][:8])
+    ]
+    assert sum(a == b for a, b in pairs) > 0.8 * len(pairs)
     assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
     assert metrics.accepted_per_position[2] > metrics.drafts / 4
     assert counters["draft_replays"] > 0
     assert counters["fp8_head_bytes"] > 0
 
 
-BACKEND = {"attention_backend": "TRITON_ATTN"}
-"""Else vLLM chooses a backend for the draft by itself."""
+def test_a_block_that_sees_all_of_itself(target: Path, alone: list[Answer], tmp_path: Path) -> None:
+    """DFlash and DSpark are trained so."""
+    draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST)
+    check_whole_block(alone, target, draft, "dspark", len(alone))
 
 
 @pytest.fixture
@@ -180,18 +214,12 @@ def test_a_chain_is_accepted_as_stock_vllm_s(
     draft = write_xpress(
         tmp_path / "draft", from_last=FROM_LAST, error=error, causal=True, passes=8
     )
-    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 8, **BACKEND}
-    with exact_engine(target, speculative_config=spec) as llm:
+    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 8}
+    backend = {"attention_backend": "TRITON_ATTN"}
+    with exact_engine(target, speculative_config=spec | backend) as llm:
         assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
         stock = spec_metrics(llm)
-    with exact_engine(
-        target,
-        draft=str(draft),
-        method="dflash",
-        nodes=8,
-        tree={"topk": 1, "steps": 8},
-        speculative=BACKEND,
-    ) as llm:
+    with engine(target, draft, "dflash", 8, {"topk": 1, "steps": 8}) as llm:
         assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
         ours = spec_metrics(llm)
     assert ours.drafts == stock.drafts
@@ -208,53 +236,17 @@ def test_xpress_graphs_draft_what_launches_draft(
 ) -> None:
     """Graphs draft so well that as much is accepted as without any, for sampled requests too."""
     draft = write_xpress(tmp_path / "draft", from_last=FROM_LAST, error=0.3, causal=True, topc=topc)
-    ranges = {"num_speculative_tokens_per_batch_size": [(1, 2, 24), (3, 8, 7)]}
-    found = []
-    for eager in (False, True):
-        with exact_engine(
-            target,
-            draft=str(draft),
-            method="dflash",
-            nodes=24,
-            tree={"topk": 4, "steps": 6},
-            speculative=BACKEND | ranges,
-            enforce_eager=eager,
-        ) as llm:
-            answers = answer_all(llm, GREEDY)
-            metrics = spec_metrics(llm)
-            answers += answer_all(llm, SEEDED) + answer_all(llm, SEEDED[:1])
-            [info] = llm.collective_rpc("graft_info")
-        assert differing(answers, [*alone, alone[len(GREEDY)]]) == []
-        counters = info["counters"]["tree"]
-        assert (counters["draft_replays"] > 0) is not eager
+    ranges, tree = [(1, 2, 24), (3, 8, 7)], {"topk": 4, "steps": 6}
+    # One request alone has more nodes than three.
+    more = SEEDED, SEEDED[:1]
+    for counters in check_graphs(alone, (target, draft, "dflash", 24, tree, ranges), more):
         assert [each["positions"] for each in counters["blocks"]] == [8, 8]
-        found.append(metrics.acceptance_length)
-    assert found[0] == pytest.approx(found[1], rel=0.05)
-    assert found[0] > 1.3
 
 
 @pytest.mark.usefixtures("known")
 def test_an_xpress_block_that_sees_all_of_itself(
     target: Path, alone: list[Answer], tmp_path: Path
 ) -> None:
-    """XPress is trained so, which takes FLASH_ATTN, and that bfloat16; the head is in FP8."""
+    """XPress is trained so."""
     draft = write_xpress(tmp_path / "draft", from_last=FROM_LAST, topc=200)
-    with exact_engine(
-        target,
-        draft=str(draft),
-        method="dflash",
-        nodes=31,
-        tree={"topk": 4, "steps": 8, "head_dtype": "fp8"},
-        speculative={"attention_backend": "FLASH_ATTN"},
-        dtype="bfloat16",
-        attention_backend="FLASH_ATTN",
-    ) as llm:
-        answers = answer_all(llm, GREEDY)
-        metrics = spec_metrics(llm)
-        [info] = llm.collective_rpc("graft_info")
-    assert share_alike(answers, alone[: len(GREEDY)], 8) > 0.8
-    assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
-    assert metrics.accepted_per_position[2] > metrics.drafts / 4
-    counters = info["counters"]["tree"]
-    assert counters["draft_replays"] > 0
-    assert counters["fp8_head_bytes"] > 0
+    check_whole_block(alone, target, draft, "dflash", len(GREEDY))

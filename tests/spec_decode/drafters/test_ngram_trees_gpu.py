@@ -17,13 +17,12 @@ from tests.support.references.ngram_reference import (
     trie_of,
 )
 from tests.support.samples.attention_spaces import captured
-from tests.support.worlds.ngram_worlds import World
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.spec_decode.trees.shape import num_candidates
 
 pytestmark = pytest.mark.gpu
 
@@ -97,55 +96,6 @@ def test_an_engine_in_full_graphs() -> None:
     assert found["draft_replays"] > 0
     assert found["tree_replays"] > 0
     assert found["ngrams"]["nodes_verified"] > found["ngrams"]["nodes_accepted"] > 20
-
-
-@pytest.mark.parametrize(
-    ("shape", "vocab", "lengths"),
-    [
-        (TreeShape(2, 3, 6), 5, (2, 3)),
-        (TreeShape(8, 6, 63), 9, (3, 16)),
-        (TreeShape(32, 2, 63), 40, (1, 8)),
-        (TreeShape(1, 1, 2), 2, (1, 4)),
-    ],
-)
-def test_kernels_equal_the_reference(
-    shape: TreeShape, vocab: int, lengths: tuple[int, int]
-) -> None:
-    here = World(*lengths, shape, vocab, 5000, 9, "cuda", seed=0)
-    for slot in range(8):
-        text = [here.rng.randrange(vocab) for _ in range(here.rng.randrange(20, 3000))]
-        here.add(slot, text)
-    for _ in range(6):
-        slots = [*here.rng.sample(range(8), 5), -1]
-        _, ours, expected = here.step(slots, here.rng.randint(1, shape.steps), shape.num_nodes)
-        for mine, theirs in zip(ours, expected, strict=True):
-            assert mine.tokens == theirs.tokens
-            assert mine.parents == theirs.parents
-            assert mine.scores == pytest.approx(theirs.scores, rel=1e-4)
-        assert here.state.rates.tolist() == pytest.approx(here.rates, rel=1e-4)
-        for slot in set(slots) - {-1}:
-            here.emit(slot)
-
-
-@pytest.mark.parametrize("reference", [40, 3000])
-def test_references_equal_the_reference(reference: int) -> None:
-    """Pieces of many lengths, in one block with the end of the text and in blocks of their own."""
-    here = World(3, 16, TreeShape(8, 6, 63), 9, 4900, 9, "cuda", seed=3, reference=reference)
-    for slot in range(8):
-        text = [here.rng.randrange(9) for _ in range(here.rng.randrange(20, 3000))]
-        here.add(slot, text, here.pieces())
-    for number in range(6):
-        slots = [*here.rng.sample(range(8), 5), -1]
-        _, ours, expected = here.step(slots, here.rng.randint(1, 6), 63)
-        for mine, theirs in zip(ours, expected, strict=True):
-            assert mine.tokens == theirs.tokens
-            assert mine.parents == theirs.parents
-            assert mine.scores == pytest.approx(theirs.scores, rel=1e-4)
-        assert here.state.rates.tolist() == pytest.approx(here.rates, rel=1e-4)
-        for slot in set(slots) - {-1}:
-            here.emit(slot)
-        if number == 2:
-            here.add(slots[0] if slots[0] >= 0 else 1, [1, 2, 3] * 30, here.pieces())
 
 
 WIDTH, LONG_REQS, DEPTH = 131_072, 4, 31

@@ -3,66 +3,62 @@
 import json
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import triton
 
 from tests.support.compiling.compiling_process import printed_by
-from tests.support.kernel_cases import (
-    compiled,
-    launched_kernels,
-    plan_kernels,
-    rare_plans,
-    recurrent_kernels,
-    tree_kernels,
+from tests.support.launches import (
+    attention_calls,
+    check_kernels,
+    check_launches,
+    recurrent_calls,
+    tree_calls,
 )
-from vllm_graft.spec_decode import kernels, targets
+from tests.support.launches.attention_calls import PLANS, RARE_PLANS, Planned
+from tests.support.launches.one_branch import one_branch_kernel
+from vllm_graft import spec_decode
 from vllm_graft.spec_decode.kernels.expand import seed_frontier
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, listing
+from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, describe, listing
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.testing import compiled, launches_in
 
-_NIGHTLY = pytest.mark.nightly
-ROOMS = (tree_kernels, recurrent_kernels)
-
-
-def test_every_kernel_has_a_case() -> None:
-    cases = {case.function for room in ROOMS for case in room.CASES}
-    assert cases == launched_kernels(kernels) | launched_kernels(targets)
+_OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in (80, 100)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__.rpartition(".")[2])
-@pytest.mark.parametrize(
-    "capabilities",
-    [pytest.param((90,), id="sm_90"), pytest.param((80, 100), id="others", marks=_NIGHTLY)],
-)
-def test_every_kernel_compiles(room: ModuleType, capabilities: tuple[int, ...]) -> None:
-    outcomes = compiled(room, capabilities)
-    assert len(outcomes) == len(capabilities) * len(room.CASES)
-    assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
-    # This is the most that a block of the smallest architecture, sm_80, may have: 163 KiB.
-    assert max(outcome.shared_bytes for outcome in outcomes) <= 163 << 10
+@pytest.mark.parametrize("capability", [90, *_OTHERS])
+def test_every_kernel_compiles(capability: int) -> None:
+    calls = [*tree_calls.calls(), *attention_calls.calls(), *recurrent_calls.calls()]
+    check_kernels(spec_decode, calls, capability)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("room", "capabilities"),
+    ("plans", "capability"),
     [
-        pytest.param(plan_kernels, (90,), id="sm_90"),
-        pytest.param(plan_kernels, (100,), id="sm_100", marks=_NIGHTLY),
-        pytest.param(rare_plans, (90, 100), id="rare", marks=_NIGHTLY),
+        pytest.param(PLANS, 90),
+        *(
+            pytest.param(plans, capability, marks=pytest.mark.nightly)
+            for plans, capability in ((PLANS, 100), (RARE_PLANS, 90), (RARE_PLANS, 100))
+        ),
     ],
 )
-def test_every_plan_compiles(room: ModuleType, capabilities: tuple[int, ...]) -> None:
+def test_every_plan_compiles(plans: Planned, capability: int) -> None:
     """A kernel that starts while another runs is there from sm_90 on; sm_80 refuses it."""
-    outcomes = compiled(room, capabilities)
-    assert len(outcomes) == len(capabilities) * len(room.CASES)
-    assert [(o.name, o.error) for o in outcomes if o.error] == []
-    assert max(outcome.shared_bytes for outcome in outcomes) <= 227 << 10
+    launches = launches_in(spec_decode, attention_calls.planned(plans))
+    check_launches(launches, capability, shared_bytes=227 << 10)
+
+
+def test_the_compiler_s_errors_are_found() -> None:
+    """Control: this kernel runs in the interpreter."""
+    one_branch_kernel[(1,)](torch.ones(16), N=16)
+    launch = describe(one_branch_kernel, (torch.ones(16),), {"N": 16})
+    [outcome] = compiled([launch], 90)
+    assert "not defined" in outcome.error
 
 
 def test_they_are_triton_s() -> None:

@@ -89,22 +89,37 @@ CASES = {
     "of two nodes": (TreeShape(1, 1, 2), 2, 1, 4),
     "short tables": (TreeShape(3, 4, 12), 4, 3, 5),
 }
+# Texts of up to 3,000 tokens. A reference is in one block with the end of one, or has blocks.
+LONG = {
+    "long narrow": (TreeShape(2, 3, 6), 5, 2, 3),
+    "long wide": (TreeShape(8, 6, 63), 9, 3, 16),
+    "of many children": (TreeShape(32, 2, 63), 40, 1, 8),
+    "long of two nodes": (TreeShape(1, 1, 2), 2, 1, 4),
+}
+LONG_GIVEN = [*((case, (0, 0)) for case in LONG), ("long wide", (3, 40)), ("long wide", (3, 3000))]
+STEPS = [
+    *crossed([*CASES], [(0, 0), (1, 0), (0, 40), (1, 57)]),
+    *(pytest.param(*each, marks=pytest.mark.gpu) for each in LONG_GIVEN),
+]
 
 
 def world(case: str, seed: int, reference: int = 0) -> World:
-    shape, vocab, min_n, max_n = CASES[case]
-    return World(min_n, max_n, shape, vocab, 200, 5, DEVICE, seed, reference)
+    shape, vocab, min_n, max_n = (CASES | LONG)[case]
+    width, max_reqs = (4900, 9) if case in LONG else (200, 5)
+    return World(min_n, max_n, shape, vocab, width, max_reqs, DEVICE, seed, reference)
 
 
-@pytest.mark.parametrize(("case", "given"), crossed([*CASES], [(0, 0), (1, 0), (0, 40), (1, 57)]))
+@pytest.mark.parametrize(("case", "given"), STEPS)
 def test_steps_equal_the_reference(case: str, given: tuple[int, int]) -> None:
     """Texts that grow, slots that change hands and padding, over many steps."""
     found, (seed, reference) = 0, given
     here = world(case, seed, reference)
-    for slot in range(4):
-        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(30)], here.pieces())
+    own = range(here.max_reqs - 1)
+    for slot in own:
+        length = here.rng.randrange(20, 3000) if case in LONG else 30
+        here.add(slot, [here.rng.randrange(here.vocab) for _ in range(length)], here.pieces())
     for number in range(9):
-        slots = [*here.rng.sample(range(4), here.rng.randint(1, 4)), -1]
+        slots = [*here.rng.sample(own, here.rng.randint(1, 4)), -1]
         here.rng.shuffle(slots)
         levels = here.rng.randint(1, here.shape.steps)
         num_nodes = here.rng.randint(1, here.shape.num_nodes)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import vllm_graft.graph_runners.vision.fused as fused
-from tests.support.kernel_cases import compiled, launched_kernels, vision_kernels
+from tests.support.launches import check_kernels, vision_calls
 from tests.support.vision import towers
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import ConfigError
@@ -432,15 +432,9 @@ def test_padded_graphs_are_fused(wide: Any, kind: str, monkeypatch: Any) -> None
     assert all(map(close, found, towers.eager(wide, inputs)))
 
 
-def test_every_kernel_has_a_case() -> None:
-    assert {case.function for case in vision_kernels.CASES} == launched_kernels(fused)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capabilities", [(90,), pytest.param((80, 100), marks=pytest.mark.nightly)]
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.nightly) for each in (80, 100))]
 )
-def test_every_kernel_compiles(capabilities: tuple[int, ...]) -> None:
-    outcomes = compiled(vision_kernels, capabilities)
-    assert len(outcomes) == len(capabilities) * len(vision_kernels.CASES)
-    assert [(o.name, o.capability, o.error) for o in outcomes if o.error] == []
+def test_every_kernel_compiles(capability: int) -> None:
+    check_kernels(fused, vision_calls.calls(), capability)

@@ -62,26 +62,55 @@ def sample_shapes(count: int, seed: int) -> list[AttentionShape]:
     return shapes
 
 
-def label(shape: AttentionShape) -> str:
+def windowed(count: int, seed: int) -> list[AttentionShape]:
+    rng = random.Random(seed)
+    return [
+        replace(shape, window=rng.choice([1, 17, 128, 1024, 4096]), sinks=rng.random() < 0.5)
+        for shape in sample_shapes(count, seed)
+    ]
+
+
+def label(value: AttentionShape | int) -> str:
+    if isinstance(value, int):
+        return str(value)
+    kind = "c" if value.chunked else "w"
     return (
-        f"b{len(shape.lens)}-r{max(shape.rows, default=0)}-n{max(shape.lens)}-h{shape.kv_heads}x"
-        f"{shape.group}x{shape.head_size}-p{shape.block_size}{'-fp8' * shape.fp8}"
+        f"b{len(value.lens)}-r{max(value.rows, default=0)}-n{max(value.lens)}-h{value.kv_heads}x"
+        f"{value.group}x{value.head_size}-p{value.block_size}{'-fp8' * value.fp8}"
+        f"{f'-{kind}{value.window}' if value.window else ''}{'-sinks' * value.sinks}"
     )
+
+
+GEMMA = AttentionShape(
+    rows=(64, 7, 0, 1), lens=(5000, 1030, 3, 1), kv_heads=2, group=2, head_size=512, block_size=32,
+    dtype=torch.bfloat16, window=1024,
+)  # fmt: skip
+TREES = [
+    *sample_shapes(44, seed=0),
+    *windowed(16, seed=5),
+    GEMMA,
+    *(replace(shape, chunked=True) for shape in windowed(12, seed=7)),
+]
+DRAFTS = [
+    *((shape, *level)
+      for shape in sample_shapes(3, seed=1)
+      for level in [(1, 4, 3), (4, 3, 0), (8, 6, 5), (10, 7, 3), (8, 6, 1)]),
+    *((replace(shape, window=max(8, shape.window)), 8, 6, level)
+      for shape in windowed(6, seed=6)
+      for level in (0, 4)),
+]  # fmt: skip
 
 
 def check_problem(problem: TreeBatch | DraftBatch) -> None:
     check_rows(attend(problem, 32), wanted_of(problem), RELATIVE)
 
 
-@pytest.mark.parametrize("shape", sample_shapes(44, seed=0), ids=label)
+@pytest.mark.parametrize("shape", TREES, ids=label)
 def test_tree(shape: AttentionShape) -> None:
     check_problem(tree_problem(shape, "cuda"))
 
 
-@pytest.mark.parametrize(
-    ("topk", "steps", "level"), [(1, 4, 3), (4, 3, 0), (8, 6, 5), (10, 7, 3), (8, 6, 1)]
-)
-@pytest.mark.parametrize("shape", sample_shapes(3, seed=1), ids=label)
+@pytest.mark.parametrize(("shape", "topk", "steps", "level"), DRAFTS, ids=label)
 def test_draft(shape: AttentionShape, topk: int, steps: int, level: int) -> None:
     check_problem(draft_problem(shape, topk, steps, level, "cuda"))
 
@@ -199,44 +228,6 @@ def test_no_host_synchronisation() -> None:
             path, count, starts, drafts, before, after, num_reqs=2, num_tokens=32, max_reqs=2
         )
     assert (count >= 1).all()
-
-
-def windowed(count: int, seed: int) -> list[AttentionShape]:
-    rng = random.Random(seed)
-    return [
-        replace(shape, window=rng.choice([1, 17, 128, 1024, 4096]), sinks=rng.random() < 0.5)
-        for shape in sample_shapes(count, seed)
-    ]
-
-
-def named(shape: AttentionShape) -> str:
-    kind = "c" if shape.chunked else "w"
-    return f"{label(shape)}-{kind}{shape.window}{'-sinks' * shape.sinks}"
-
-
-GEMMA = AttentionShape(
-    rows=(64, 7, 0, 1), lens=(5000, 1030, 3, 1), kv_heads=2, group=2, head_size=512, block_size=32,
-    dtype=torch.bfloat16, window=1024,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", [*windowed(16, seed=5), GEMMA], ids=named)
-def test_trees(shape: AttentionShape) -> None:
-    check_problem(tree_problem(shape, "cuda"))
-
-
-@pytest.mark.parametrize(
-    "shape", [replace(shape, chunked=True) for shape in windowed(12, seed=7)], ids=named
-)
-def test_trees_with_chunks(shape: AttentionShape) -> None:
-    check_problem(tree_problem(shape, "cuda"))
-
-
-@pytest.mark.parametrize("level", [0, 4])
-@pytest.mark.parametrize("shape", windowed(6, seed=6), ids=named)
-def test_drafts(shape: AttentionShape, level: int) -> None:
-    wide = replace(shape, window=max(8, shape.window))
-    check_problem(draft_problem(wide, 8, 6, level, "cuda"))
 
 
 def test_trees_in_a_graph() -> None:

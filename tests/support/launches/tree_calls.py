@@ -25,13 +25,13 @@ from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
-from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
+from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_corpus, write_memory
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
 from vllm_graft.spec_decode.kernels.walk import walk_tree
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.memory_state import MemoryState
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.ngram_state import BORDER, NgramState
 from vllm_graft.spec_decode.trees.topology import TreeState
 
 i64 = partial(empty, dtype=torch.int64)
@@ -105,8 +105,10 @@ def ranked(dtype: torch.dtype, topk: int, vocabulary: int, *, mapped: bool) -> N
     biased_topk_logprobs(biases, shared, topk, ids, noise(requests, 0))
 
 
-def texts(width: int, matches: int = 1, reference: int = 0, memory: int = 0) -> NgramState:
-    kept = MemoryState.allocate(memory, 4, META) if memory else None
+def texts(
+    width: int, matches: int = 1, reference: int = 0, memory: int = 0, corpora: int = 0
+) -> NgramState:
+    kept = MemoryState.allocate(memory, 4, META, corpora) if memory else None
     return NgramState.allocate(3, 16, 4, width, META, matches, reference, kept)
 
 
@@ -134,8 +136,9 @@ def paths(depth: int, nodes: int, state: NgramState) -> None:
 
 
 def remember() -> None:
-    memory = MemoryState.allocate(1 << 24, 256, META)
+    memory = MemoryState.allocate(1 << 24, 256, META, corpora=1 << 20)
     write_memory(memory, empty(256, 4096), empty(256), i64(2), 2)
+    write_corpus(memory, 1, range(2), [3, BORDER], memory.corpora)
 
 
 def histories() -> None:
@@ -167,5 +170,5 @@ def calls() -> Iterator[Callable[[], object]]:
     yield partial(ngrams, 8, 6, 63, texts(32_768, memory=1 << 20))
     yield partial(paths, 6, 31, texts(131_072, 8, reference=4096))
     yield partial(paths, 5, 5, texts(256))
-    yield partial(paths, 31, 63, texts(32_768, 4, reference=2048, memory=1 << 24))
+    yield partial(paths, 31, 63, texts(32_768, 4, 2048, memory=1 << 24, corpora=1 << 20))
     yield partial(paths, 32, 63, texts(1_048_576, 32))

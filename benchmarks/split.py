@@ -38,7 +38,8 @@ from tests.support.engines.pair_server import (
     speculate,
 )
 from tests.support.engines.pairs import Pair
-from vllm_graft.testing.vllm_server import VllmServer, free_port, sum_of
+from vllm_graft.metrics.exposition import total
+from vllm_graft.testing.vllm_server import VllmServer, free_port
 
 FAULT = """
 def plant():
@@ -163,7 +164,7 @@ def with_servers(options: argparse.Namespace, asked: Sequence[Dialogue], split: 
         # drafts, which vLLM counts as drafts: those of a chain too.
         drafts = counters.drafts - split * sum(map(len, answers))
         acceptance = 1 + counters.accepted / max(1, drafts)
-        foreign = sum(sum_of(FOREIGN, server.metrics()) for server in servers)
+        foreign = sum(total(server.metrics(), FOREIGN) for server in servers)
     return Found(answers, acceptance, foreign)
 
 

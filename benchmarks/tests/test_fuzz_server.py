@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         if self.path == "/metrics":
-            self.wfile.write(b"vllm:work_total{a='b'} %d\\n" % (not number("--lazy")))
+            self.wfile.write(b'vllm:work_total{a="b"} %d\\n' % (not number("--lazy")))
     def head(self, status, kind):
         self.send_response(status)
         self.send_header("content-type", kind)

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_graft.seams.compare import LEDGER, SeamReport
-from vllm_graft.seams.reading import read_seams
-from vllm_graft.seams.sources import Sources
+from vllm_graft.seams.sources import Sources, read_seams
 
 NEWEST = (99, 0)
 Pair = tuple[SeamReport, SeamReport]

@@ -17,10 +17,16 @@ from vllm_graft.base.values import reason_of, shown
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.entries import Health, TargetFamily
 from vllm_graft.hooks.manager import COLLECTED, OURS, Manager
-from vllm_graft.seams.compare import SeamReport, is_tested, ledger_at, provable, vllm_version
+from vllm_graft.seams.compare import (
+    SeamReport,
+    check_seams,
+    is_tested,
+    ledger_at,
+    provable,
+    vllm_version,
+)
 from vllm_graft.seams.difference import difference
-from vllm_graft.seams.reading import check_seams, is_unknown, read_seams
-from vllm_graft.seams.sources import Sources
+from vllm_graft.seams.sources import Sources, is_unknown, read_seams
 from vllm_graft.seams.versions import Support, support_of
 
 ENTRY_POINT = "vllm_graft:register"

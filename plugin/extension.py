@@ -12,7 +12,7 @@ from vllm_graft.base import decision, info
 from vllm_graft.base.version import __version__
 from vllm_graft.config import GraftConfig
 from vllm_graft.hooks.manager import manager
-from vllm_graft.seams import reading as seams
+from vllm_graft.seams import compare as seams
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,4 +1,7 @@
-"""The forms of functions and texts, in the notation of the ledger."""
+"""A symbol's form, in the notation of the ledger: how it is found, whoever reads the symbol.
+
+`compare` reads symbols that are imported, `sources` reads files. Here is what both of them say.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,73 @@ import ast
 import hashlib
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from vllm_graft.seams.ledger.entry import Seam, head_of, items
 
 NO_OTHER = "no other"
 """The last of a function's parameters, where ours stands in its place and would not know others."""
+
+
+class Form(Protocol):
+    """A symbol that is there."""
+
+    def bases(self) -> list[str]:
+        """Names of a class's bases; empty if it is no class."""
+
+    def parameters(self) -> list[str]:
+        """Names, with ``=`` behind those that have a default."""
+
+    def source(self) -> str:
+        """Text of a class or function, with its decorators."""
+
+    def has(self, name: str) -> bool:
+        """Whether a class or module has a member, which methods may assign to ``self``, too."""
+
+    def member(self, name: str) -> Form:
+        """A member, for its parameters."""
+
+    def unknown(self, missing: Sequence[str]) -> str:
+        """Why it can't be told whether these members are there; empty where they are not."""
+
+
+def described(seam: Seam, form: Form) -> str:
+    """A symbol in the notation of what a seam expects of it: equal to it if nothing has moved."""
+    if seam.kind == "name":
+        return "present"
+    if seam.kind in ("call", "def"):
+        return ", ".join(fitting(form.parameters(), items(seam.expected))) or "no parameter"
+    if seam.kind == "class":
+        return ", ".join(form.bases())
+    head, rest = head_of(seam.expected)
+    found = [] if head is None else [f"({_head(form, items(head))})"]
+    if seam.kind == "source":
+        found.append(normalized_hash(form.source()))
+    elif seam.kind == "order":
+        found += in_order(form.source(), rest.split(", "))
+    else:
+        wanted = items(rest)
+        missing = [name for name in map(_name, wanted) if not form.has(name)]
+        if missing and (why := form.unknown(missing)):
+            return why
+        found += [_member(form, item) for item in wanted if _name(item) not in missing]
+    return ", ".join(found)
+
+
+def _head(form: Form, wanted: list[str]) -> str:
+    return ", ".join(form.bases() or fitting(form.parameters(), wanted))
+
+
+def _name(item: str) -> str:
+    return item.partition("(")[0]
+
+
+def _member(form: Form, item: str) -> str:
+    name, bracket, parameters = item.partition("(")
+    if not bracket:
+        return name
+    found = fitting(form.member(name).parameters(), items(parameters.removesuffix(")")))
+    return f"{name}({', '.join(found)})"
 
 
 def fitting(found: Sequence[str], wanted: Sequence[str]) -> list[str]:

@@ -16,18 +16,10 @@ from typing import Any
 from vllm_graft.base.errors import SeamError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.values import several
-from vllm_graft.seams import proofs
-from vllm_graft.seams.compare import (
-    TESTED_VLLM,
-    SeamReport,
-    is_tested,
-    provable,
-    tested_text,
-    vllm_version,
-)
+from vllm_graft.seams import compare, proofs
+from vllm_graft.seams.compare import is_tested, provable, tested_text, vllm_version
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.proofs import Proof
-from vllm_graft.seams.reading import check_seams
 from vllm_graft.seams.versions import differing, moved_text
 
 
@@ -61,30 +53,20 @@ def proving() -> Iterator[Seen]:
 def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
     """Refuse to go on with a vLLM that ``parts`` were neither written for nor proven with.
 
-    ``ledger`` is of a third party; None for ours.
-
     Raises:
         SeamError: names each symbol, what was expected and found, and vLLM's version.
     """
-    differ = [report for report in check_seams(parts, ledger) if report.problem]
-    if differ and not (all(map(provable, differ)) and _stood_for(differ)):
-        raise SeamError(
-            f"vLLM {vllm_version()} differs from the vLLM {tested_text()} that vllm-graft's parts "
-            f"{', '.join(parts)} were written for. Install vllm=={TESTED_VLLM[-1]}.*, or a "
-            "vllm-graft made for your vLLM, or drop the flags of these parts:\n  "
-            + "\n  ".join(report.problem for report in differ)
-        )
-
-
-def _stood_for(differ: Sequence[SeamReport]) -> bool:
-    """Whether a proof stands in for rows that differ, or is made of them now."""
-    if is_tested(vllm_version()):
-        return False
+    reports = [] if is_tested(vllm_version()) else compare.check_seams(parts, ledger)
+    differ = [report for report in reports if report.problem]
+    if not differ or not all(map(provable, differ)):
+        if differ or not reports:
+            compare.require_seams(*parts, ledger=ledger)
+        return
     rows = {report.seam.path: report.found for report in differ}
     if _seen is not None:
         _seen.rows.update(rows)
-        return True
-    return any(_stands_for(proof, rows) for proof in proofs.of_this_machine())
+    elif not any(_stands_for(proof, rows) for proof in proofs.of_this_machine()):
+        compare.require_seams(*parts, ledger=ledger)
 
 
 def unfit(parts: Collection[str]) -> str:

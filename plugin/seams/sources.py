@@ -1,6 +1,8 @@
-"""Definitions in vLLM's source files: of the installed one, of a wheel, or of an unpacked one.
+"""The ledger against a vLLM that is not installed: a wheel, or a folder that one was unpacked to.
 
-Nothing is imported, so that a vLLM for another Python, torch or platform can be read.
+Nothing is imported, so that a vLLM for another Python, torch or platform can be read: syntax trees
+tell, in the notation of `compare`. Members that another package's base class may bring are said to
+be unknown, never to be right.
 """
 
 from __future__ import annotations
@@ -8,14 +10,17 @@ from __future__ import annotations
 import ast
 import functools
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.seams.compare import UNKNOWN, SeamReport
+from vllm_graft.seams.form import assigned_in, described, parameters_of
+from vllm_graft.seams.ledger.entry import Seam
 
 _PACKAGE = "vllm"
-DEPTH = 12
+_DEPTH = 12
 """Imports that are followed to where a symbol is defined."""
 
 
@@ -84,7 +89,7 @@ class Sources:
         Raises:
             LookupError: if it cannot be found.
         """
-        return self._find(path, DEPTH)
+        return self._find(path, _DEPTH)
 
     def member(self, found: Found, name: str) -> Found:
         """A member of a class or module, where it is defined.
@@ -93,8 +98,8 @@ class Sources:
             LookupError: if it cannot be found.
         """
         if found.node is None:
-            return self._in_module(found.module, [name], DEPTH)
-        return self._member(found, [name], DEPTH)
+            return self._in_module(found.module, [name], _DEPTH)
+        return self._member(found, [name], _DEPTH)
 
     def segment(self, found: Found) -> str:
         """Source of a definition, with its decorators, as ``inspect.getsource`` gives it."""
@@ -111,7 +116,7 @@ class Sources:
         for base in found.node.bases:
             name = name_of(base)
             try:
-                bases.append(self._in_module(found.module, [name], DEPTH))
+                bases.append(self._in_module(found.module, [name], _DEPTH))
             except LookupError:
                 bases.append(name)
         return bases
@@ -260,3 +265,111 @@ def _lazy_target(tree: ast.Module, name: str) -> list[str] | None:
                     module, _, attribute = value.value.lstrip(".").partition(":")
                     return [*module.split("."), attribute]
     return None
+
+
+def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:
+    """Each seam, and what the source files have in its place."""
+    return [SeamReport(seam, _inspect(seam, sources)) for seam in seams]
+
+
+def is_unknown(report: SeamReport) -> bool:
+    """Whether the source files did not tell."""
+    return report.found.startswith(UNKNOWN)
+
+
+def _inspect(seam: Seam, sources: Sources) -> str:
+    try:
+        if seam.kind == "module":
+            return "present" if sources.file(seam.path) else "nothing"
+        return described(seam, _Read(sources.find(seam.path), sources))
+    except LookupError as error:
+        return f"nothing ({error})"
+
+
+class _Read:
+    """The form of a symbol in a file."""
+
+    def __init__(self, found: Found, sources: Sources) -> None:
+        self._found, self._sources = found, sources
+
+    def bases(self) -> list[str]:
+        node = self._found.node
+        if not isinstance(node, ast.ClassDef):
+            return []
+        return [name_of(base) for base in node.bases] or ["object"]
+
+    def parameters(self) -> list[str]:
+        node = self._found.node
+        if isinstance(node, ast.ClassDef):
+            try:
+                return self.member("__init__").parameters()[1:]
+            except LookupError:
+                return list(_fields(self._found, self._sources))
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return [f"{UNKNOWN}no function"]
+        return parameters_of(node)
+
+    def source(self) -> str:
+        return self._sources.segment(self._found)
+
+    def has(self, name: str) -> bool:
+        if self._found.node is not None:
+            return name in self._collected[0]
+        try:
+            return bool(self.member(name))
+        except LookupError:
+            return False
+
+    def member(self, name: str) -> _Read:
+        return _Read(self._sources.member(self._found, name), self._sources)
+
+    def unknown(self, missing: Sequence[str]) -> str:
+        foreign = ", ".join(sorted(self._collected[1]))
+        return f"{UNKNOWN}{', '.join(missing)} may be members of {foreign}" if foreign else ""
+
+    @functools.cached_property
+    def _collected(self) -> tuple[set[str], set[str]]:
+        names: set[str] = set()
+        foreign: set[str] = set()
+        _collect(self._found, self._sources, names, foreign, _DEPTH)
+        return names, foreign
+
+
+def _fields(found: Found, sources: Sources) -> Iterator[str]:
+    """Fields of a dataclass or named tuple, those of its bases first."""
+    assert isinstance(found.node, ast.ClassDef)
+    for base in sources.bases(found):
+        if isinstance(base, Found) and isinstance(base.node, ast.ClassDef):
+            yield from _fields(base, sources)
+    for node in found.node.body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and name_of(node.annotation) != "ClassVar"
+        ):
+            yield f"{node.target.id}{'' if node.value is None else '='}"
+
+
+_PLAIN_BASES = frozenset({"ABC", "Generic", "Protocol", "object", "Enum"})
+"""Bases that bring no member that the ledger could mean."""
+
+
+def _collect(
+    found: Found, sources: Sources, names: set[str], foreign: set[str], depth: int
+) -> None:
+    """Add the members of a class and of its bases, and what its methods assign to ``self``."""
+    if not isinstance(found.node, ast.ClassDef) or depth == 0:
+        return
+    names |= assigned_in(found.node)
+    for node in ast.walk(found.node):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            names.update(each.id for each in node.targets if isinstance(each, ast.Name))
+    for base in sources.bases(found):
+        if isinstance(base, Found):
+            _collect(base, sources, names, foreign, depth - 1)
+        elif base not in _PLAIN_BASES:
+            foreign.add(base)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.base.values import reason_of
-from vllm_graft.seams.compare import SeamReport, is_tested, vllm_version
+from vllm_graft.seams.compare import SeamReport, is_tested, ledger_at
 from vllm_graft.seams.ledger.entry import minor_of
-from vllm_graft.seams.reading import check_seams
+from vllm_graft.seams.sources import Sources, read_seams
 
 OLDEST = "0.32"
 """The oldest minor version whose symbols we know."""
@@ -43,15 +44,31 @@ def is_too_old(version: str) -> bool:
 
 @functools.cache
 def differing(*parts: str) -> list[SeamReport] | str:
-    """Symbols of the installed vLLM that are not as parts expect them; why they can't be told if
-    so."""
+    """Symbols of the installed vLLM that are not as parts expect them, from its source files; why
+    they can't be told if so.
+
+    Nothing of vLLM is imported: the frontend has no use for most of these modules.
+    """
+    import vllm
+
     try:
-        if is_too_old(version := vllm_version()):
-            raise SeamError(f"vLLM {version} is older than {OLDEST}: install a newer one")
-        return [report for report in check_seams(parts) if report.problem]
+        return differing_in(Path(str(vllm.__file__)).parents[1], str(vllm.__version__), parts)
     except Exception as error:
         # What can't be told is not run. It must not stop an engine that would run without us.
         return f"vLLM can't be compared with the ledger: {reason_of(error)}"
+
+
+def differing_in(path: Path, version: str, parts: Collection[str]) -> list[SeamReport]:
+    """Symbols of the vLLM at a path that are not as some parts expect them.
+
+    Raises:
+        GraftError: if there is no vLLM.
+        SeamError: if it is too old.
+    """
+    if is_too_old(version):
+        raise SeamError(f"vLLM {version} is older than {OLDEST}: install a newer one")
+    asked = [seam for seam in ledger_at(version) if seam.part in parts]
+    return [report for report in read_seams(asked, Sources(path)) if report.problem]
 
 
 def moved_text(version: str, parts: Collection[str], reports: Sequence[SeamReport]) -> str:

@@ -19,6 +19,7 @@ from vllm_graft.hooks.entries import Drafter
 from vllm_graft.seams import post_import
 from vllm_graft.seams.wrap import is_hooked, wrap
 from vllm_graft.spec_decode import tree_part
+from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
 from vllm_graft.spec_decode.verification.context import Counters
 
 SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -56,7 +57,9 @@ def unhooked(fake_module: Any, unhooked_part: Any, monkeypatch: pytest.MonkeyPat
         pass
 
     class Tree(EagleSpeculator):
-        context = SimpleNamespace(shape=SimpleNamespace(topk=1), counters=Counters())
+        context = SimpleNamespace(
+            shape=SimpleNamespace(topk=1), counters=Counters(), saves=LayerSaves()
+        )
 
     class WorkerWrapperBase:
         def __init__(self, worker: Any, vllm_config: Any) -> None:
@@ -240,13 +243,17 @@ def test_a_drafter_must_be_a_subclass(
 
 def _wrapper(vllm: Any, vllm_config: Any, speculator: Any) -> Any:
     runner = SimpleNamespace(
-        speculator=speculator, prompt_logprobs_worker=None, execute_model=lambda output: None
+        speculator=speculator,
+        prompt_logprobs_worker=None,
+        execute_model=lambda output: None,
+        initialize_kv_cache=lambda: None,
     )
     return vllm.wrapper(SimpleNamespace(model_runner=runner), vllm_config)
 
 
 def test_an_active_worker_goes_on(vllm: Any, vllm_config: Any) -> None:
     wrapper = _wrapper(vllm, vllm_config, vllm.stock(vllm_config, "cpu"))
+    vllm_config.parallel_config = SimpleNamespace(data_parallel_size=1)
     wrapper.initialize_from_config([])
     assert wrapper.initialized
 

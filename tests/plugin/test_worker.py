@@ -11,7 +11,7 @@ import pytest
 from vllm_graft import activation
 from vllm_graft.base import info
 from vllm_graft.base.errors import GraftError
-from vllm_graft.seams import reading as seams
+from vllm_graft.seams import compare as seams
 from vllm_graft.seams.wrap import compose
 
 

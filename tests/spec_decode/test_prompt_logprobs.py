@@ -11,6 +11,7 @@ import pytest
 from vllm_graft import activation
 from vllm_graft.graph_runners.vision import vision_part
 from vllm_graft.spec_decode import chain_part, prompt_logprobs, tree_part
+from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
 from vllm_graft.spec_decode.verification.context import Counters
 
 LENGTHS = np.array([9, 1, 6, 20], dtype=np.int32)
@@ -88,15 +89,19 @@ def test_only_engines_whose_drafts_are_ours_are_mended(
         additional_config={"graft": graft} if graft else {},
         speculative_config=SimpleNamespace(method="eagle3"),
         kv_transfer_config=None,
+        parallel_config=SimpleNamespace(data_parallel_size=1),
     )
     mended, other = Stock(), Stock()
     # A chain's drafts carry no parents.
-    context = SimpleNamespace(shape=SimpleNamespace(topk=1), counters=Counters())
+    context = SimpleNamespace(
+        shape=SimpleNamespace(topk=1), counters=Counters(), saves=LayerSaves()
+    )
     worker = SimpleNamespace(
         model_runner=SimpleNamespace(
             prompt_logprobs_worker=mended,
             speculator=SimpleNamespace(context=context),
             execute_model=lambda output: None,
+            initialize_kv_cache=lambda: None,
         )
     )
     for _ in range(2):

@@ -22,7 +22,7 @@ from vllm_graft.proof.arms import Arms, make_arms
 from vllm_graft.proof.engine_process import running
 from vllm_graft.proof.questions import Answer, Asking, Round, rounds
 from vllm_graft.proof.verdict import differences, undone
-from vllm_graft.seams import compare, permission, proofs, reading, versions
+from vllm_graft.seams import compare, permission, proofs, versions
 from vllm_graft.seams.compare import Seam
 from vllm_graft.seams.permission import proving, require_seams
 from vllm_graft.testing.engine import default_options
@@ -86,7 +86,8 @@ def next_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         for module in (permission, proofs):
             patch.setattr(module, "vllm_version", lambda: "0.34.0+cpu")
-        patch.setattr(reading, "ledger_at", ledger_at)
+        for module in (compare, versions):
+            patch.setattr(module, "ledger_at", ledger_at)
         versions.differing.cache_clear()
         yield
     versions.differing.cache_clear()

@@ -21,7 +21,6 @@ from vllm_graft.seams.compare import Kind, Seam
 from vllm_graft.seams.form import normalized_hash
 from vllm_graft.seams.permission import admit, proving, refused, require_seams
 from vllm_graft.seams.proofs import Machine, Proof
-from vllm_graft.seams.reading import check_seams
 
 COPY = '''
 def copy(blocks, slots):
@@ -55,9 +54,13 @@ class MadeUp:
         (self.root / "thing.py").write_text(thing)
         importlib.invalidate_caches()
         sys.dont_write_bytecode = True
+        compare._source.cache_clear()
         versions.differing.cache_clear()
         for told in (info_once, warning_once):
             told.cache_clear()
+        import linecache
+
+        linecache.clearcache()
 
 
 def _row(path: str, kind: Kind, expected: str) -> Seam:
@@ -84,6 +87,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUp]:
         del sys.modules[name]
     sys.modules.update(held)
     sys.dont_write_bytecode = written
+    compare._source.cache_clear()
     versions.differing.cache_clear()
 
 
@@ -291,7 +295,7 @@ def test_a_tested_version_looks_for_no_proof(
     vllm.write(version=version)
     for name in ("find", "of_this_machine", "folder", "flags_of"):
         monkeypatch.setattr(proofs, name, lambda *_: pytest.fail("it looked"))
-    monkeypatch.setattr(permission, "check_seams", _counted(check_seams, checks := []))
+    monkeypatch.setattr(compare, "check_seams", _counted(compare.check_seams, checks := []))
     admit(["tree"], config)
     require_seams("tree")
     assert refused(["tree"], config) == ""

@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
-from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH, MAX_REFERENCE
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.lookup.corpora import ROOM, read_texts, room_of
 from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
 from vllm_graft.spec_decode.models.draft_facts import (
     CANDIDATE_KEYS,
@@ -27,15 +24,12 @@ from vllm_graft.spec_decode.models.draft_facts import (
 from vllm_graft.spec_decode.refusals.engine_refusals import BUFFERS, too_many_rows
 from vllm_graft.spec_decode.targets.dense.dense_features import chunks_of
 from vllm_graft.spec_decode.targets.latent.latent_features import sparse_in
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, bytes_of
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
 
 _ONE_MODULE = "MTPSpeculator"
 """The class that vLLM builds for MTP with a single module."""
 
 _CHAIN = f"drop `{flag('tree')}` for vLLM's own chain"
 _METHOD = "speculative_config.method"
-_LENGTH = "speculative_config.prompt_lookup_max"
 
 DRAFTS = Refusals()
 
@@ -349,85 +343,6 @@ def _rows(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
         yield from too_many_rows(
             "The pass of the draft", width, f"{width} positions", vllm_config.scheduler_config
         )
-
-
-@DRAFTS.row(
-    f"`method: ngram` with a `prompt_lookup_max` of more than {MAX_LENGTH}",
-    "Rates are learned for each length of a match.",
-    f"set `{_LENGTH}` to {MAX_LENGTH} or less",
-)
-def _lengths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    speculative = vllm_config.speculative_config
-    longest = getattr(speculative, "prompt_lookup_max", None)
-    if longest is not None and longest > MAX_LENGTH and not has_model(tree, speculative):
-        yield f"{_LENGTH} is {longest}"
-
-
-@DRAFTS.row(
-    "`ngram` beside `method: ngram`",
-    "The key is for n-grams beside a draft model; `reference` alone goes with both.",
-    f"drop `{flag('tree', 'ngram')}`, or all of it but `reference`, and give the lengths as "
-    f"`speculative_config.prompt_lookup_min` and `{_LENGTH}`",
-)
-def _beside(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    speculative = vllm_config.speculative_config
-    if tree.ngram is None or has_model(tree, speculative):
-        return
-    # How long references are, vLLM has no key for.
-    if tree.ngram.model_fields_set != {"reference"}:
-        yield (
-            f"{flag('tree', 'ngram')} is given, and speculative_config.method is "
-            f"{speculative.method!r}"
-        )
-
-
-@DRAFTS.row(
-    "`memory` without `ngram`, beside a draft model",
-    "What is found in it are n-grams.",
-    f"set `{flag('tree', 'ngram')}` to true",
-)
-def _memory(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    alone = not has_model(tree, vllm_config.speculative_config)
-    if tree.memory is not None and tree.ngram is None and not alone:
-        yield f"{flag('tree', 'memory')} is given, and {flag('tree', 'ngram')} is not"
-
-
-@DRAFTS.row(
-    "`memory` of less than two segments of 64 tokens for each request, or of more tokens than "
-    "places are counted",
-    "Each running request writes into a segment of its own, and a place has 25 bits.",
-    f"change `{flag('tree', 'memory', 'bytes')}`",
-)
-def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    if tree.memory is None:
-        return
-    key, requests = flag("tree", "memory", "bytes"), vllm_config.scheduler_config.max_num_seqs
-    least, given = bytes_of(2 * requests, requests), int(tree.memory.bytes)
-    texts = vllm_config.model_config.max_model_len + MAX_REFERENCE + room_of(tree.memory)
-    most = bytes_of((MAX_PLACE - texts) // SEGMENT, requests)
-    if not least <= given <= most:
-        yield Found(
-            f"{key} is {given}, with --max-num-seqs {requests}",
-            f"set {key} to {least} to {most}",
-        )
-
-
-@DRAFTS.row(
-    "files of `memory.corpora` that can't be read, or without `corpora_bytes`",
-    "A server has the corpora that it names from its start on.",
-    f"change `{flag('tree', 'memory', 'corpora')}`",
-)
-def _corpora(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
-    if tree.memory is None:
-        return
-    for path in tree.memory.corpora:
-        if not room_of(tree.memory):
-            yield Found(f"{ROOM} is {int(tree.memory.corpora_bytes)}", f"set {ROOM} to 64MiB")
-            return
-        try:
-            read_texts(path, room_of(tree.memory))
-        except ConfigError as refused:
-            yield Found(str(refused))
 
 
 @DRAFTS.row(

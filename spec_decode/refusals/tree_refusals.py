@@ -13,6 +13,7 @@ from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.refusals.draft_refusals import DRAFTS
 from vllm_graft.spec_decode.refusals.engine_refusals import ENGINE
 from vllm_graft.spec_decode.refusals.fit_refusals import CRASHES, DRIFTS
+from vllm_graft.spec_decode.refusals.lookup_refusals import LOOKUPS
 from vllm_graft.spec_decode.refusals.verification_refusals import VERIFICATION
 from vllm_graft.spec_decode.targets.families import FEATURES, family_refusals, served_features
 
@@ -43,4 +44,13 @@ def refusals() -> tuple[Refusal, ...]:
         for feature in FEATURES
         if feature.name not in served
     )
-    return (*CRASHES, *DRIFTS, *DRAFTS, *ENGINE, *family_refusals(), *targets, *VERIFICATION)
+    return (
+        *CRASHES,
+        *DRIFTS,
+        *DRAFTS,
+        *LOOKUPS,
+        *ENGINE,
+        *family_refusals(),
+        *targets,
+        *VERIFICATION,
+    )

@@ -90,15 +90,7 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
     if not on_cpu:
         # A server may run beside it.
         alone["gpu_memory_utilization"] = 0.2
-    look = None
-    if model.is_multimodal_model and parts & {"vit", "hicache"}:
-        images.link_processor(model, target)
-        alone |= images.OPTIONS
-        alone["max_model_len"] = min(images.LENGTH, model.max_model_len)
-        looking = images.Looking(vllm_config)
-        look = looking if looking.sees else None
-    elif model.is_multimodal_model:
-        alone["language_model_only"] = True
+    look = _take_images(vllm_config, parts, target, alone) if model.is_multimodal_model else None
     others = dict(vllm_config.additional_config or {})
     given = others.pop(KEY, {})
     if others:
@@ -128,6 +120,25 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
         sections["vit"] |= _SEEN_SOON
         wanted["vllm:graft_vit_replays/exact"] = "replays of exact vision graphs"
     return Arms(target, dtype, alone, asked, wanted, look)
+
+
+def _take_images(
+    vllm_config: Any, parts: set[str], target: Path, options: dict[str, Any]
+) -> questions.Look | None:
+    """Let engines with these options take images, if a part has to do with them.
+
+    Returns:
+        what makes requests about images; None if these engines take none.
+    """
+    if not parts & {"vit", "hicache"}:
+        options["language_model_only"] = True
+        return None
+    model = vllm_config.model_config
+    images.link_processor(model, target)
+    options |= images.OPTIONS
+    options["max_model_len"] = min(images.LENGTH, model.max_model_len)
+    looking = images.Looking(vllm_config)
+    return looking if looking.sees else None
 
 
 def _few_graphs(served: Any) -> dict[str, Any]:

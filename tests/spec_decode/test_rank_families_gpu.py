@@ -16,7 +16,7 @@ import torch
 from tests.support.answers import near_ties
 from tests.support.engines import rank_answers
 from tests.support.engines import rank_families as families
-from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.gpu_engines import exact_engine, two_rank_options
 from tests.support.engines.pairs import Answer, Pair, answer_all
 from tests.support.engines.rank_answers import Questions
 from tests.support.engines.rank_families import NODES, Family
@@ -39,26 +39,15 @@ FAMILIES = [
 
 def with_trees(family: Family) -> dict[str, Any]:
     """The options of an engine of two ranks, whose decodes run in FULL graphs."""
-    counts = (1, 2, 4, 8)
     asked = family.asked
     if asked["speculative_config"]["method"] == "dspark":
         # Else vLLM chooses a backend for a block by itself.
         asked["speculative_config"] = {"attention_backend": "TRITON_ATTN", **family.speculative}
     return {
         "model": str(family.target),
-        "tensor_parallel_size": 2,
         "dtype": "float32",
         "attention_backend": "TRITON_ATTN",
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": 2**29,
-        "disable_log_stats": False,
-        "compilation_config": {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sorted({*counts} | {n * (NODES + 1) for n in counts}),
-        },
+        **two_rank_options(NODES),
         **family.options,
         **asked,
     }

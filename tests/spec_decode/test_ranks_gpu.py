@@ -12,7 +12,7 @@ import torch
 
 from tests.support.engines import rank_answers
 from tests.support.engines.cache_engines import transfer
-from tests.support.engines.gpu_engines import exact_engine
+from tests.support.engines.gpu_engines import exact_engine, two_rank_options
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
 from tests.support.engines.rank_answers import Questions, RankAnswers
 from tests.support.engines.shipped_pair import SHIPPED
@@ -46,20 +46,9 @@ def two_gpus(
     pair: Pair, samples: list[Request], folder: Path, tree: dict[str, Any], **options: Any
 ) -> RankAnswers:
     """Ask an engine of two ranks twice, whose decodes run in FULL graphs."""
-    sizes = sorted({requests * (NODES + 1) for requests in (1, 2, 4, 8)} | {1, 2, 4, 8})
     engine = {
         "model": pair.target,
-        "tensor_parallel_size": 2,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "gpu_memory_utilization": 0.3,
-        "kv_cache_memory_bytes": 2**29,
-        "disable_log_stats": False,
-        "compilation_config": {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sizes,
-        },
+        **two_rank_options(NODES),
         "speculative_config": {
             "method": "eagle3",
             "model": pair.draft,

@@ -103,3 +103,21 @@ def exact_engine(
         }
         with running(target, **defaults | options) as built:
             yield built
+
+
+def two_rank_options(nodes: int) -> dict[str, Any]:
+    """Options of an engine of two ranks, whose decodes of trees of `nodes` run in FULL graphs."""
+    counts = (1, 2, 4, 8)
+    return {
+        "tensor_parallel_size": 2,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": 2**29,
+        "disable_log_stats": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sorted({*counts} | {n * (nodes + 1) for n in counts}),
+        },
+    }

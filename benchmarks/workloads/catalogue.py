@@ -1,4 +1,4 @@
-"""All workloads by their names, and how often their answers repeat."""
+"""The table of workloads by name, and how often their answers repeat."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Document(NamedTuple):
 
 
 def documents(choice: Choice) -> list[Document]:
-    """All topics of Python's own help that are of the half that is asked for."""
+    """Return the topics of Python's own help in the half that is asked for."""
     from pydoc_data.topics import topics
 
     return [Document(title, text) for title, text in sorted(topics.items()) if choice.has(title)]

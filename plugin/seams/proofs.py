@@ -163,7 +163,7 @@ def flags_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def _asked(vllm_config: Any) -> Any:
-    """All of ``additional_config``, with a preset in place of what it has decided."""
+    """Return ``additional_config``, with a preset in place of what it has decided."""
     additional, decided = vllm_config.additional_config or {}, decision_of(vllm_config)
     return {**additional, KEY: decided.preset} if decided is not None else additional
 

@@ -166,7 +166,7 @@ def adapters(folder: Path, pair: Pair) -> Family:
 
 
 def ngrams(folder: Path, pair: Pair) -> Family:
-    """Beside the head."""
+    """Return `eagle3` with n-grams beside the head."""
     family = eagle3(folder, pair)
     family.tree["ngram"], family.predicted = True, True
     return family

@@ -59,7 +59,7 @@ CASES = {
     "mxfp4-eagle3": Case(
         "gpt-oss-20b", tuple(drafting("eagle3", 3, model="gpt-oss-20b-speculator.eagle3"))
     ),
-    "vision": Case("Qwen3-VL-8B-Instruct"),
+    "vision": Case("Qwen3-VL-8B-Instruct", ("--no-skip-tokenizer-init",)),
     "fp8-experts-mtp": Case("GLM-4.6-FP8", tuple(MTP), 8),
     "online-fp8": Case("Qwen3-32B", ("--quantization", "fp8"), 32),
 }

@@ -1,8 +1,8 @@
 """The plan of a launch of tree attention, by sizes that the host knows before it.
 
 The rule for sm_90 and sm_10x follows what a search on an H200 found
-(``python -m benchmarks.attention.search``). Elsewhere, for float32 and in the interpreter, programs
-load without stages.
+(``benchmarks/attention/search`` in git at 0b4bb377). Elsewhere, for float32 and in the interpreter,
+programs load without stages.
 """
 
 from __future__ import annotations

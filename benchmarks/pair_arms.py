@@ -33,9 +33,9 @@ from vllm_graft.spec_decode.presets.ngram_preset import ALONE_MIN, DEPTH, MATCHE
 
 NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
-    "sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, tree:N, tree:N@RANGES or "
-    "auto:N; +fp8 or +pdl behind a name, +ngram, +memory, +fp8head, +whole, +states, +hotN, "
-    "+windowW, +topkN or +stepsN behind tree:N or auto:N"
+    "sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, graft-chain:K (a chain in "
+    "graft.draft's graphs), tree:N, tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, "
+    "+memory, +fp8head, +whole, +states, +hotN, +windowW, +topkN or +stepsN behind tree:N or auto:N"
 )
 _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
     "none": {},
@@ -115,7 +115,7 @@ def read_arm(
         return Arm(name, options | _WITHOUT_DRAFT[plain])
     numbers = [int(count) for count in counts.split(",") if count.isdigit()]
     several = kind in CHAINS
-    known = (several and not keys) or kind in ("tree", "auto")
+    known = kind in ("tree", "auto") or (not keys and (several or kind == "graft-chain"))
     known |= kind == "ngram" and not keys and FP8 not in suffixes
     if not known or not numbers or ",".join(map(str, numbers)) != counts:
         raise BenchmarkError(f"--arms {name!r}: say {NAMES}")
@@ -142,7 +142,9 @@ def read_arm(
         speculative["num_speculative_tokens_per_batch_size"] = ranges(numbers, max_num_seqs)
         options["scheduler_cls"] = SCHEDULER
         return Arm(name, options, tuple(numbers))
-    if not several:
+    if kind == "graft-chain":
+        options["additional_config"] = {"graft": {"draft": {}}}
+    elif not several:
         if kind == "auto":
             keys["shape"] = "auto"
         if FP8 in suffixes:

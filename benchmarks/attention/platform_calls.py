@@ -73,26 +73,22 @@ def flash(
     )
 
     first = batches[0]
-    query, starts = last_rows(first.query, first.num_reqs, rows), _starts(first, rows)
+    query = last_rows(first.query, first.num_reqs, rows)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     window = (layer.window - 1, 0) if layer.window else (-1, -1)
-    splits = MAX_SPLITS if in_graph else 0
+    told = _told(first, rows, longest, MAX_SPLITS if in_graph else 0)
     plan = None
     if in_graph and layer.alike:
         plan = get_scheduler_metadata(
             batch_size=first.num_reqs,
-            max_seqlen_q=rows,
-            max_seqlen_k=longest,
             num_heads_q=layer.heads,
             num_heads_kv=layer.kv_heads,
             headdim=layer.head_size,
             cache_seqlens=first.seq_lens,
             qkv_dtype=query.dtype,
-            cu_seqlens_q=starts,
             page_size=layer.block_size,
-            causal=True,
             window_size=window,
-            num_splits=splits,
+            **told,
         )
 
     def call(batch: TreeBatch) -> torch.Tensor:
@@ -102,18 +98,14 @@ def flash(
             k=key,
             v=value,
             out=out,
-            cu_seqlens_q=starts,
-            max_seqlen_q=rows,
             seqused_k=batch.seq_lens,
-            max_seqlen_k=longest,
             block_table=batch.block_table,
             softmax_scale=batch.scale,
-            causal=True,
             window_size=list(window),
             scheduler_metadata=plan,
-            num_splits=splits,
             s_aux=batch.sinks,
             fa_version=3,
+            **told,
         )
         return out
 
@@ -129,21 +121,17 @@ def flash_latents(batches: Sequence[LatentBatch], rows: int, longest: int) -> Ca
 
     first = batches[0]
     query, rope, keys = _latent_rows(first, rows)
-    starts, rank = _starts(first, rows), query.shape[2]
+    told, rank = _told(first, rows, longest, MAX_SPLITS), query.shape[2]
     plan = get_scheduler_metadata(
         batch_size=first.num_reqs,
-        max_seqlen_q=rows,
-        max_seqlen_k=longest,
         num_heads_q=query.shape[1],
         num_heads_kv=1,
         headdim=rope.shape[2],
         headdim_v=rank,
         cache_seqlens=keys,
         qkv_dtype=query.dtype,
-        cu_seqlens_q=starts,
         page_size=first.latents.shape[1],
-        causal=True,
-        num_splits=MAX_SPLITS,
+        **told,
     )
 
     def call(batch: LatentBatch) -> torch.Tensor:
@@ -152,16 +140,12 @@ def flash_latents(batches: Sequence[LatentBatch], rows: int, longest: int) -> Ca
             k=batch.latents[..., rank:].unsqueeze(-2),
             v=batch.latents[..., :rank].unsqueeze(-2),
             q_v=query,
-            cu_seqlens_q=starts,
-            max_seqlen_q=rows,
             seqused_k=keys,
-            max_seqlen_k=longest,
             block_table=batch.block_table,
             softmax_scale=batch.scale,
-            causal=True,
             scheduler_metadata=plan,
-            num_splits=MAX_SPLITS,
             fa_version=3,
+            **told,
         )
         return found
 
@@ -252,6 +236,13 @@ def _latent_rows(batch: LatentBatch, rows: int) -> tuple[torch.Tensor, torch.Ten
     return query, rope, batch.prefix_lens + batch.num_rows
 
 
-def _starts(batch: Batch, rows: int) -> torch.Tensor:
-    end = batch.num_reqs * rows + 1
-    return torch.arange(0, end, rows, dtype=torch.int32, device=batch.row_masks.device)
+def _told(batch: Batch, rows: int, longest: int, splits: int) -> dict[str, Any]:
+    """What FlashAttention and its plan are both told of chains."""
+    end, device = batch.num_reqs * rows + 1, batch.row_masks.device
+    return {
+        "cu_seqlens_q": torch.arange(0, end, rows, dtype=torch.int32, device=device),
+        "max_seqlen_q": rows,
+        "max_seqlen_k": longest,
+        "causal": True,
+        "num_splits": splits,
+    }

@@ -39,7 +39,9 @@ def test_arms() -> None:
     graft = read("tree:31@[[1,2,31],[3,9,7]]").options["additional_config"]
     assert graft == {"graft": {"tree": PLAIN}}
     assert tree("auto:63")["shape"] == "auto"
-    assert "additional_config" not in read("chain:5").options
+    chain = read("chain:5").options
+    assert "additional_config" not in chain
+    assert read("graft-chain:5").options == {**chain, "additional_config": {"graft": {"draft": {}}}}
     assert read("none").options == {}
     assert read("none").columns == {"none": None}
     assert read("graft").options == {"additional_config": {"graft": "auto"}}
@@ -154,7 +156,7 @@ def test_a_head_alone_in_fp8_leaves_the_draft_as_it_is() -> None:
     [
         *("tree:31+window", "tree:31+window0", "block:3+window64", "none+window64"),
         *("auto:63+hot", "auto:63+hot0", "block:3+hot8192", "none+hot8192"),
-        *("chain:3+states", "chain:3+ngram", "block:3+fp8head"),
+        *("chain:3+states", "graft-chain:3+ngram", "graft-chain:3,5", "block:3+fp8head"),
         *("forest:3", "chain", "chain:", "chain:x", "tree:3,5", "chain:3,3", "chain:1,2,3,4,5"),
     ],
 )

@@ -250,14 +250,22 @@ def test_engines_start_from_the_arguments() -> None:
     assert found["compilation_config"] == {"cudagraph_capture_sizes": [1, 2]}
 
 
+def model(tokens: int, **more: torch.nn.Module) -> Any:
+    """A model whose output head has so many tokens of 100."""
+    inner = torch.nn.ModuleDict(
+        {
+            "embed_tokens": torch.nn.Embedding(100, 8),
+            "down_proj": torch.nn.Linear(16, 8, bias=False),
+        }
+    )
+    inner.update(more)
+    return torch.nn.ModuleDict({"model": inner, "lm_head": torch.nn.Linear(8, tokens, bias=False)})
+
+
 def test_weights_of_a_target_count_once() -> None:
-    inner = torch.nn.ModuleDict({
-        "embed_tokens": torch.nn.Embedding(100, 8),
-        "down_proj": torch.nn.Linear(16, 8, bias=False),
-    })  # fmt: skip
-    target = torch.nn.ModuleDict({"model": inner, "lm_head": torch.nn.Linear(8, 100, bias=False)})
+    target = model(100)
     assert step_bytes.target_bytes(target) == 4 * (16 * 8 + 8 * 100)
-    target["lm_head"].weight = inner["embed_tokens"].weight
+    target["lm_head"].weight = target["model"]["embed_tokens"].weight
     assert step_bytes.target_bytes(target) == 4 * (16 * 8 + 8 * 100)
 
 
@@ -503,16 +511,9 @@ def test_replays_are_those_of_one_request_with_its_context(recorded: Any) -> Non
 
 
 def test_bytes_of_a_pass_leave_out_what_it_does_not_read() -> None:
-    inner = torch.nn.ModuleDict({
-        "embed_tokens": torch.nn.Embedding(100, 8),
-        "fc": torch.nn.Linear(24, 8, bias=False),
-        "down_proj": torch.nn.Linear(16, 8, bias=False),
-    })  # fmt: skip
-    draft = torch.nn.ModuleDict({"model": inner, "lm_head": torch.nn.Linear(8, 50, bias=False)})
-    draft.register_parameter(
-        "draft_id_to_target_id",
-        torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False),
-    )
+    draft = model(50, fc=torch.nn.Linear(24, 8, bias=False))
+    places = torch.nn.Parameter(torch.zeros(50, dtype=torch.long), requires_grad=False)
+    draft.register_parameter("draft_id_to_target_id", places)
     assert step_bytes.draft_bytes(draft) == 4 * (16 * 8 + 8 * 50)
     head = Fp8Head(torch.randn(50, 8))
     assert step_bytes.draft_bytes(draft, head) == 4 * 16 * 8 + (8 + 4) * 50

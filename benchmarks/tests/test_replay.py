@@ -79,10 +79,8 @@ def test_tool_calls_have_full_trees() -> None:
     assert len({each.session for each in load.requests}) == 1
     tree: dict[str, Any] = {"ngram": {"reference": 0}}
     options: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 2}
-    options["structured_outputs_config"] = {
-        "backend": "xgrammar",
-        "disable_any_whitespace": True,
-    }
+    grammar = {"backend": "xgrammar", "disable_any_whitespace": True}
+    options["structured_outputs_config"] = grammar
     with pair.engine(nodes=7, topk=2, steps=4, tree=tree, **options) as llm:
         # The second request has the first one's call in its prompt.
         ask = Ask(Case(0.0, 1, 1, 20, first=1), margins=False)
@@ -95,7 +93,7 @@ def test_tool_calls_have_full_trees() -> None:
         }
         # What is replayed is what the schema permits.
         llm.collective_rpc(replay, args=(load.answers,))
-        [replayed] = loop.answers(Ask(Case(0.0, 1, 1, 20, first=1), margins=False))
+        [replayed] = loop.answers(ask)
     assert replayed.tokens == [*load.answers.values()][1][:20] != found.tokens
     assert text.replace(" ", "").startswith('{"name":"')
     assert counted["trees"] > 0

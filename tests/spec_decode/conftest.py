@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.engines.one_configuration import one_configuration
-from tests.support.engines.pair_fixtures import expected, pair, samples
+from tests.support.engines.pair_fixtures import device, expected, pair, samples
 from vllm_graft.hooks import manager
 
-__all__ = ["expected", "flash_attention_3", "pair", "samples"]
+__all__ = ["device", "expected", "flash_attention_3", "pair", "samples"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Fixtures: the pair, requests to it, and the answers of the target alone."""
+"""Fixtures: the device, the pair, requests to it, and the answers of the target alone."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,12 @@ from tests.support.engines.shipped_pair import SHIPPED
 
 PROMPTS = 4
 TOKENS = 16
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the engines of a test are, which runs on both."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

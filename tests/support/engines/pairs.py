@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, an EAGLE-3 head trained for it, and prompts that neither has seen."""
+    """A target, an EAGLE-3 head trained for it, and prompts that neither has seen.
+
+    On the `device` ``cuda`` engines are those of `exact_engine`.
+    """
 
     target: str
     draft: str
     prompts: list[str]
+    device: str = "cpu"
 
     @classmethod
     def load(cls, folder: Path) -> Pair:
         """Read a folder with `target`, `eagle3` and `prompts.json`."""
         prompts = json.loads((folder / "prompts.json").read_text())
         return cls(str(folder / "target"), str(folder / "eagle3"), prompts)
+
+    def on(self, device: str) -> Pair:
+        """The pair on a device."""
+        return replace(self, device=device)
 
     def engine(
         self,
@@ -44,6 +52,7 @@ class Pair:
 
         `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``.
         """
+        from tests.support.engines.gpu_engines import exact_engine
         from vllm_graft.testing.engine import cpu_engine
 
         tokens = nodes or chain
@@ -58,6 +67,8 @@ class Pair:
         if nodes:
             keys = {"topk": topk, "steps": steps, **(tree or {})}
             options["additional_config"] = {"graft": {"tree": keys}}
+        if self.device == "cuda":
+            return exact_engine(self.target, drafts=tokens, **options)
         return cpu_engine(self.target, **options)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engines.gpu_engines import shipped_trees
 from tests.support.engines.pairs import (
     Answer,
     Pair,
@@ -17,12 +18,16 @@ from tests.support.engines.pairs import (
 )
 from tests.support.models.mtp_targets import write_mimo
 from tests.support.references.windowed_reference import compared
+from tests.support.samples.attention_samples import draft_problem, untouched
 from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
+from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
+from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.refusals import verification_refusals
 from vllm_graft.spec_decode.targets.dense import draft_window
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
-from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
 from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama
 
@@ -33,12 +38,16 @@ WINDOW, BLOCK = 16, 32
 OPTIONS: dict[str, Any] = {"max_model_len": 448, "block_size": BLOCK, "max_num_batched_tokens": 160}
 
 
+def long_requests(pair: Pair, prompts: int, tokens: int) -> list[Request]:
+    """Prompts of 284 tokens and more; two requests share each."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
+    texts = ["\n".join(pair.prompts[4 * place :][:4]) for place in range(prompts)]
+    return [Request(text, {"max_tokens": tokens, **kind}) for text in texts for kind in kinds]
+
+
 @pytest.fixture(scope="module")
 def requests(pair: Pair) -> list[Request]:
-    """Prompts of 284 and 345 tokens; two requests share each."""
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
-    texts = ["\n".join(pair.prompts[4 * place :][:4]) for place in range(2)]
-    return [Request(text, {"max_tokens": 16, **kind}) for text in texts for kind in kinds]
+    return long_requests(pair, 2, 16)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +152,68 @@ def test_other_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert min(seen.levels, seen.narrower) > 20
 
 
+# --- on a device --------------------------------------------------------------------------------
+
+LONG = 48
+"""The window there."""
+
+
+@pytest.mark.gpu
+def test_answers_are_the_target_s_and_graphs_equal_launches(pair: Pair) -> None:
+    requests, pair = long_requests(pair, 4, 40), pair.on("cuda")
+    with pair.engine(max_model_len=512) as llm:
+        expected = answer_all(llm, requests)
+    tree = {"draft_window": LONG, "graph_runner": "verify"}
+    with pair.engine(nodes=15, tree=tree, max_model_len=512) as llm:
+        assert differing(answer_all(llm, requests), expected) == []
+        [info] = llm.collective_rpc("graft_info")
+    counters = info["counters"]["tree"]
+    assert counters["draft_window"] == LONG
+    assert counters["draft_replays"] > 0
+    assert counters["draft_graphs_differing"] == {15: []}
+
+
+@pytest.mark.gpu
+def test_rows_see_their_window(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, by FlashAttention where vLLM takes it; what is outside holds NaN."""
+    # Graphs run no Python: without them each pass comes by here.
+    with shipped_trees({"draft_window": LONG}, graphs=False) as llm:
+        speculator = model_runner(llm).speculator
+        layers = speculator.vllm_config.compilation_config.static_forward_context
+        impl = layers[min(speculator.draft_attn_layer_names)].impl
+        del speculator, layers
+        with compared(monkeypatch, LONG, tolerance=4e-2) as seen:
+            answer_all(llm, long_requests(pair, 2, 40))
+    assert type(impl).__name__.startswith("Tree")
+    assert min(seen.levels, seen.accepted) > 100
+    assert seen.otherwise > seen.narrower / 4 > 25
+
+
+@pytest.mark.gpu
+def test_a_level_reads_what_its_narrowed_table_names() -> None:
+    """It computes what it does over a table as wide as the whole text."""
+    shape = AttentionShape(
+        rows=(0, 0), lens=(30_000, 700), kv_heads=8, group=4, head_size=128, dtype=torch.bfloat16
+    )
+    problem = draft_problem(shape, 8, 6, 2, "cuda")
+    table, lens = windowed_table(
+        problem.block_table, problem.prefix_lens, None, window=2048, max_rows=0, block_size=16
+    )
+    assert lens.tolist() == [16 + 30_000 - (30_000 - 2048) // 16 * 16, 700]
+    fields = {**vars(problem), "block_table": table, "prefix_lens": lens, "max_seq_len": None}
+    out, expected = untouched(problem.query), untouched(problem.query)
+    draft_attention(DraftBatch(**fields), out)
+    first = (30_000 - 2048) // 16
+    seen = torch.cat([problem.block_table[0, :1], problem.block_table[0, first:]])
+    whole = problem.block_table.clone()
+    whole[0, : len(seen)] = seen
+    draft_attention(DraftBatch(**fields | {"block_table": whole}), expected)
+    torch.testing.assert_close(out, expected)
+
+
+# --- targets in two passes ----------------------------------------------------------------------
+
+
 class PlainFlash:
     """The first pass in torch operations that a recorded graph can replay."""
 
@@ -191,8 +262,6 @@ def test_two_passes_serve_the_engine(
         graphs=[8, 16, 32],
         max_num_seqs=2,
     ) as llm:
-        from vllm_graft.testing import model_runner
-
         found = [answer.tokens[0] for answer in answer_all(llm, short)]
         assert found == [answer.tokens[0][:8] for answer in expected[2:5]]
         [info] = llm.collective_rpc("graft_info")

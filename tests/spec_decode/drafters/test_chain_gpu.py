@@ -1,9 +1,7 @@
-"""Drafts of other kinds on a device."""
+"""Graphs of a standalone draft model on a device."""
 
 import contextlib
-import itertools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,9 @@ from vllm import SamplingParams
 
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
-from tests.support.answers.text_requests import TEXTS, both_kinds
 from tests.support.checkpoints import write_likeness
-from tests.support.engines.gpu_engines import exact_engine
-from tests.support.engines.pairs import Request, answer_all, differing
-from tests.support.engines.shipped_pair import SHIPPED
-from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
-from tests.support.models.window_models import write_gemma4, write_gemma4_assistant
-from tests.support.watches import proposed
 from vllm_graft.metrics.exposition import total
-from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import TinyShape, model_runner, running, spec_metrics, write_llama
+from vllm_graft.testing import TinyShape, model_runner, running, write_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 
@@ -156,154 +146,3 @@ def test_answers_do_not_depend_on_graphs(llm: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(speculator(llm), "chain_runner", None)
     monkeypatch.setattr(speculator(llm), "extend_runner", None)
     assert ask(llm, 4) == answers
-
-
-PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90)), [11]]
-TOKENS, GEMMA4_STEPS = 24, 4
-OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_batched_tokens": 96}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma4")
-    write_gemma4(folder / "target")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[list[int]]:
-    with exact_engine(folder / "target", **OPTIONS) as llm:
-        return both_kinds(llm, PROMPTS, TOKENS)
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_trees_answer_as_the_target_alone(
-    folder: Path, alone: list[list[int]], tmp_path: Path, ordered: bool
-) -> None:
-    draft = write_gemma4_assistant(tmp_path / "assistant", ordered=ordered)
-    tree = {"topk": 3, "steps": GEMMA4_STEPS}
-    with exact_engine(
-        folder / "target", draft=str(draft), method="mtp", nodes=9, tree=tree, **OPTIONS
-    ) as llm:
-        assert both_kinds(llm, PROMPTS, TOKENS) == alone
-        [info] = llm.collective_rpc("graft_info")
-    counters = info["counters"]["tree"]
-    assert counters["draft_replays"] > 0
-    assert counters["tree_replays"] > 0
-
-
-def test_a_chain_drafts_what_stock_vllm_drafts(folder: Path, tmp_path: Path) -> None:
-    draft = str(write_gemma4_assistant(tmp_path / "assistant"))
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    prompts = [{"prompt_token_ids": each} for each in PROMPTS]
-    spec = {"method": "mtp", "model": draft, "num_speculative_tokens": GEMMA4_STEPS}
-    with (
-        exact_engine(folder / "target", speculative_config=spec, **OPTIONS) as llm,
-        proposed(llm) as stock,
-    ):
-        llm.generate(prompts, params, use_tqdm=False)
-    tree = {"topk": 1, "steps": GEMMA4_STEPS}
-    with exact_engine(
-        folder / "target", draft=draft, method="mtp", nodes=GEMMA4_STEPS, tree=tree, **OPTIONS
-    ) as llm:
-        with proposed(llm) as ours:
-            llm.generate(prompts, params, use_tqdm=False)
-        assert type(model_runner(llm).speculator).__name__ == "Gemma4Trees"
-    assert ours == stock
-    assert len(stock) > TOKENS / 2
-
-
-def test_an_engine_in_full_graphs() -> None:
-    """The target is its own draft, so that nearly all drafts are right, seeded ones as well."""
-    requests = [
-        Request(text, {"max_tokens": 48, **kind})
-        for text in ("def main(argv):\n", "import os, sys\nimport", "class Tree:\n    def")
-        for kind in ({"temperature": 0}, {"seed": 7, "temperature": 0.6})
-    ]
-    target = SHIPPED / "target"
-    with exact_engine(target) as llm:
-        expected = answer_all(llm, requests)
-    tree = {"topk": 4, "steps": 5}
-    with exact_engine(target, draft=str(target), nodes=15, tree=tree, method="draft_model") as llm:
-        # Graphs of the first pass have 17 rows per request, and here 128 rows at most.
-        found = answer_all(llm, requests[:4]) + answer_all(llm, requests[4:])
-        assert differing(found, expected) == []
-        (info,) = llm.collective_rpc("graft_info")
-        assert spec_metrics(llm).acceptance_length > 4.5
-    counted = info["counters"]["tree"]
-    assert counted["draft_replays"] > 0
-    assert counted["first_pass_replays"] > counted["first_pass_launches"] > 0
-    assert counted["tree_replays"] > 0
-
-
-REQUESTS = [
-    Request(text, {"max_tokens": 40, **kind})
-    for text in TEXTS[:3]
-    for kind in ({"temperature": 0}, {"seed": 7})
-]
-TREE = {"topk": 4, "steps": 4, "graph_runner": "verify"}
-
-
-@pytest.mark.parametrize("write", [write_mimo, write_glm4_moe])
-def test_a_perfect_module(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Hot tokens hold half of what is not emitted, too: the head is cut, behind its norm."""
-    target = write(tmp_path / "target")
-    with exact_engine(target) as llm:
-        expected = answer_all(llm, REQUESTS)
-    emitted = set(itertools.chain.from_iterable(each.tokens[0] for each in expected))
-    hot = tmp_path / "hot.json"
-    hot.write_text(json.dumps(sorted(emitted | set(range(0, 512, 2)))))
-    tree = {**TREE, "hot_tokens": str(hot)}
-    with exact_engine(target, tree=tree, nodes=15, method="mtp") as llm:
-        assert differing(answer_all(llm, REQUESTS), expected) == []
-        metrics = spec_metrics(llm)
-        [info] = llm.collective_rpc("graft_info")
-    # The first step of a short prompt is all that a perfect module may get wrong.
-    assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
-    assert metrics.accepted_per_position[2] > metrics.drafts / 2
-    counters = info["counters"]["tree"]
-    assert counters["draft_replays"] > 0
-    assert counters["tree_replays"] > 0
-    assert counters["draft_graphs_differing"] == {15: []}
-    assert counters["draft_graphs_verified"][15]
-
-
-def test_a_module_with_experts_has_graphs_of_narrow_shapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every number of the ladder takes its turn, chains of several levels among them."""
-    target = write_glm4_moe(tmp_path / "target")
-    with exact_engine(target) as llm:
-        expected = answer_all(llm, REQUESTS)
-    numbers = [1, 2, 3, 6, 4, 14, 15]
-    turns = itertools.cycle(numbers)
-    monkeypatch.setattr(NodeTuner, "begin_step", lambda tuner, batch: next(turns))
-    tree = {**TREE, "shape": "auto"}
-    with exact_engine(target, tree=tree, nodes=15, method="mtp") as llm:
-        tuner = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.tuner
-        assert set(tuner.costs) == {0, *numbers}
-        assert differing(answer_all(llm, REQUESTS), expected) == []
-        [info] = llm.collective_rpc("graft_info")
-    counters = info["counters"]["tree"]
-    widths = {each["num_nodes"]: each["topk"] for each in counters["shapes"]}
-    assert widths == {1: 1, 2: 1, 3: 1, 4: 1, 6: 2, 14: 3, 15: 3}
-    assert counters["draft_replays"] > 0
-    assert not any(counters["draft_graphs_differing"].values())
-    assert sum(map(bool, counters["draft_graphs_verified"].values())) > 4
-
-
-def test_a_norm_and_a_head_in_fp8(tmp_path: Path) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs products of FP8 numbers")
-    target = write_glm4_moe(tmp_path / "target")
-    tree: dict[str, Any] = {"topk": 4, "steps": 4, "head_dtype": "fp8"}
-    with exact_engine(target, tree=tree, nodes=15, method="mtp", dtype="bfloat16") as llm:
-        answer_all(llm, REQUESTS)
-        metrics = spec_metrics(llm)
-        head = model_runner(llm).speculator.head
-        assert head.fp8.weight.dtype == torch.float8_e4m3fn
-        del head
-        [info] = llm.collective_rpc("graft_info")
-    assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
-    assert info["counters"]["tree"]["fp8_head_bytes"] > 0
-    assert info["counters"]["tree"]["draft_replays"] > 0

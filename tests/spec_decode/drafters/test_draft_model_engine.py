@@ -1,7 +1,5 @@
 """Draft models, and assistants of Gemma 4, on real engines."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
 from vllm_graft.spec_decode.targets.dense import dense_family
-from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
+from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -190,10 +188,38 @@ def test_a_perfect_draft_is_accepted_to_its_end(
         assert all(max(each) < 6 for each in found.values())
 
 
+@pytest.mark.gpu
+def test_full_graphs_of_a_perfect_draft(pair: Pair) -> None:
+    """The target is its own draft, so that nearly all drafts are right, seeded ones as well."""
+    requests = [
+        Request(text, {"max_tokens": 48, **kind})
+        for text in ("def main(argv):\n", "import os, sys\nimport", "class Tree:\n    def")
+        for kind in ({"temperature": 0}, {"seed": 7, "temperature": 0.6})
+    ]
+    own = Pair(pair.target, pair.target, []).on("cuda")
+    with own.engine() as llm:
+        expected = answer_all(llm, requests)
+    with own.engine(nodes=15, topk=4, steps=5, **OWN) as llm:
+        # Graphs of the first pass have 17 rows per request, and here 128 rows at most.
+        found = answer_all(llm, requests[:4]) + answer_all(llm, requests[4:])
+        assert differing(found, expected) == []
+        (info,) = llm.collective_rpc("graft_info")
+        assert spec_metrics(llm).acceptance_length > 4.5
+    counted = info["counters"]["tree"]
+    assert counted["draft_replays"] > 0
+    assert counted["first_pass_replays"] > counted["first_pass_launches"] > 0
+    assert counted["tree_replays"] > 0
+
+
+# --- assistants of Gemma 4 ----------------------------------------------------------------------
+
 PROMPTS = [[7, 3, 9, 30, 2], [5] * 40, list(range(1, 90))]
 """The last one is longer than a window, and comes in two chunks."""
 
 GEMMA4_TOKENS, STEPS = 14, 4
+CHAIN: dict[str, Any] = {"nodes": STEPS, "topk": 1, "steps": STEPS, "method": "mtp"}
+TREE: dict[str, Any] = {"nodes": 9, "topk": 3, "steps": STEPS, "method": "mtp"}
+OPTIONS = {"block_size": BLOCK, "skip_tokenizer_init": True, "max_num_batched_tokens": 96}
 
 
 @pytest.fixture(scope="module")
@@ -201,87 +227,86 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma4")
     write_gemma4(folder / "target")
     write_gemma4_assistant(folder / "assistant")
+    write_gemma4_assistant(folder / "ordered", ordered=True)
     return folder
 
 
-@contextmanager
-def engine(
-    folder: Path, tokens: int = 0, tree: dict[str, Any] | None = None, **more: Any
-) -> Iterator[Any]:
-    options: dict[str, Any] = {
-        "max_model_len": 256, "block_size": BLOCK, "skip_tokenizer_init": True,
-        "max_num_batched_tokens": 64, "max_num_seqs": 4,
-    }  # fmt: skip
-    if tokens:
-        options["speculative_config"] = {
-            "method": "mtp", "model": str(folder / "assistant"), "num_speculative_tokens": tokens,
-        }  # fmt: skip
-    if tree is not None:
-        options["additional_config"] = {"graft": {"tree": tree}}
-    with cpu_engine(folder / "target", **options, **more) as llm:
-        yield llm
+def gemma4(folder: Path, draft: str = "assistant", device: str = "cpu") -> Pair:
+    return Pair(str(folder / "target"), str(folder / draft), []).on(device)
 
 
 @pytest.fixture(scope="module")
-def gemma4_alone(folder: Path) -> list[list[int]]:
-    with engine(folder) as llm:
+def gemma4_alone(folder: Path, device: str) -> list[list[int]]:
+    with gemma4(folder, device=device).engine(**OPTIONS) as llm:
         return both_kinds(llm, PROMPTS, GEMMA4_TOKENS)
 
 
 def test_a_chain_drafts_what_stock_vllm_drafts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy drafts of stock's chain are the best path of ours, token by token."""
-    tokens = 8
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     # The interpreted back end takes seconds for the longest, which the tests below send.
-    prompts = [{"prompt_token_ids": each} for each in PROMPTS[:2]]
+    cpu: dict[str, Any] = {"attention": "triton"}
+    tokens, count, more = (24, 3, {}) if device == "cuda" else (8, 2, cpu)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    prompts = [{"prompt_token_ids": each} for each in PROMPTS[:count]]
 
-    def served(tree: dict[str, Any] | None) -> list[list[list[int]]]:
-        with engine(folder, STEPS, tree, attention="triton") as llm, proposed(llm) as found:
+    def served(**drafts: Any) -> list[list[list[int]]]:
+        with (
+            gemma4(folder, device=device).engine(**drafts, **more, **OPTIONS) as llm,
+            proposed(llm) as found,
+        ):
             llm.generate(prompts, params, use_tqdm=False)
-            assert isinstance(model_runner(llm).speculator, Gemma4Trees) is (tree is not None)
+            assert isinstance(model_runner(llm).speculator, Gemma4Trees) is ("nodes" in drafts)
         return found
 
-    stock, chain = served(None), {"topk": 1, "steps": STEPS}
+    stock = served(chain=STEPS, method="mtp")
     assert len(stock) > tokens / 2
-    assert served(chain) == stock
-    # Control: levels at positions of their own, as drafts with K/V have them.
-    monkeypatch.setattr(Gemma4Trees, "advance_draft_positions", True)
-    assert served(chain) != stock
+    assert served(**CHAIN) == stock
+    if device == "cpu":
+        # Control: levels at positions of their own, as drafts with K/V have them.
+        monkeypatch.setattr(Gemma4Trees, "advance_draft_positions", True)
+        assert served(**CHAIN) != stock
 
 
 def test_a_chain_on_the_cpu_s_own_attention_is_refused(folder: Path) -> None:
     """Its target keeps K/V in a layout that the assistant's layers would read wrongly."""
     with (
         pytest.raises(ConfigError, match="topk is 1, but the attention backend CPU_ATTN keeps"),
-        engine(folder, STEPS, {"topk": 1, "steps": STEPS}),
+        gemma4(folder).engine(**CHAIN, **OPTIONS),
     ):
         pass
 
 
-def test_trees_answer_as_the_target_alone(folder: Path, gemma4_alone: list[list[int]]) -> None:
-    with engine(folder, 9, {"topk": 3, "steps": STEPS}) as llm:
-        assert both_kinds(llm, PROMPTS, GEMMA4_TOKENS) == gemma4_alone
-        runner = model_runner(llm)
-        assert isinstance(runner.speculator, Gemma4Trees)
-        assert runner.speculator.context.counters.tree_launches
-        # Its layers keep nothing of a tree.
-        assert runner.speculator.growth_bytes == 0
+def test_trees_answer_as_the_target_alone(
+    folder: Path, device: str, gemma4_alone: list[list[int]]
+) -> None:
+    """An assistant of a small Gemma computes logits of the tokens near a state alone."""
+    for draft in ("assistant", "ordered") if device == "cuda" else ("assistant",):
+        with gemma4(folder, draft, device).engine(**TREE, **OPTIONS) as llm:
+            assert both_kinds(llm, PROMPTS, GEMMA4_TOKENS) == gemma4_alone
+            speculator = model_runner(llm).speculator
+            assert isinstance(speculator, Gemma4Trees)
+            # Its layers keep nothing of a tree.
+            assert speculator.growth_bytes == 0
+            counters = speculator.context.counters
+            [info] = llm.collective_rpc("graft_info")
+            del speculator
+        replayed = device == "cuda"
+        assert (counters.tree_replays if replayed else counters.tree_launches) > 0
+        assert (info["counters"]["tree"]["draft_replays"] > 0) is replayed
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("draft", ["assistant", "ordered"])
+@pytest.mark.parametrize("device", ["cpu"], scope="module")
 def test_graphs_draft_what_launches_draft(
-    folder: Path, gemma4_alone: list[list[int]], tmp_path: Path, ordered: bool
+    folder: Path, gemma4_alone: list[list[int]], draft: str
 ) -> None:
-    """An assistant of a small Gemma computes logits of the tokens near a state alone."""
-    write_gemma4_assistant(tmp_path / "assistant", ordered=ordered)
-    (tmp_path / "target").symlink_to(folder / "target")
     steps = []
     for graphs in ([1, 2, 4, 8, 10, 20, 40], None):
         more: dict[str, Any] = {"attention": "triton"} | ({"graphs": graphs} if graphs else {})
-        with engine(tmp_path, 9, {"topk": 3, "steps": STEPS}, **more) as llm:
+        with gemma4(folder, draft).engine(max_num_seqs=4, **TREE, **OPTIONS, **more) as llm:
             with proposed(llm) as found:
                 assert both_kinds(llm, PROMPTS, GEMMA4_TOKENS) == gemma4_alone
             [info] = llm.collective_rpc("graft_info")

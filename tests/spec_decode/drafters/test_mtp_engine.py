@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,13 @@ def glm_alone(glm: Pair) -> list[Answer]:
 
 
 def test_a_module_with_experts_gets_narrow_levels(
-    glm: Pair, glm_alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+    device: str, glm: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ladder's shapes take turns, chains of several passes beside wider trees."""
+    tokens = 40 if device == "cuda" else TOKENS
+    requests = greedy(tokens, TEXTS[:3]) + seeded(tokens, TEXTS[:1])
+    with glm.on(device).engine() as llm:
+        expected = answer_all(llm, requests)
     turns = itertools.cycle([1, 2, 3, 6, 4, 14, 15])
     monkeypatch.setattr(NodeTuner, "begin_step", lambda tuner, batch: next(turns))
     drafted: set[TreeShape] = set()
@@ -213,18 +218,29 @@ def test_a_module_with_experts_gets_narrow_levels(
         return grow(levels, *args, num_nodes=num_nodes, **kwargs)
 
     monkeypatch.setattr(LevelGrowth, "grow", noted)
-    with glm.engine(nodes=15, tree={"shape": "auto"}, **MTP) as llm:
-        assert differing(answer_all(llm, [*GREEDY[:3], *SEEDED[:1]]), glm_alone) == []
+    tree = {"shape": "auto", "graph_runner": "verify"}
+    with glm.on(device).engine(nodes=15, tree=tree, **MTP) as llm:
+        assert differing(answer_all(llm, requests), expected) == []
         metrics = spec_metrics(llm)
         [info] = llm.collective_rpc("graft_info")
         config = llm.llm_engine.vllm_config
         asked = TreeConfig.from_vllm(config)
         assert asked is not None
         assert "narrow shapes, as the draft has experts" in TREES.describe(asked, config)
+        tuner = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.tuner
+        measured = set(tuner.costs)
     sizes = [(1, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 4), (2, 3, 6), (3, 4, 14), (3, 4, 15)]
     shapes = {TreeShape(*size) for size in sizes}
-    assert shapes <= drafted
-    assert {TreeShape(**each) for each in info["counters"]["tree"]["shapes"]} == shapes
+    counters = info["counters"]["tree"]
+    assert {TreeShape(**each) for each in counters["shapes"]} == shapes
+    if device == "cpu":
+        assert shapes <= drafted
+    else:
+        # Replays draft, and each number of the ladder was measured before.
+        assert measured == {0, *(shape.num_nodes for shape in shapes)}
+        assert counters["draft_replays"] > 0
+        assert not any(counters["draft_graphs_differing"].values())
+        assert sum(map(bool, counters["draft_graphs_verified"].values())) > 4
     # Greedy drafts of a perfect module are right as deep as they go: 2.6 levels on average.
     assert metrics.accepted_tokens > 2 * metrics.drafts
 
@@ -258,6 +274,47 @@ def test_glm_chooses_hot_tokens_behind_its_norm(
         torch.testing.assert_close(cut, whole[:, sorted(hot)])
         del head
     assert set(map(tuple, found.values())) == {(1, 5, 5, 5, 5, 5)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("write", [write_mimo, write_glm4_moe])
+def test_a_perfect_module_in_full_graphs(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Hot tokens hold half of what is not emitted, too: the head is cut, behind its norm."""
+    target = str(write(tmp_path / "target"))
+    pair, requests = Pair(target, target, []).on("cuda"), greedy(40) + seeded(40)
+    with pair.engine() as llm:
+        expected = answer_all(llm, requests)
+    emitted = {token for answer in expected for token in answer.tokens[0]}
+    hot = tmp_path / "hot.json"
+    hot.write_text(json.dumps(sorted(emitted | set(range(0, 512, 2)))))
+    tree = {"graph_runner": "verify", "hot_tokens": str(hot)}
+    with pair.engine(nodes=15, tree=tree, **MTP) as llm:
+        assert differing(answer_all(llm, requests), expected) == []
+        metrics = spec_metrics(llm)
+        [info] = llm.collective_rpc("graft_info")
+    # The first step of a short prompt is all that a perfect module may get wrong.
+    assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
+    assert metrics.accepted_per_position[2] > metrics.drafts / 2
+    counters = info["counters"]["tree"]
+    assert counters["draft_replays"] > 0
+    assert counters["tree_replays"] > 0
+    assert counters["draft_graphs_differing"] == {15: []}
+    assert counters["draft_graphs_verified"][15]
+
+
+@pytest.mark.gpu
+def test_a_norm_and_a_head_in_fp8(glm: Pair) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs products of FP8 numbers")
+    options: dict[str, Any] = {"nodes": 15, "tree": {"head_dtype": "fp8"}, "dtype": "bfloat16"}
+    with glm.on("cuda").engine(**options, **MTP) as llm:
+        answer_all(llm, GREEDY[:3] + SEEDED[:3])
+        metrics = spec_metrics(llm)
+        assert model_runner(llm).speculator.head.fp8.weight.dtype == torch.float8_e4m3fn
+        [info] = llm.collective_rpc("graft_info")
+    assert metrics.accepted_per_position[0] > 0.8 * metrics.drafts
+    assert info["counters"]["tree"]["fp8_head_bytes"] > 0
+    assert info["counters"]["tree"]["draft_replays"] > 0
 
 
 def test_one_flag_turns_trees_on(perfect: Pair, alone: list[Answer]) -> None:

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from tests.support.models.random_models import VOCABULARY, write_random
 from vllm_graft.testing import TinyShape
-
-VOCABULARY = 512
 
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32,
@@ -17,22 +16,13 @@ takes queries of several heads for one head, and ignores a key's strides."""
 
 
 def write_deepseek(
-    folder: Path,
-    *,
-    heads: int,
-    hidden: int = 64,
-    layers: int = 4,
-    device: str = "cpu",
-    **others: Any,
+    folder: Path, *, heads: int, hidden: int = 64, layers: int = 4, **others: Any
 ) -> Path:
     """Write a random DeepSeek V2 whose layers are dense.
 
     Each token of a greedy continuation depends on the tokens before it: attention has as much
     weight as the residual stream.
     """
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
     sizes: dict[str, Any] = {
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": hidden,
         "num_hidden_layers": layers, "first_k_dense_replace": layers, "n_routed_experts": 4,
@@ -43,11 +33,7 @@ def write_deepseek(
         "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
         "rope_parameters": YARN,
     }  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = DeepseekV2ForCausalLM(DeepseekV2Config(**sizes | others))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return write_random(folder, "DeepseekV2", **sizes | others)
 
 
 def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:

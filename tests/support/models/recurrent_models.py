@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tests.support.models.random_models import USUAL, VOCABULARY, write_random
 from vllm_graft.testing import TinyShape
 
 if TYPE_CHECKING:
     import torch
-
-VOCABULARY = 512
 
 Edit: TypeAlias = Callable[["dict[str, torch.Tensor]"], object]
 """Changes weights, given by their names."""
@@ -86,7 +85,9 @@ def save_with_module(
 
     text = model.config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
-    _save(model.to(getattr(torch, dtype)), folder)
+    with torch.no_grad():
+        _decay_slowly(model.to(getattr(torch, dtype)))
+    model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config)[modules] = 1
     (folder / "config.json").write_text(json.dumps(config))
@@ -118,36 +119,24 @@ def write_nemotron_h(
     folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
 ) -> Path:
     """Write a random Nemotron-H: of six layers two have Mamba-2, two attention, two an MLP."""
-    import torch
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": hidden // 2, "mamba_num_heads": heads,
-        "mamba_head_dim": head, "ssm_state_size": state, "n_groups": 1, "conv_kernel": 4,
-        "chunk_size": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
-        "layers_block_type": ["mamba", "mlp", "attention"] * 2,
-        "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "rescale_prenorm_residual": False,
+    sizes = {
+        "head_dim": hidden // 2, "mamba_num_heads": heads, "mamba_head_dim": head,
+        "ssm_state_size": state, "n_groups": 1, "conv_kernel": 4, "chunk_size": 16,
+        "layers_block_type": ["mamba", "mlp", "attention"] * 2, "rescale_prenorm_residual": False,
     }  # fmt: skip
-    torch.manual_seed(0)
-    return _save(NemotronHForCausalLM(NemotronHConfig(**sizes)), folder)
+    return _write(folder, "NemotronH", hidden, **sizes)
 
 
 def write_falcon_h1(
     folder: Path, *, heads: int = 2, head: int = 16, state: int = 16, hidden: int = 64
 ) -> Path:
     """Write a random Falcon-H1: each of two layers has attention and Mamba-2 side by side."""
-    import torch
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
-    sizes = _usual(hidden) | {
+    sizes = {
         "num_hidden_layers": 2, "head_dim": hidden // 2, "mamba_d_ssm": heads * head,
         "mamba_n_heads": heads, "mamba_d_head": head, "mamba_n_groups": 1, "mamba_d_state": state,
         "mamba_d_conv": 4, "mamba_chunk_size": 16,
     }  # fmt: skip
-    torch.manual_seed(0)
-    return _save(FalconH1ForCausalLM(FalconH1Config(**sizes)), folder)
+    return _write(folder, "FalconH1", hidden, **sizes)
 
 
 def write_granite_hybrid(
@@ -157,41 +146,30 @@ def write_granite_hybrid(
 
     The arguments are those of :func:`write_nemotron_h`; ``heads * head`` is ``2 * hidden``.
     """
-    import torch
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
-    sizes = _usual(hidden) | {
+    sizes = {
         "layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4, "mamba_n_heads": heads,
         "mamba_d_head": head, "mamba_n_groups": 1, "mamba_d_state": state, "mamba_d_conv": 4,
         "mamba_chunk_size": 16, "mamba_expand": 2, "num_local_experts": 0, "num_experts_per_tok": 0,
         "shared_intermediate_size": 2 * hidden, "position_embedding_type": "rope",
     }  # fmt: skip
-    torch.manual_seed(0)
-    return _save(GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**sizes)), folder)
+    return _write(folder, "GraniteMoeHybrid", hidden, **sizes)
 
 
-def _usual(hidden: int) -> dict[str, Any]:
-    """What the configurations of Falcon-H1 and Granite have in common."""
-    return {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 2048,
-        "initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    }  # fmt: skip
+def _write(folder: Path, kind: str, hidden: int, **sizes: Any) -> Path:
+    """Write a model with Mamba-2 of these and the usual sizes."""
+    usual = {name: value for name, value in USUAL.items() if name != "head_dim"}
+    usual |= {"hidden_size": hidden, "intermediate_size": 2 * hidden, "pad_token_id": 2}
+    usual |= {"initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False}
+    return write_random(folder, kind, dtype="float32", edit=_decay_slowly, **usual | sizes)
 
 
-def _save(model: Any, folder: Path) -> Path:
-    """Save a random model whose states decay slowly: a token depends on those far before it."""
-    import torch
-
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("A_log"):
-                weight.uniform_(-3.0, 0.0)
-            elif name.endswith("conv1d.weight"):
-                weight.normal_(std=0.5)
-    model.save_pretrained(folder)
-    return folder
+def _decay_slowly(model: Any) -> None:
+    """Let states decay slowly: a token depends on those far before it."""
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.uniform_(-3.0, 0.0)
+        elif name.endswith("conv1d.weight"):
+            weight.normal_(std=0.5)
 
 
 def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:

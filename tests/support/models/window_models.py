@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.latent_models import write_deepseek
+from tests.support.models.random_models import USUAL, write_random
 
 WINDOW, BLOCK = 16, 32
 """The window is shorter than most prompts, so that blocks leave it while a request runs."""
@@ -35,133 +36,90 @@ def with_windows(source: Path, folder: Path, kinds: list[str]) -> Path:
     return folder
 
 
-def write_gpt_oss(folder: Path, *, experts: float = 1.0, device: str = "cpu", **sizes: Any) -> Path:
+def write_gpt_oss(folder: Path, *, experts: float = 1.0, **sizes: Any) -> Path:
     """Write a random gpt-oss of four layers; `write_eagle3`'s head has its sizes.
 
-    Args:
-        experts: factor of what experts add. In 16 bits random routers now and then take another
-            expert than in float32, which changes a token as much as the expert weighs.
-        device: draws the weights, each kind of device its own; a GPU draws large ones sooner.
+    ``experts``: factor of what experts add. In 16 bits random routers now and then take another
+    expert than in float32, which changes a token as much as the expert weighs.
     """
-    import torch
-    from transformers import GptOssConfig, GptOssForCausalLM
-
     usual: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "vocab_size": 512, "sliding_window": WINDOW,
-        "initializer_range": 0.3, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "max_position_embeddings": 2048,
+        "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 1024,
         },
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+        "pad_token_id": None,
     }  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = GptOssForCausalLM(GptOssConfig(**usual | sizes))
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            parameter.data.normal_(1.0, 1.0)
-        if name.endswith("experts.down_proj"):
-            parameter.data.mul_(experts)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+
+    def edit(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_(1.0, 1.0)
+            if name.endswith("experts.down_proj"):
+                parameter.mul_(experts)
+
+    return write_random(folder, "GptOss", edit=edit, **USUAL | usual | sizes)
 
 
-def write_gemma3(folder: Path, *, device: str = "cpu", **sizes: Any) -> Path:
+def write_gemma3(folder: Path, **sizes: Any) -> Path:
     """Write a random Gemma 3 with windows in five of six layers.
 
     Its output head is not the embedding, or each token would be followed by itself.
     """
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
     usual: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "query_pre_attn_scalar": 32, "vocab_size": 512, "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-        "max_position_embeddings": 2048, "initializer_range": 0.15, "tie_word_embeddings": False,
-        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+        "num_hidden_layers": 6, "query_pre_attn_scalar": 32, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "initializer_range": 0.15,
+        "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 2,
     }  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**usual | sizes))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return write_random(folder, "Gemma3", **USUAL | usual | sizes)
 
 
 def write_llama4(folder: Path) -> Path:
-    """Write a random Llama 4 without experts, with chunks in every other layer; sizes as above."""
-    import torch
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
+    """Write a random Llama 4 without experts, with chunks in every other layer."""
     sizes: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64,
-        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "vocab_size": 512, "attention_chunk_size": BLOCK, "moe_layers": [],
-        "interleave_moe_layer_step": 100, "no_rope_layers": [1, 0] * 2,
-        "max_position_embeddings": 2048, "initializer_range": 0.3,
-        "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1,
+        "intermediate_size_mlp": 64, "num_hidden_layers": 4, "attention_chunk_size": BLOCK,
+        "moe_layers": [], "interleave_moe_layer_step": 100, "no_rope_layers": [1, 0] * 2,
+        "pad_token_id": None,
     }  # fmt: skip
-    config = Llama4TextConfig(**sizes)
-    torch.manual_seed(0)
-    Llama4ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return write_random(folder, "Llama4", **USUAL | sizes)
+
+
+_GEMMA4: dict[str, Any] = {
+    "global_head_dim": 64, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 0, "pad_token_id": 0, "bos_token_id": 2,
+}  # fmt: skip
 
 
 def write_gemma4(folder: Path) -> Path:
-    """Write a random Gemma 4 whose last two layers read K/V of earlier ones, in the same sizes."""
-    import torch
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+    """Write a random Gemma 4 whose last two layers read K/V of earlier ones."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = USUAL | _GEMMA4 | {"num_hidden_layers": 4, "layer_types": kinds}
 
-    # One argument of the class has no annotation, so that type checkers don't know it.
-    sizes: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64,
-        "vocab_size": 512, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 0, "max_position_embeddings": 2048,
-        "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
-    }  # fmt: skip
-    config = Gemma4TextConfig(**sizes)
-    torch.manual_seed(0)
-    model = Gemma4ForCausalLM(config)
-    # Otherwise each token would be followed by itself, because the output head is the embedding.
-    model.model.embed_tokens.weight.data.mul_(0.05)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    def edit(model: Any) -> None:
+        # Otherwise each token would be followed by itself, because the output head is the
+        # embedding.
+        model.model.embed_tokens.weight.mul_(0.05)
+
+    return write_random(folder, "Gemma4", edit=edit, **sizes)
 
 
 def write_gemma4_assistant(folder: Path, *, ordered: bool = False) -> Path:
     """Write a random assistant for `write_gemma4`: a layer with a window, and one without."""
-    import torch
-    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
-
-    text: dict[str, Any] = {
-        "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "global_head_dim": 64, "vocab_size": 512, "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
-        "max_position_embeddings": 2048, "initializer_range": 0.3,
-        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    text = USUAL | _GEMMA4 | {
+        "model_type": "gemma4_text", "hidden_size": 32, "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": 0,
     }  # fmt: skip
-    config = Gemma4AssistantConfig(
-        text_config=text,
-        backbone_hidden_size=64,
-        use_ordered_embeddings=ordered,
-        num_centroids=16,
-        centroid_intermediate_top_k=4,
-    )
-    torch.manual_seed(1)
-    model = Gemma4AssistantForCausalLM(config)
-    if model.masked_embedding is not None:
-        model.masked_embedding.token_ordering.copy_(torch.randperm(512))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+
+    def edit(model: Any) -> None:
+        import torch
+
+        if model.masked_embedding is not None:
+            model.masked_embedding.token_ordering.copy_(torch.randperm(512))
+
+    sizes = {"backbone_hidden_size": 64, "num_centroids": 16, "centroid_intermediate_top_k": 4}
+    sizes |= {"text_config": text, "use_ordered_embeddings": ordered}
+    return write_random(folder, "Gemma4Assistant", seed=1, edit=edit, **sizes)
 
 
 @dataclass(frozen=True)

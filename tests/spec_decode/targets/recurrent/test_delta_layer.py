@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.families import in_layer
+from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
@@ -44,6 +45,12 @@ def layer_of(method: str = "forward_cuda", mode: str = "none") -> Any:
     return layer
 
 
+def mamba_layer_of(*, replay: bool = False, mode: str = "none") -> Any:
+    layer = SimpleNamespace(prefix="layers.0", conv_ssm_forward=print, use_replayssm=replay)
+    layer.cache_config = SimpleNamespace(mamba_cache_mode=mode)
+    return layer
+
+
 def context() -> TreeContext:
     shape = TreeShape(topk=2, steps=3, num_nodes=3)
     workspace: Any = None
@@ -59,16 +66,26 @@ def test_a_layer_is_grafted() -> None:
     assert layer.gdn_decode_kernel == "triton"
 
 
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_a_mamba_layer_is_grafted(mode: str) -> None:
+    layer = mamba_layer_of(mode=mode)
+    TreeSelectiveState.graft("layers.0", layer, context())
+    assert isinstance(layer.conv_ssm_forward, TreeSelectiveState)
+    assert layer.conv_ssm_forward.stock is print
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("kind", "layer", "words"),
     [
-        ({"method": "forward_cpu"}, "computes it by forward_cpu"),
-        ({"mode": "all"}, "--mamba-cache-mode is all"),
+        (TreeDeltaRule, layer_of("forward_cpu"), "computes it by forward_cpu"),
+        (TreeDeltaRule, layer_of(mode="all"), "--mamba-cache-mode is all"),
+        (TreeSelectiveState, mamba_layer_of(replay=True), "--use-replayssm"),
+        (TreeSelectiveState, mamba_layer_of(mode="all"), "--mamba-cache-mode is all"),
     ],
 )
-def test_other_layers_are_refused(given: dict[str, str], words: str) -> None:
+def test_other_layers_are_refused(kind: Any, layer: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        TreeDeltaRule.graft("layers.0", layer_of(**given), context())
+        kind.graft("layers.0", layer, context())
     assert "--additional-config.graft.tree.topk to 1" in str(raised.value)
     assert "layers.0" in str(raised.value)
 
@@ -82,6 +99,13 @@ def test_other_layers_are_not_claimed() -> None:
     assert not RecurrentFamily().claims(layer_of())
     # It has no implementation of attention to be asked for its features.
     assert in_layer(layer_of()) == []
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, known: Any, slots: Any = None) -> None:
+    """Let layers find these metadata of attention, by their names, and slots."""
+    forward = SimpleNamespace(attn_metadata=known, slot_mapping=slots)
+    for module in (recurrent_layer, latent_layer):
+        monkeypatch.setattr(module, "get_forward_context", lambda: forward)
 
 
 def metadata(**given: Any) -> GDNAttentionMetadata:
@@ -122,8 +146,7 @@ def test_prompts_are_a_batch_of_their_own(kept: bool, monkeypatch: pytest.Monkey
     if kept:
         shared.recurrent_form = "inputs"
         shared.kept = KeptRows.allocate(32, 16, "cpu")
-    forward = SimpleNamespace(attn_metadata=known)
-    monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
+    pretend(monkeypatch, known)
     monkeypatch.setattr(TreeDeltaRule, "_verify", verify)
     rule = TreeDeltaRule(layer_of(), shared, stock)
     given = torch.arange(12.0)[:, None].expand(12, 5)
@@ -144,44 +167,6 @@ def test_prompts_are_a_batch_of_their_own(kept: bool, monkeypatch: pytest.Monkey
         assert shared.kept.masks[:6].tolist() == [1, 3, 5, 1, 3, 7]
     # The layers behind it find what vLLM made.
     assert known["layers.0"] is mine
-
-
-@pytest.mark.parametrize("given", [{"spec_sequence_masks": None}, None])
-def test_batches_without_verified_rows_are_the_layer_s(
-    given: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = None if given is None else {"layers.0": metadata(**given)}
-    forward = SimpleNamespace(attn_metadata=known)
-    monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
-    seen: list[str] = []
-    rule = TreeDeltaRule(layer_of(), context(), lambda **_: seen.append("stock"))
-    none = torch.zeros(1, 1, 1)
-    rule(mixed_qkv=none, b=none, a=none, core_attn_out=none)
-    assert seen == ["stock"]
-
-
-def mamba_layer_of(*, replay: bool = False, mode: str = "none") -> Any:
-    layer = SimpleNamespace(prefix="layers.0", conv_ssm_forward=print, use_replayssm=replay)
-    layer.cache_config = SimpleNamespace(mamba_cache_mode=mode)
-    return layer
-
-
-@pytest.mark.parametrize("mode", ["none", "align"])
-def test_a_mamba_layer_is_grafted(mode: str) -> None:
-    layer = mamba_layer_of(mode=mode)
-    TreeSelectiveState.graft("layers.0", layer, context())
-    assert isinstance(layer.conv_ssm_forward, TreeSelectiveState)
-    assert layer.conv_ssm_forward.stock is print
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({"replay": True}, "--use-replayssm"), ({"mode": "all"}, "--mamba-cache-mode is all")],
-)
-def test_other_mamba_layers_are_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as raised:
-        TreeSelectiveState.graft("layers.0", mamba_layer_of(**given), context())
-    assert "--additional-config.graft.tree.topk to 1" in str(raised.value)
 
 
 def mamba_metadata(**given: Any) -> Mamba2AttentionMetadata:
@@ -221,8 +206,7 @@ def test_prompts_of_mamba_are_a_batch_of_their_own(
         seen.append((part.rows, projected[:, 0].tolist()))
         output.fill_(1.0)
 
-    forward = SimpleNamespace(attn_metadata=known)
-    monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
+    pretend(monkeypatch, known)
     monkeypatch.setattr(TreeSelectiveState, "_verify", verify)
     scan = TreeSelectiveState(mamba_layer_of(), shared, stock)
     out = torch.zeros(10, 5)
@@ -240,16 +224,24 @@ def test_prompts_of_mamba_are_a_batch_of_their_own(
     assert known["layers.0"] is mine
 
 
-@pytest.mark.parametrize("given", [{"num_decodes": 0}, {"num_accepted_tokens": None}, None])
-def test_mamba_batches_without_rows_are_the_layer_s(
-    given: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "layer", "known"),
+    [
+        (TreeDeltaRule, layer_of(), metadata(spec_sequence_masks=None)),
+        (TreeDeltaRule, layer_of(), None),
+        (TreeSelectiveState, mamba_layer_of(), mamba_metadata(num_decodes=0)),
+        (TreeSelectiveState, mamba_layer_of(), mamba_metadata(num_accepted_tokens=None)),
+        (TreeSelectiveState, mamba_layer_of(), None),
+    ],
+)
+def test_batches_without_verified_rows_are_the_layer_s(
+    kind: Any, layer: Any, known: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = None if given is None else {"layers.0": mamba_metadata(**given)}
-    forward = SimpleNamespace(attn_metadata=known)
-    monkeypatch.setattr(recurrent_layer, "get_forward_context", lambda: forward)
+    pretend(monkeypatch, known and {"layers.0": known})
     seen: list[str] = []
-    scan = TreeSelectiveState(mamba_layer_of(), context(), lambda *_: seen.append("stock"))
-    scan(torch.zeros(1, 1), torch.zeros(1, 1))
+    ours = kind(layer, context(), lambda *_, **__: seen.append("stock"))
+    none = torch.zeros(1, 1, 1)
+    ours(*[none] * (4 if kind is TreeDeltaRule else 2))
     assert seen == ["stock"]
 
 

@@ -10,16 +10,14 @@ from vllm.compilation import breakable_cudagraph
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
 
-from tests.spec_decode.targets.recurrent.test_delta_layer import context, metadata
+from tests.spec_decode.targets.recurrent.test_delta_layer import context, metadata, pretend
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.latent import latent_layer as latents
 from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import (
     TRITON,
     TreeKimiLatents,
     graft_kimi_latents,
 )
-from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
@@ -89,12 +87,6 @@ def test_other_states_are_refused() -> None:
 def test_other_latents_are_refused(given: dict[str, Any], is_draft: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         graft_kimi_latents("layers.1", latent_layer(**given), context(), is_draft=is_draft)
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, known: Any, slots: Any = None) -> None:
-    forward = SimpleNamespace(attn_metadata=known, slot_mapping=slots)
-    for module in (recurrent_layer, latents):
-        monkeypatch.setattr(module, "get_forward_context", lambda: forward)
 
 
 @pytest.mark.parametrize("form", ["states", "inputs"])

@@ -1,6 +1,7 @@
 """Fixtures: the device, the pair, requests to it, and the answers of the target alone."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,25 @@ PROMPTS = 4
 TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+ON_CPU = pytest.mark.parametrize("device", ["cpu"], scope="module")
+ON_CUDA = pytest.mark.parametrize("device", [CUDA], scope="module")
+
+
+def params(
+    cpu: Sequence[tuple[Any, ...]] = (),
+    nightly: Sequence[tuple[Any, ...]] = (),
+    cuda: Sequence[tuple[Any, ...]] = (),
+) -> list[Any]:
+    """Values of a test's parameters behind the device that has them; some on a CPU are nightly."""
+    return [
+        *(pytest.param("cpu", *values) for values in cpu),
+        *(pytest.param("cpu", *values, marks=pytest.mark.nightly) for values in nightly),
+        *(pytest.param("cuda", *values, marks=pytest.mark.gpu) for values in cuda),
+    ]
+
+
+@pytest.fixture(scope="module", params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
     """Where the engines of a test are, which runs on both."""
     return str(request.param)

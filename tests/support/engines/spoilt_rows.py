@@ -31,7 +31,7 @@ def first_rows(fold_states: Callable[..., Any]) -> Callable[..., None]:
     def spoilt(
         folds: Any, kept: Any, starts: Any, path: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        chain = torch.arange(path.shape[1], dtype=path.dtype).expand_as(path).contiguous()
-        fold_states(folds, kept, starts, chain, *args, **kwargs)
+        chain = torch.arange(path.shape[1], dtype=path.dtype, device=path.device)
+        fold_states(folds, kept, starts, chain.expand_as(path).contiguous(), *args, **kwargs)
 
     return spoilt

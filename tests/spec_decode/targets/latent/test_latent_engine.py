@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.answers.near_ties import answers, check_near_ties, departures
+from tests.support.engines.latent_engines import PROMPTS as LONG_PROMPTS
+from tests.support.engines.latent_engines import TOKENS as LONG_TOKENS
+from tests.support.engines.latent_engines import latent_engine, near
 from tests.support.models import table_drafter
 from tests.support.models.latent_models import draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.dense.choice import Point
@@ -71,6 +75,7 @@ class PlainFlash:
 
 
 def grafted(llm: Any) -> int:
+    """How many layers of the target are ours."""
     layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
     return sum(isinstance(getattr(layer, "forward_impl", None), TreeLatents) for layer in layers)
 
@@ -125,3 +130,68 @@ def test_trees_answer_as_the_target_alone(
     monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
     with cpu_engine(target, attention_backend="CPU_MLA", **options) as llm:
         assert greedy(llm, PROMPTS, TOKENS) != expected
+
+
+# --- on a device: the platform's backends, FULL graphs, mixed batches ---------------------------
+
+HIDDEN, HEADS = 512, 16
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("latents")
+    target = write_deepseek(folder / "target", heads=HEADS, hidden=HIDDEN)
+    return str(target), str(write_eagle3(folder / "draft", draft_shape(HIDDEN)))
+
+
+def check_parts(llm: Any) -> None:
+    """Trees ran, in graphs and beside prompts, on every layer of the target."""
+    assert grafted(llm) == 4
+    counters, metrics = model_runner(llm).speculator.context.counters, spec_metrics(llm)
+    print(f"counters: {counters}; {metrics}")
+    assert counters.tree_replays > 0
+    assert counters.mixed_launches > 0
+    assert metrics.accepted_tokens > metrics.drafts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "dtype", "cache", "attention"),
+    [
+        ("TRITON_MLA", "float16", "auto", "triton"),
+        ("FLASH_ATTN_MLA", "bfloat16", "auto", "flash"),
+        ("TRITON_MLA", "bfloat16", "fp8", "auto"),
+    ],
+)
+def test_the_platform_s_backends(
+    models: tuple[str, str],
+    backend: str,
+    dtype: str,
+    cache: str,
+    attention: str,
+    learn: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    target, draft = models
+    given = request, target, backend, dtype, cache
+    # Else the draft would get the target's backend, which has no plain attention.
+    speculative = {"method": "eagle3", "model": draft, "attention_backend": "TRITON_ATTN"}
+    trees: dict[str, Any] = {"tokens": 7, "speculative": speculative, "topk": 2, "steps": 4}
+    trees["drafter"] = "table"
+    with latent_engine(*given) as llm:
+        expected = answers(llm, LONG_PROMPTS, LONG_TOKENS)
+    learn(expected)
+    with latent_engine(*given, attention=attention, **trees) as llm:
+        found = answers(llm, LONG_PROMPTS, LONG_TOKENS)
+        check_parts(llm)
+        [choice] = model_runner(llm).speculator.trees.attention_choices
+        assert set(choice.used.values()) == {"flash" if attention == "flash" else "triton"}
+    check_near_ties(found, expected, near(dtype, cache))
+    if dtype == "float16":
+        # Negative control: what is accepted stays where it was written.
+        monkeypatch.setattr(LatentFamily, "state", lambda *_: UnchangedState())
+        with latent_engine(*given, **trees) as llm:
+            spoilt = departures(answers(llm, LONG_PROMPTS, LONG_TOKENS), expected)
+        print(f"without moves: {spoilt}")
+        assert any(each.gap >= near(dtype, cache) for each in spoilt)

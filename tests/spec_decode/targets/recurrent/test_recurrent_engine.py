@@ -364,7 +364,8 @@ def test_the_target_s_own_module_drafts(
     with engine(device, target, method="mtp", form=form) as llm:
         assert differing(answers(llm, sizes), expected.alone) == []
         assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
-        check_parts(llm, device, form)
+        if device == "cuda":
+            check_parts(llm, device, form)
 
 
 @NIGHTLY_FORMS

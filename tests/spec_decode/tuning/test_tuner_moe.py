@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.worlds.moe_world import Service, make
-from tests.support.worlds.wrong_costs import World, dense, far, qwen, shares
+from tests.support.worlds.wrong_costs import World, dense, experts, far, qwen, shares
 from vllm_graft.spec_decode.tuning import step_times
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, Ladder
 from vllm_graft.spec_decode.tuning.step_times import Shared
@@ -19,18 +18,13 @@ FLAT = 0.06
 """Part of what nodes cost that is told, where measured rows all ask for the same experts."""
 
 
-def mean(
-    slope: float, batch: int, *, experts: bool = True, ladder: Ladder = NARROW, steps: int = 500
-) -> float:
+def mean(slope: float, batch: int, *, known: bool = True, ladder: Ladder = NARROW) -> float:
     """Return the mean over texts and prompts of the throughput over that of the best number."""
-    ratios = [
-        Service(text, batch, prompts=prompts, ladder=ladder).against_the_best(
-            make(31, slope, experts=experts, ladder=ladder), steps
-        )
+    return statistics.mean(
+        shares(experts(text, batch, slope, ladder=ladder, beside=beside, known=known), (500,), 0)[0]
         for text in ("usual", "easy")
-        for prompts in (0.0, 0.3)
-    ]
-    return sum(ratios) / len(ratios)
+        for beside in (0.0, 0.3)
+    )
 
 
 # A dense head of a target with experts has the dense ladder.
@@ -39,7 +33,7 @@ def test_costs_that_hide_what_a_node_costs_are_corrected(batch: int, ladder: Lad
     found = mean(FLAT, batch, ladder=ladder)
     assert found > 0.9
     # Without experts it trusts the costs but for a constant.
-    assert found > mean(FLAT, batch, experts=False, ladder=ladder) + 0.04
+    assert found > mean(FLAT, batch, known=False, ladder=ladder) + 0.04
 
 
 @pytest.mark.parametrize("batch", [1, 4])

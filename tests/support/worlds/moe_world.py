@@ -3,17 +3,13 @@
 import functools
 import heapq
 import random
-from dataclasses import dataclass, field
 
-from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import NARROW, Ladder, auto_schedule
-from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
-MAX_REQS, MAX_ROWS = 16, 512
+MAX_REQS = 16
 CONFIG = TreeConfig(topk=4, steps=7, shape="auto")
-BATCHES = (1, 2, 4, 8, 16)
 
 EXPERTS, EXPERTS_PER_ROW = 128, 10
 
@@ -37,12 +33,6 @@ TEXTS = {
     "usual": (0.7, 0.1, 0.05, 0.03),
     "hard": (0.45, 0.12, 0.08, 0.05),
 }
-SPREAD = 0.05
-"""Standard deviation, between requests, of the chance of a draft's first token."""
-
-TOKENS = 220
-"""Tokens of a request."""
-
 Path = tuple[int, ...]
 
 
@@ -114,104 +104,16 @@ def emit(text: str, nodes: int, offset: float, rng: random.Random, ladder: Ladde
         path = (*path, rank)
 
 
-PROMPT_MS = 9.5
-
-
-def prompt_fraction(text: str, nodes: int, prompts: float, ladder: Ladder = NARROW) -> float:
-    """Return the fraction of steps with a prompt: constant per token, `prompts` with 7 nodes."""
-    return min(1.0, prompts * mean_length(text, nodes, ladder) / mean_length(text, 7))
-
-
-def rate(text: str, batch: int, nodes: int, prompts: float = 0.0, ladder: Ladder = NARROW) -> float:
-    """Return tokens per request and millisecond."""
-    beside = prompt_fraction(text, nodes, prompts, ladder) * PROMPT_MS
-    return mean_length(text, nodes, ladder) / (step_ms(batch, nodes, ladder) + beside)
-
-
-def make(
-    largest: int = 15, slope: float = 1.0, *, experts: bool = True, ladder: Ladder = NARROW
-) -> NodeTuner:
-    """Make a tuner that was told what nodes cost, times `slope`.
-
-    With a slope of 1 it was told right. It is nearly 0 if rows were measured that all ask for the
-    same experts. Without `experts` it knows of none, and trusts what it was told.
-    """
-    table = [0] * (MAX_REQS + 1)
-    for first, last, nodes in auto_schedule(CONFIG, largest, MAX_REQS, ladder):
-        table[first : last + 1] = [nodes] * (last - first + 1)
-    numbers = set(table)
-    levels = {nodes: shape_of(nodes, ladder).steps for nodes in numbers if nodes}
-    counts = request_counts(MAX_REQS)
-    tuner = NodeTuner(table, MAX_ROWS, counts, levels, experts=experts)
-    tuner.seed(
-        {
-            nodes: {batch: told_ms(batch, nodes, slope, ladder) / 1e3 for batch in BATCHES}
-            for nodes in numbers
-        }
-    )
-    return tuner
+def numbers(ladder: Ladder = NARROW) -> set[int]:
+    """Return the numbers of nodes that batches choose among."""
+    return {0, *(nodes for *_, nodes in auto_schedule(CONFIG, 31, MAX_REQS, ladder))}
 
 
 def told_ms(batch: int, nodes: int, slope: float, ladder: Ladder = NARROW) -> float:
-    """Return what the start measured."""
+    """Return what the start measured: what nodes cost, times `slope`.
+
+    With a slope of 1 that is right. It is nearly 0 if rows were measured that all ask for the same
+    experts.
+    """
     without = step_ms(batch if slope >= 1 else 1, 0)
     return without + slope * (step_ms(batch, nodes, ladder) - step_ms(batch, 0)) - HOST_MS
-
-
-@dataclass
-class Service:
-    """Batches of one size and text, served one step after another.
-
-    Attributes:
-        prompts: fraction of steps that a prompt runs in, where 7 nodes are verified.
-        hiccups: fraction of steps that begin ten steps which the host makes 1 to 6 ms longer.
-    """
-
-    text: str
-    batch: int
-    seed: int = 0
-    prompts: float = 0.0
-    hiccups: float = 0.0
-    ladder: Ladder = NARROW
-    uses: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-        self.offsets, self.left = [0.0] * self.batch, [0] * self.batch
-
-    def against_the_best(self, tuner: NodeTuner, steps: int) -> float:
-        """Return throughput over that of the best number, exploration included."""
-        tokens = spent = 0.0
-        previous, disturbed = -1, 0
-        best = max(
-            rate(self.text, self.batch, nodes, self.prompts, self.ladder)
-            for nodes in {0, *tuner.allowed(self.batch)}
-        )
-        for _ in range(steps):
-            nodes = tuner.begin_step(self.batch)
-            self.uses[nodes] = self.uses.get(nodes, 0) + 1
-            fraction = prompt_fraction(self.text, nodes, self.prompts, self.ladder)
-            usual = step_ms(self.batch, nodes, self.ladder)
-            beside = self.rng.random() < fraction
-            ms = usual * self.rng.uniform(0.97, 1.05)
-            ms += beside * (1.5 + self.rng.expovariate(1 / 8))
-            if self.rng.random() < self.hiccups:
-                disturbed = 10
-            if disturbed:
-                disturbed, ms = disturbed - 1, ms + self.rng.uniform(1, 6)
-            seconds = ms / 1e3 if nodes == previous else None
-            tuner.observe(nodes, self._emit(nodes), seconds, batch=self.batch, prompts=beside)
-            previous = nodes
-            tokens += mean_length(self.text, nodes, self.ladder)
-            spent += usual + fraction * PROMPT_MS
-        return tokens / spent / best
-
-    def _emit(self, nodes: int) -> list[int]:
-        found = []
-        for slot in range(self.batch):
-            if self.left[slot] <= 0:
-                self.offsets[slot], self.left[slot] = SPREAD * self.rng.gauss(0, 1), TOKENS
-            emitted = emit(self.text, nodes, self.offsets[slot], self.rng, self.ladder)
-            self.left[slot] -= emitted
-            found.append(emitted)
-        return found

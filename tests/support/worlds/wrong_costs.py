@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from tests.support.worlds import moe_world, tuner_world
 from tests.support.worlds.tuner_world import kept, shape
 from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.spec_decode.tuning.shapes import NARROW, Ladder
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 NOISE = 0.03
@@ -25,7 +26,6 @@ HICCUPS = 0.002
 """Fraction of steps that begin ten steps which the host makes 1 to 6 ms longer."""
 
 PROMPTS = 0.14
-"""Fraction of steps with prompts, where 7 nodes are verified."""
 
 PROMPT_MS = 9.5
 OTHER_MS = 0.4
@@ -77,6 +77,7 @@ class World:
         lengths: mean tokens per step of a request.
         later: by what the time of all steps is multiplied from step `LATER` on.
         context: K/V tokens of each request.
+        beside: fraction of steps with prompts, where 7 nodes are verified.
         other: the same batch with other contexts, which comes and goes every `TURN` steps.
     """
 
@@ -89,6 +90,7 @@ class World:
     experts: bool = False
     later: float = 1.0
     context: int = 500
+    beside: float = PROMPTS
     other: World | None = None
 
     def at(self, step: int) -> World:
@@ -106,7 +108,7 @@ class World:
 
     def prompts(self, nodes: int) -> float:
         """Return the fraction of steps with a prompt, which is constant per token."""
-        return min(1.0, PROMPTS * self.lengths[nodes] / self.lengths[7])
+        return min(1.0, self.beside * self.lengths[nodes] / self.lengths[7])
 
     def mean_ms(self, nodes: int) -> float:
         """Return mean milliseconds of a step."""
@@ -186,17 +188,26 @@ def dense(text: str, batch: int, part: float = 1.0, host_ms: float = 0.0) -> Wor
     )
 
 
-def experts(text: str, batch: int, slope: float = 1.0) -> World:
-    """A target with experts, whose costs are told times a slope."""
-    numbers = sorted({0, *moe_world.make(31).allowed(1)})
+def experts(
+    text: str,
+    batch: int,
+    slope: float = 1.0,
+    *,
+    ladder: Ladder = NARROW,
+    beside: float = PROMPTS,
+    known: bool = True,
+) -> World:
+    """A target with experts, whose costs are told times a slope, and that it has any if `known`."""
+    numbers = sorted(moe_world.numbers(ladder))
     return World(
         batch,
-        {nodes: moe_world.step_ms(batch, nodes) for nodes in numbers},
-        {nodes: moe_world.told_ms(batch, nodes, slope) for nodes in numbers},
-        {nodes: moe_world.mean_length(text, nodes) for nodes in numbers},
-        functools.partial(moe_world.emit, text),
-        {nodes: moe_world.shape_of(nodes).steps for nodes in numbers if nodes},
-        experts=True,
+        {nodes: moe_world.step_ms(batch, nodes, ladder) for nodes in numbers},
+        {nodes: moe_world.told_ms(batch, nodes, slope, ladder) for nodes in numbers},
+        {nodes: moe_world.mean_length(text, nodes, ladder) for nodes in {*numbers, 7}},
+        functools.partial(moe_world.emit, text, ladder=ladder),
+        {nodes: moe_world.shape_of(nodes, ladder).steps for nodes in numbers if nodes},
+        experts=known,
+        beside=beside,
     )
 
 

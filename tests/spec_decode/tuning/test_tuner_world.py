@@ -3,24 +3,14 @@
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from tests.support.crossed import crossed
 from tests.support.worlds.closed_loop import SmallModel, against_the_best
-from tests.support.worlds.tuner_world import (
-    MAX_REQS,
-    PROMPT_MS,
-    SPREAD,
-    emit,
-    followed,
-    kept,
-    make,
-    prompt_fraction,
-    rate,
-    shape,
-    step_ms,
-)
+from tests.support.worlds.tuner_world import MAX_REQS, make
+from tests.support.worlds.wrong_costs import dense, shares
 from vllm_graft.spec_decode.tuning import step_times
 from vllm_graft.spec_decode.tuning.step_times import Shared
 from vllm_graft.spec_decode.tuning.trials import Trials
@@ -31,32 +21,6 @@ HARDEST = 0.04
 """Like `tuner_world.HARD`, for a text that is harder still."""
 
 
-class Requests:
-    """The requests of an engine, and how many tokens they emit."""
-
-    def __init__(self, text: str | float, seed: int) -> None:
-        self.text, self.rng = text, random.Random(seed)
-        self.offsets, self.left = [0.0] * MAX_REQS, [0] * MAX_REQS
-
-    def emit(self, batch: int, nodes: int) -> list[int]:
-        return [self._one(slot, nodes) for slot in range(batch)]
-
-    def mean(self, batch: int, nodes: int) -> float:
-        """Return the mean tokens that a step of these very requests emits."""
-        if not nodes:
-            return float(batch)
-        steps = shape(nodes).steps
-        chances = [kept(followed(self.text, nodes) + offset) for offset in self.offsets[:batch]]
-        return sum(chance**level for chance in chances for level in range(steps + 1))
-
-    def _one(self, slot: int, nodes: int) -> int:
-        if self.left[slot] <= 0:
-            self.offsets[slot], self.left[slot] = SPREAD * self.rng.gauss(0, 1), 220
-        emitted = emit(self.text, nodes, self.offsets[slot], self.rng)
-        self.left[slot] -= emitted
-        return emitted
-
-
 def serve(
     tuner: NodeTuner,
     text: str | float,
@@ -64,30 +28,10 @@ def serve(
     *,
     prompts: float = 0.0,
     seed: int = 0,
-    choices: list[int] | None = None,
 ) -> float:
-    """Return throughput over that of the best number for each batch, exploration included; append
-    the numbers of nodes to `choices`."""
-    requests, rng, previous = Requests(text, seed), random.Random(seed + 1), -1
-    tokens = spent = best_tokens = best_spent = 0.0
-    for batch in batches:
-        nodes = tuner.begin_step(batch)
-        ms = step_ms(batch, nodes) * rng.uniform(0.97, 1.05)
-        beside = rng.random() < prompt_fraction(text, nodes, prompts)
-        if beside:
-            ms += 1.5 + rng.expovariate(1 / 8)
-        emitted = requests.emit(batch, nodes)
-        if choices is not None:
-            choices.append(nodes)
-        seconds = ms / 1e3 if nodes == previous else None
-        tuner.observe(nodes, emitted, seconds, batch=batch, prompts=beside)
-        previous = nodes
-        best = max(tuner.allowed(batch), key=lambda n: rate(text, batch, n, prompts))
-        tokens += requests.mean(batch, nodes)
-        spent += step_ms(batch, nodes) + prompt_fraction(text, nodes, prompts) * PROMPT_MS
-        best_tokens += requests.mean(batch, best)
-        best_spent += step_ms(batch, best) + prompt_fraction(text, best, prompts) * PROMPT_MS
-    return tokens / spent / (best_tokens / best_spent)
+    """Return throughput over that of the best number for each batch, exploration included."""
+    worlds = [dense(text, batch, beside=prompts) for batch in batches]
+    return shares(worlds, [len(batches)], seed, tuner)[0]
 
 
 def drifting(steps: int, seed: int) -> list[int]:
@@ -119,8 +63,15 @@ def test_small_batches(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, pytest.param(16, marks=pytest.mark.nightly), 128])
 def test_down_to_nothing(batch: int) -> None:
     tuner, choices = make(), list[int]()
+    begin_step = tuner.begin_step
+
+    def recorded(batch: int) -> int:
+        choices.append(begin_step(batch))
+        return choices[-1]
+
+    tuner.begin_step = recorded  # type: ignore[method-assign]
     # One request tells little of its text: with other seeds 0.92 to 0.96, with trials or without.
-    share = serve(tuner, HARDEST, [batch] * 3000, choices=choices)
+    share = serve(tuner, HARDEST, [batch] * 3000)
     assert share > (0.9 if batch == 1 else 0.95)
     # One draft costs small batches nothing: one more row, and no pass of the draft.
     few = sum(nodes <= (batch < 128) for nodes in choices[-1500:])
@@ -147,26 +98,11 @@ KV_MS = 4e-5
 
 def mixed_contexts(tuner: NodeTuner, text: str, *, told: bool) -> float:
     """Return how long the same tokens take with the best numbers, over how long they took."""
-    batch, rng, requests, previous = 16, random.Random(3), Requests(text, 2), -1
-    spent = least = 0.0
-    for number in range(2000):
-        context = batch * (500 if number // 60 % 2 else 30_000)
-        more = KV_MS * context
-        nodes = tuner.begin_step(batch)
-        ms = (step_ms(batch, nodes) + more) * rng.uniform(0.97, 1.05)
-        emitted = requests.emit(batch, nodes)
-        seconds = ms / 1e3 if nodes == previous else None
-        tuner.observe(nodes, emitted, seconds, batch=batch, context=context if told else 0)
-        previous = nodes
-        if number < 500:
-            continue
-
-        def worth(count: int, more: float = more) -> float:
-            return requests.mean(batch, count) / (step_ms(batch, count) + more)
-
-        spent += step_ms(batch, nodes) + more
-        least += requests.mean(batch, nodes) / max(map(worth, tuner.allowed(batch)))
-    return least / spent
+    short, long = (
+        replace(dense(text, 16, beside=0.0, more=KV_MS * 16 * context), context=context)
+        for context in (500, 30_000)
+    )
+    return shares(replace(long, other=short), [500, 2000], 3, tuner, told=told)[1]
 
 
 @pytest.mark.parametrize("seeded", [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -75,8 +75,6 @@ HARD = 0.25
 SPREAD = 0.08
 """Standard deviation, between requests, of the chance that a level is followed."""
 
-PROMPT_MS = 9.5
-
 
 @functools.cache
 def shape(nodes: int) -> TreeShape:
@@ -114,10 +112,6 @@ def draft_ms(requests: int, nodes: int) -> float:
         return 0.0
     tree = shape(nodes)
     return (tree.steps - 1) * between(REQUESTS, LEVEL_MS[tree.topk], requests)
-
-
-def step_ms(batch: int, nodes: int) -> float:
-    return graph_ms(batch, nodes) + 0.5
 
 
 @functools.cache
@@ -158,17 +152,6 @@ def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> in
         while emitted <= steps and rng.random() < chance:
             emitted += 1
     return emitted
-
-
-def prompt_fraction(text: str | float, nodes: int, prompts: float) -> float:
-    """Return the fraction of steps with a prompt: constant per token, `prompts` with 7 nodes."""
-    return min(1.0, prompts * mean_length(text, nodes) / mean_length(text, 7))
-
-
-def rate(text: str | float, batch: int, nodes: int, prompts: float) -> float:
-    """Return tokens per request and millisecond."""
-    beside = prompt_fraction(text, nodes, prompts) * PROMPT_MS
-    return mean_length(text, nodes) / (step_ms(batch, nodes) + beside)
 
 
 def make(seeded: bool = True) -> NodeTuner:

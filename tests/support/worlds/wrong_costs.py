@@ -174,17 +174,19 @@ def _world(
     return World(batch, ms, told, {0: 1.0, **lengths}, emit, levels)
 
 
-def dense(text: str, batch: int, part: float = 1.0, host_ms: float = 0.0) -> World:
-    """A target of 8B, or one that takes a part of its time, at a host that takes longer."""
+@functools.cache
+def dense(text: str | float, batch: int, *, beside: float = PROMPTS, more: float = 0.0) -> World:
+    """A target of 8B, whose steps take `more` milliseconds for the contexts."""
     numbers = [n for n in {0, *tuner_world.LENGTHS["0"]} if batch * (n + 1) <= tuner_world.MAX_ROWS]
-    told = {nodes: part * tuner_world.graph_ms(batch, nodes) for nodes in numbers}
+    told = {nodes: tuner_world.graph_ms(batch, nodes) for nodes in numbers}
     return World(
         batch,
-        {nodes: max(host_ms, ms + OTHER_MS) for nodes, ms in told.items()},
+        {nodes: ms + OTHER_MS + more for nodes, ms in told.items()},
         told,
         {nodes: tuner_world.mean_length(text, nodes) for nodes in {*numbers, 7}},
         functools.partial(tuner_world.emit, text),
         {nodes: shape(nodes).steps for nodes in numbers if nodes},
+        beside=beside,
     )
 
 
@@ -211,17 +213,34 @@ def experts(
     )
 
 
-def shares(world: World, marks: Sequence[int], seed: int) -> list[float]:
-    """Serve a batch; return throughput over that of the best number, exploration included."""
-    rng, tuner = random.Random(seed), world.tuner()
-    offsets, left = [0.0] * world.batch, [0] * world.batch
+def shares(
+    world: World | Sequence[World],
+    marks: Sequence[int],
+    seed: int,
+    tuner: NodeTuner | None = None,
+    *,
+    told: bool = True,
+) -> list[float]:
+    """Serve batches; return throughput over that of the best number, exploration included.
+
+    Args:
+        world: of all steps, or of each.
+        marks: steps that end what each share is of.
+        tuner: chooses; one that was told the world's costs unless it is given.
+        told: whether the tuner is told of contexts.
+    """
+    worlds = [world] * marks[-1] if isinstance(world, World) else world
+    rng, tuner = random.Random(seed), tuner or worlds[0].tuner()
+    most = max(each.batch for each in worlds)
+    offsets, left = [0.0] * most, [0] * most
     verified = previous = -1
     disturbed, found = 0, []
     least = spent = 0.0
     for step in range(marks[-1]):
-        here = world.at(step)
+        here = worlds[step].at(step)
         drafting = tuner.begin_step(here.batch)
-        verified = drafting if verified < 0 else verified
+        # A larger batch cuts what an earlier step has drafted.
+        verified = drafting if verified not in here.ms else verified
         factor = here.later if step >= LATER else 1.0
         beside = rng.random() < here.prompts(verified)
         ms = factor * here.ms[verified] * rng.gauss(1.0, NOISE)
@@ -242,7 +261,7 @@ def shares(world: World, marks: Sequence[int], seed: int) -> list[float]:
             ms / 1e3 if previous == verified == drafting else None,
             batch=here.batch,
             prompts=110 * beside,
-            context=here.batch * here.context,
+            context=here.batch * here.context * told,
         )
         least += here.lengths[verified] / here.best()
         spent += here.mean_ms(verified)

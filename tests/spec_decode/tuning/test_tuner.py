@@ -1,10 +1,7 @@
-"""The choice of the number of nodes, on simulated engines whose costs and texts are known."""
-
-import random
+"""The choice of the number of nodes; how good it is, the tests of worlds say."""
 
 import pytest
 
-from tests.support.crossed import crossed
 from vllm_graft.spec_decode.tuning.step_times import Rates
 from vllm_graft.spec_decode.tuning.tuner import BLOCK, NodeTuner
 
@@ -15,75 +12,16 @@ def schedule(max_reqs: int) -> list[int]:
     return [0, 47, 31, 14, 7, 3, *[0] * (max_reqs - 5)]
 
 
-def step_time(batch: int, nodes: int) -> float:
-    """Return milliseconds of a step: flat while weights are read, then by rows; plus levels."""
-    rows = batch * (nodes + 1)
-    return 5.0 + 0.02 * max(rows - 100, 0) + (0.2 * min(nodes, 6) if nodes else 0.0)
-
-
-LEVELS = dict.fromkeys(NUMBERS, 6)
-
-
-def emit(nodes: int, chance: float, rng: random.Random) -> int:
-    """Draw the tokens of a tree: a level is followed with `chance`, more often with more nodes."""
-    depth = min(nodes, LEVELS[nodes])
-    wide = 1 - (1 - chance) ** (1 + nodes / 8)
-    tokens = 1
-    while tokens <= depth and rng.random() < wide:
-        tokens += 1
-    return tokens
-
-
 def make(max_reqs: int = 256) -> NodeTuner:
-    return NodeTuner(schedule(max_reqs), 512, levels=LEVELS)
-
-
-def serve(
-    tuner: NodeTuner, batch: int, chance: float, steps: int, seed: int = 0
-) -> tuple[float, list[int]]:
-    """Run simulated steps; return tokens per millisecond, and the choices."""
-    rng = random.Random(seed)
-    tokens, time, previous, choices = 0.0, 0.0, -1, []
-    for _ in range(steps):
-        nodes = tuner.begin_step(batch)
-        emitted = [emit(nodes, chance, rng) for _ in range(batch)]
-        spent = step_time(batch, nodes) * rng.uniform(0.98, 1.02)
-        tuner.observe(nodes, emitted, spent / 1e3 if nodes == previous else None)
-        tokens += sum(emitted)
-        time += spent
-        previous = nodes
-        choices.append(nodes)
-    return tokens / time, choices
-
-
-def best_rate(batch: int, chance: float, numbers: list[int]) -> float:
-    """Return tokens per millisecond with the best fixed number of nodes."""
-    rates = []
-    for nodes in numbers:
-        fixed = NodeTuner([0, *[nodes] * 256], 512, levels=LEVELS)
-        rates.append(serve(fixed, batch, chance, 400, seed=1)[0])
-    return max(rates)
-
-
-@pytest.mark.parametrize(("batch", "chance"), crossed([1, 4, 16, 64], [0.05, 0.4, 0.85]))
-def test_it_comes_close_to_the_best_number(batch: int, chance: float) -> None:
-    tuner = make()
-    serve(tuner, batch, chance, 400)
-    rate, _ = serve(tuner, batch, chance, 800, seed=2)
-    assert rate > 0.96 * best_rate(batch, chance, tuner.allowed(batch))
-
-
-def test_it_follows_a_change_of_the_text() -> None:
-    tuner = make()
-    serve(tuner, 16, 0.9, 800)
-    serve(tuner, 16, 0.05, 800)
-    rate, _ = serve(tuner, 16, 0.05, 400, seed=3)
-    assert rate > 0.96 * best_rate(16, 0.05, tuner.allowed(16))
+    return NodeTuner(schedule(max_reqs), 512, levels=dict.fromkeys(NUMBERS, 6))
 
 
 def test_every_number_is_tried_the_schedule_s_first() -> None:
-    tuner = make()
-    _, choices = serve(tuner, 3, 0.5, BLOCK * len(NUMBERS))
+    tuner, choices = make(), list[int]()
+    for _ in range(BLOCK * len(NUMBERS)):
+        choices.append(tuner.begin_step(3))
+        alike = choices[-2:-1] == choices[-1:]
+        tuner.observe(choices[-1], [2, 1, 3], 0.005 if alike else None)
     assert choices[:BLOCK] == [14] * BLOCK
     assert set(choices) == set(NUMBERS)
 

@@ -187,8 +187,8 @@ def test_both_engines_are_sent_the_same(tmp_path: Path) -> None:
     found = bars(chain, ours, str(tmp_path / "bars.json"))
     found.measure(cells, 2, math.inf)
     # Stock's engine alone is told how many drafts; the second round has other prompts.
-    first = [Case(0.6, 1, 14, 256), Case(0.0, 4, 40, 256)]
-    assert ours.of(Case) == [*first, *(replace(each, first=each.requests) for each in first)]
+    cases = [Case(0.6, 1, 14, 256), Case(0.0, 4, 40, 256)]
+    assert ours.of(Case) == [*cases, *(replace(each, first=each.requests) for each in cases)]
     told = [(case.temperature, case.first, case.drafts) for case in chain.of(Case)]
     assert told == [(0.6, 0, 5), (0.0, 0, 7), (0.6, 14, 5), (0.0, 40, 7)]
     # The host is timed around each window, and each batch is warmed up once.

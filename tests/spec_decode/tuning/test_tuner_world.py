@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tests.support.crossed import crossed
-from tests.support.worlds.closed_loop import SmallModel, against_the_best
 from tests.support.worlds.tuner_world import MAX_REQS, make
 from tests.support.worlds.wrong_costs import dense, shares
 from vllm_graft.spec_decode.tuning import step_times
@@ -123,7 +122,7 @@ def test_contexts_that_come_and_go(seeded: bool, monkeypatch: pytest.MonkeyPatch
 def test_texts_and_batches_in_turn(batches: Sequence[int]) -> None:
     tuner = make()
     ratios = {
-        (text, batch): against_the_best(tuner, text, batch, seed=1)
+        (text, batch): serve(tuner, text, [batch] * 600, prompts=0.1, seed=1)
         for text in ("0", "1", "0.6")
         for batch in batches
     }
@@ -132,26 +131,23 @@ def test_texts_and_batches_in_turn(batches: Sequence[int]) -> None:
 
 
 def test_waves_of_prompts_do_not_count_as_what_prompts_add() -> None:
-    """After the first wave, whose step takes 20 times as long, few nodes pay in a large batch."""
+    """After a wave, whose steps take 20 times as long, few nodes pay in a large batch."""
+    wave, usual = dense("1", 64, beside=1.0, more=200.0), dense("1", 64, beside=0.1)
     for seed in range(3):
-        assert against_the_best(make(), "1", 64, seed) > 0.93
+        assert shares([*[wave] * 12, *[usual] * 400], [12, 412], seed, make())[1] > 0.93
 
 
-def small_ratios() -> dict[tuple[str, int], float]:
-    """Throughput of a small model over that of the best fixed number, by text and batch."""
-    model = SmallModel()
-    return {
-        (text, batch): model.against_the_best(text, batch)
-        for text in ("0", "1")
-        for batch in (4, 16)
-    }
+def small_ratios() -> list[float]:
+    """Throughput of a small model, whose steps the host bounds, over that of the best number."""
+    worlds = [dense(text, batch, part=0.25, host=4.5) for text in ("0", "1") for batch in (4, 16)]
+    return [shares(world, [300], 1)[0] for world in worlds]
 
 
 def test_where_the_host_bounds_steps_more_nodes_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    ratios = small_ratios().values()
+    ratios = small_ratios()
     assert min(ratios) > 0.93
     # Control: what steps take beyond their costs is added to all numbers of nodes alike.
     monkeypatch.setattr(step_times, "with_host", lambda shared, _: shared)
-    without = small_ratios().values()
+    without = small_ratios()
     assert statistics.mean(without) < statistics.mean(ratios) - 0.015
     assert min(without) < min(ratios) - 0.03

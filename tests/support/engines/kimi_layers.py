@@ -15,7 +15,7 @@ import pytest
 from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.recurrent_layers import triton_convolutions
 from tests.support.models.kimi_models import write_kimi_linear
-from tests.support.models.latent_models import VOCABULARY
+from tests.support.models.random_models import VOCABULARY
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.testing import model_runner, spec_metrics

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.gpu_engines import exact_engine
-from tests.support.models.latent_models import VOCABULARY
+from tests.support.models.random_models import VOCABULARY
 
 TOKENS = 24
 NEAR = {"float16": 0.05, "bfloat16": 0.25, "fp8": 0.5}

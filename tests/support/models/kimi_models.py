@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.models.recurrent_models import VOCABULARY
+from tests.support.models.random_models import VOCABULARY
 from vllm_graft.testing.models.llama import write_checkpoint
 
 RANK, ROPE, NOPE = 512, 64, 128

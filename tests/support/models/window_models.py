@@ -117,7 +117,8 @@ def write_gemma4_assistant(folder: Path, *, ordered: bool = False) -> Path:
         if model.masked_embedding is not None:
             model.masked_embedding.token_ordering.copy_(torch.randperm(512))
 
-    sizes = {"backbone_hidden_size": 64, "num_centroids": 16, "centroid_intermediate_top_k": 4}
+    sizes: dict[str, Any] = {"backbone_hidden_size": 64, "num_centroids": 16}
+    sizes |= {"centroid_intermediate_top_k": 4}
     sizes |= {"text_config": text, "use_ordered_embeddings": ordered}
     return write_random(folder, "Gemma4Assistant", seed=1, edit=edit, **sizes)
 

@@ -175,13 +175,26 @@ def _world(
 
 
 @functools.cache
-def dense(text: str | float, batch: int, *, beside: float = PROMPTS, more: float = 0.0) -> World:
-    """A target of 8B, whose steps take `more` milliseconds for the contexts."""
+def dense(
+    text: str | float,
+    batch: int,
+    *,
+    beside: float = PROMPTS,
+    more: float = 0.0,
+    part: float = 1.0,
+    host: float = 0.0,
+) -> World:
+    """A target of 8B, or one that takes a part of its time.
+
+    Args:
+        more: milliseconds that steps take longer, for contexts or prompts.
+        host: least milliseconds of a step, which the host takes.
+    """
     numbers = [n for n in {0, *tuner_world.LENGTHS["0"]} if batch * (n + 1) <= tuner_world.MAX_ROWS]
-    told = {nodes: tuner_world.graph_ms(batch, nodes) for nodes in numbers}
+    told = {nodes: part * tuner_world.graph_ms(batch, nodes) for nodes in numbers}
     return World(
         batch,
-        {nodes: ms + OTHER_MS + more for nodes, ms in told.items()},
+        {nodes: max(host, ms + OTHER_MS + more) for nodes, ms in told.items()},
         told,
         {nodes: tuner_world.mean_length(text, nodes) for nodes in {*numbers, 7}},
         functools.partial(tuner_world.emit, text),

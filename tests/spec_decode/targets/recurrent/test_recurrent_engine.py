@@ -26,8 +26,8 @@ from tests.support.engines.pair_fixtures import ON_CPU, ON_CUDA, params
 from tests.support.engines.pairs import counter, differing
 from tests.support.engines.recurrent_layers import exact_prompts, interpreted
 from tests.support.engines.spoilt_rows import first_rows, in_order
+from tests.support.models.random_models import VOCABULARY
 from tests.support.models.recurrent_models import (
-    VOCABULARY,
     draft_shape,
     write_falcon_h1,
     write_granite_hybrid,

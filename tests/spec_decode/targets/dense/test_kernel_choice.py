@@ -22,7 +22,7 @@ from vllm_graft.spec_decode.targets.dense.choice import (
 )
 from vllm_graft.spec_decode.targets.latent import latent_two_pass
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
-from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
+from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
 from vllm_graft.spec_decode.tuning.attention_timing import Geometry, choose_kernels, measure
 from vllm_graft.testing import recording, simulated
@@ -240,50 +240,42 @@ def test_queries_are_timed_as_an_engine_has_them(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device")
-@pytest.mark.parametrize("fp8", [False, True])
-def test_measurement_on_stand_ins(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("geometry", "owner", "own"),
+    [
+        (Geometry(2, 1, 16, torch.bfloat16, False, 16), two_pass, attend_own_rows),
+        (Geometry(2, 1, 16, torch.bfloat16, True, 16), two_pass, attend_own_rows),
+        (
+            latent_two_pass.LatentGeometry(2, 32, 16, torch.bfloat16, 16),
+            latent_two_pass,
+            attend_own_latents,
+        ),
+    ],
+)
+def test_measurement_on_stand_ins(
+    geometry: Any, owner: Any, own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both kernels are captured and replayed; the GPU test looks at the times."""
-    plans = []
+    plans: list[torch.Tensor] = []
+    latent, fp8 = owner is latent_two_pass, getattr(geometry, "fp8", False)
 
-    def first_pass(batch: TreeBatch, *, plan: torch.Tensor, multiprocessors: int) -> Any:
+    def first_pass(batch: Any, *, plan: torch.Tensor, multiprocessors: int) -> Any:
         query = batch.query
         assert plan is plans[-1]
-        assert (query.dtype == torch.float8_e4m3fn) == fp8 == (batch.q_scale is not None)
-        return torch.zeros(query.shape), torch.zeros(query.shape[1::-1])
+        assert (query.dtype == torch.float8_e4m3fn) == fp8
+        assert latent or fp8 == (batch.q_scale is not None)
+        dtype = query.dtype if latent else torch.float32
+        return torch.zeros(query.shape, dtype=dtype), torch.zeros(query.shape[1::-1])
 
-    def plan(batch: TreeBatch, **given: Any) -> torch.Tensor:
-        plans.append(batch.prefix_lens.clone())
-        return plans[-1]
-
-    passes = two_pass.Passes(plan, first_pass, attend_own_rows)
-    monkeypatch.setattr(two_pass, "PLAIN_PASSES", passes)
-    where = [Point(1, 3, 20), Point(1, 3, 40), Point(2, 3, 40)]
-    space = AttentionWorkspace.allocate(2, 3, 2, 16, 4, "cpu")
-    with recording(), simulated():
-        costs = measure(Geometry(2, 1, 16, torch.bfloat16, fp8, 16), where, space, 64, "cpu")
-    assert list(costs) == where
-    assert all(times.keys() == {"triton", "flash"} for times in costs.values())
-    assert [lens.tolist() for lens in plans[::2]] == [[17], [37], [37, 37]]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a CUDA device")
-def test_measurement_of_latents_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[torch.Tensor] = []
-
-    def first_pass(batch: LatentBatch, *, plan: torch.Tensor, multiprocessors: int) -> Any:
-        assert plan is plans[-1]
-        return torch.zeros_like(batch.query), torch.zeros(batch.query.shape[1::-1])
-
-    def plan(batch: LatentBatch, **given: Any) -> torch.Tensor:
+    def plan(batch: Any, **given: Any) -> torch.Tensor:
         assert batch.max_seq_len == 64
         plans.append(batch.prefix_lens.clone())
         return plans[-1]
 
-    passes = two_pass.Passes(plan, first_pass, attend_own_latents)
-    monkeypatch.setattr(latent_two_pass, "LATENT_PASSES", passes)
+    name = "LATENT_PASSES" if latent else "PLAIN_PASSES"
+    monkeypatch.setattr(owner, name, two_pass.Passes(plan, first_pass, own))
     where = [Point(1, 3, 20), Point(1, 3, 40), Point(2, 3, 40)]
     space = AttentionWorkspace.allocate(2, 3, 2, 32, 4, "cpu")
-    geometry = latent_two_pass.LatentGeometry(2, 32, 16, torch.bfloat16, 16)
     with recording(), simulated():
         costs = measure(geometry, where, space, 64, "cpu")
     assert list(costs) == where

@@ -108,7 +108,6 @@ class AttentionCall(ABC):
         warps: int = 4,
         *,
         width: int = 0,
-        partials: torch.dtype = torch.float32,
         overlapped: bool = False,
         used: UsedSplits | None = None,
     ) -> None:
@@ -124,7 +123,7 @@ class AttentionCall(ABC):
         width = min(width or self.head_pad, self.head_pad)
         combine_kernel[(self.num_reqs, self.max_rows, heads * cdiv(size, width))](
             out,
-            *partial_results(workspace, partials),
+            *partial_results(workspace),
             self.query_start_loc,
             self.num_rows,
             used.kv_lens if used else None,
@@ -158,13 +157,11 @@ class UsedSplits(NamedTuple):
     chunked: bool
 
 
-def partial_results(
-    workspace: AttentionWorkspace | None, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor | None, ...]:
-    """Where splits leave what they have found, in a dtype; nowhere without a workspace."""
+def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor | None, ...]:
+    """Where splits leave what they have found; nowhere without a workspace."""
     if workspace is None:
         return (None,) * 3
-    return (workspace.acc.view(dtype), workspace.peak, workspace.total)
+    return (workspace.acc, workspace.peak, workspace.total)
 
 
 def check_masked_rows(max_rows: int) -> None:

@@ -298,10 +298,6 @@ def split_kernel(
         tl.store(partial_peak + place, peak, mask=inside)
         tl.store(partial_total + place, total, mask=inside)
         seen = element & (total > 0)[:, None]
-        if partial_acc.dtype.element_ty != tl.float32:
-            # Fewer bits keep what is normalised, whose size is that of values.
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        acc = acc.to(partial_acc.dtype.element_ty)
         tl.store(partial_acc + place[:, None] * HEAD + d[None, :], acc, mask=seen)
     else:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -375,14 +371,12 @@ def combine_kernel(
         partial_acc + place[:, None] * HEAD + d[None, :],
         mask=exists[:, None] & in_head[None, :],
         other=0.0,
-    ).to(tl.float32)
+    )
     top = tl.max(peak, 0)
     weight = tl.exp2(peak - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight * sums, 0)
     # A split without visible keys has stored no accumulator: what lies there may be NaN.
     acc = tl.where((weight > 0)[:, None], acc, 0.0)
-    if partial_acc.dtype.element_ty != tl.float32:
-        weight = weight * sums
     result = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     out_at = out + (first_row + row) * out_row_stride + head * out_head_stride
     tl.store(out_at + d, result.to(out.dtype.element_ty), mask=in_head)

@@ -86,8 +86,6 @@ class Plan(NamedTuple):
         edges: whether the rows' windows are looked at only near where they begin and end.
         skip_empty: whether splits without keys, as a graph for long contexts has over short ones,
             neither write nor are read. Otherwise they write that they have seen nothing.
-        partials: dtype of the splits' results: float32, or float16 or bfloat16 for results that
-            each split has normalised. Their sums stay float32.
         combine_width: most numbers of a head that a program which combines splits makes, a power of
             2; 0 for all. It holds as many of each split.
         overlapped: whether the kernel that combines is launched while the splits still run, and
@@ -99,7 +97,6 @@ class Plan(NamedTuple):
     ahead: bool = False
     edges: bool = False
     skip_empty: bool = False
-    partials: torch.dtype = torch.float32
     combine_warps: int = 4
     combine_width: int = 0
     overlapped: bool = False

@@ -231,7 +231,6 @@ def _launch(
         plan.splits,
         plan.combine_warps,
         width=plan.combine_width,
-        partials=plan.partials,
         overlapped=plan.overlapped,
         used=used if plan.skip_empty else None,
     )
@@ -249,7 +248,7 @@ def _launch_splits(
         query.view(numbers) if call.small else query,
         kv_cache.view(numbers) if fp8 else kv_cache,
         out,
-        *partial_results(workspace, plan.partials),
+        *partial_results(workspace),
         call.query_start_loc,
         call.kv_lens,
         call.block_table,

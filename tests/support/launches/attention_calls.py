@@ -274,8 +274,5 @@ RARE_PLANS: Planned = [
     (128, 16, 4, {"fp8": True, "native": Native(HALVES, 64, 128)}),
     (256, 64, 1, {"fp8": True, "native": Native(HALVES, 128)}),
     (256, 16, 1, {"fp8": True, "native": Native(PRODUCTS, 64)}),
-    # No rule takes partial results of fewer bits, which a search times.
-    (256, 32, 1, {"window": 1024, "plan": Plan(
-        Tile(64, 32, 8, 3), 4, ahead=True, partials=BF16, overlapped=True)}),
 ]  # fmt: skip
 """They take minutes to compile."""

@@ -33,11 +33,11 @@ PLANS = [
     Plan(TILE, ahead=True, edges=True),
     Plan(Tile(16, 16, 4, 1), 3, ahead=True),
     Plan(Tile(32, 16, 4, 2), 5, edges=True, skip_empty=True),
-    Plan(TILE, 2, partials=torch.float16),
-    Plan(TILE, 4, ahead=True, skip_empty=True, partials=torch.bfloat16, combine_width=32),
+    Plan(TILE, 2),
+    Plan(TILE, 4, ahead=True, skip_empty=True, combine_width=32),
 ]
-ROUNDED = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
-"""Largest error by the dtype of partial results, whose values reach 5."""
+ROUNDED = 1e-5
+"""Largest error of values that reach 5."""
 
 SHAPES = [
     AttentionShape(rows=(5, 0, 1), lens=(140, 9, 1), group=2),
@@ -54,7 +54,7 @@ def test_trees_equal_the_reference(shape: AttentionShape, plan: Plan) -> None:
     """Blocks before a window hold NaN, and so does the workspace."""
     problem = tree_problem(shape, DEVICE)
     error = tree_error(problem, workspace=nan_space(problem, 12), plan=plan)
-    assert error < ROUNDED[plan.partials]
+    assert error < ROUNDED
 
 
 DRAFTS = [
@@ -71,7 +71,7 @@ def test_drafts_equal_the_reference(
     shape, topk, steps, level = draft
     problem = draft_problem(shape, topk, steps, level, DEVICE)
     error = draft_error(problem, workspace=nan_space(problem, 12), plan=plan)
-    assert error < ROUNDED[plan.partials]
+    assert error < ROUNDED
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -82,14 +82,7 @@ def test_wide_heads(head_size: int, fp8: bool) -> None:
         dtype=torch.bfloat16, fp8=fp8, window=50, sinks=True,
     )  # fmt: skip
     problem = tree_problem(shape, DEVICE)
-    plan = Plan(
-        Tile(32, 32, 8, 3),
-        3,
-        ahead=True,
-        skip_empty=True,
-        partials=torch.float16,
-        combine_width=128,
-    )
+    plan = Plan(Tile(32, 32, 8, 3), 3, ahead=True, skip_empty=True, combine_width=128)
     error = tree_error(problem, workspace=nan_space(problem, 4), plan=plan)
     assert error < TOLERANCE[torch.bfloat16]
 
@@ -152,16 +145,6 @@ def test_empty_splits_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UsedSplits", lambda *_: None)
     out, _ = run(Plan(TILE, 10, skip_empty=True))
     assert out.isnan().all()
-
-
-def test_rounded_results_are_rounded() -> None:
-    """Negative control: narrower partial results do differ, by no more than their rounding."""
-    problem = tree_problem(AttentionShape(rows=(9,), lens=(300,)), DEVICE)
-    errors = [
-        tree_error(problem, workspace=nan_space(problem, 4), plan=Plan(TILE, 4, partials=dtype))
-        for dtype in (torch.float32, torch.float16, torch.bfloat16)
-    ]
-    assert errors[0] < errors[1] < errors[2] < ROUNDED[torch.bfloat16]
 
 
 def test_what_is_planned_is_what_is_computed() -> None:
@@ -230,7 +213,6 @@ def test_plans_fit_registers_memory_and_the_workspace() -> None:
         # So many numbers of the accumulator has a thread; a kernel that combines has as many.
         assert tile.rows * each.head <= 128 * 32 * tile.warps, each
         assert 1 <= plan.splits <= 64, each
-        assert plan.partials == torch.float32
         if plan.splits > 1:
             parts = 1 << (plan.splits - 1).bit_length()
             assert plan.combine_width <= 128

@@ -258,8 +258,8 @@ def test_trees_in_a_graph() -> None:
 PLANS = [
     Plan(Tile(32, 64, 4, 3), ahead=True, edges=True),
     Plan(Tile(32, 64, 4, 3), 5, ahead=True, skip_empty=True, combine_warps=1),
-    Plan(Tile(64, 32, 8, 2), 3, ahead=True, edges=True, partials=torch.float16, combine_width=64),
-    Plan(Tile(16, 128, 4, 1), 7, skip_empty=True, partials=torch.bfloat16),
+    Plan(Tile(64, 32, 8, 2), 3, ahead=True, edges=True, combine_width=64),
+    Plan(Tile(16, 128, 4, 1), 7, skip_empty=True),
 ]
 SHAPES = [
     AttentionShape(rows=(8, 0, 5), lens=(2000, 3, 350), kv_heads=2, group=4, head_size=128),

@@ -11,6 +11,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -29,15 +30,8 @@ NGRAM = {"min": 2, "max": 8}
 THINKING: dict[str, Any] = {
     "reasoning_config": {"reasoning_start_str": " hereby", "reasoning_end_str": " return self"}
 }
-CROWDED: dict[str, Any] = {
-    **THINKING,
-    # Four requests at once get no drafts.
-    "ranges": [(1, 3, NODES), (4, 4, 0)],
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 72,
-    "enable_prefix_caching": True,
-    "async_scheduling": True,
-}
+# Four requests at once get no drafts.
+CROWDED = crowded(ranges=[(1, 3, NODES), (4, 4, 0)], **THINKING)
 
 
 @pytest.fixture(scope="module")

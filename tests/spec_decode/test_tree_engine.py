@@ -14,6 +14,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -47,14 +48,7 @@ def test_tokens_hold_when_crowded(
     pair: Pair, samples: list[Request], expected: list[Answer]
 ) -> None:
     """Chunked prefill, prefix caching, async scheduling and preemption, all at once."""
-    crowded: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 72,
-        "enable_prefix_caching": True,
-        "num_gpu_blocks_override": 14,
-        "async_scheduling": True,
-    }
-    with pair.engine(nodes=15, **crowded) as llm:
+    with pair.engine(nodes=15, **crowded(blocks=14)) as llm:
         core: Any = llm.llm_engine.engine_core
         assert type(core.engine_core.scheduler).__name__ == "AsyncScheduler"
         del core

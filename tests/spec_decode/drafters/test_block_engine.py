@@ -16,6 +16,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -245,17 +246,9 @@ def test_a_perfect_chain_is_accepted_to_the_end_of_a_shorter_block(
 @pytest.mark.nightly
 def test_answers_hold_when_crowded(folder: Path, alone: list[Answer]) -> None:
     """Chunked prompts beside trees, prefix caching, preemption and n-grams, all at once."""
-    crowded: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 72,
-        "enable_prefix_caching": True,
-        "num_gpu_blocks_override": 6,
-        "max_model_len": 128,
-        "async_scheduling": True,
-        "tree": {"ngram": True},
-    }
+    few = crowded(blocks=6, max_model_len=128, tree={"ngram": True})
     with (
-        engine(folder, "dspark", nodes=10, topk=3, steps=6, **crowded) as llm,
+        engine(folder, "dspark", nodes=10, topk=3, steps=6, **few) as llm,
         scheduling(llm) as seen,
     ):
         assert differing(answer_all(llm, GREEDY + SEEDED[:2]), alone[:-1]) == []

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.support.answers.text_requests import TEXTS, both_kinds, greedy, seeded
+from tests.support.answers.text_requests import TEXTS, both_kinds, greedy, in_pairs, seeded
 from tests.support.checkpoints import write_likeness
 from tests.support.engines.pairs import (
     Answer,
@@ -14,6 +14,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -79,15 +80,9 @@ def test_answers_are_the_target_s(
     """Chunked prompts beside trees, prefix caching and steps without drafts, all at once."""
     watch = Watch(tree_drafting.finish_tree)
     monkeypatch.setattr(tree_drafting, "finish_tree", watch)
-    crowded: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 72,
-        "enable_prefix_caching": True,
-        "async_scheduling": True,
-        # Four requests at once get no drafts.
-        "ranges": [(1, 3, 15), (4, 4, 0)],
-    }
-    with erring.engine(nodes=15, topk=4, steps=4, **OWN, **crowded) as llm:
+    # Four requests at once get no drafts.
+    ranges = [(1, 3, 15), (4, 4, 0)]
+    with erring.engine(nodes=15, topk=4, steps=4, ranges=ranges, **OWN, **crowded()) as llm:
         assert type(model_runner(llm).speculator).__name__ == "DraftModelTrees"
         with scheduling(llm) as seen:
             assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
@@ -191,11 +186,8 @@ def test_a_perfect_draft_is_accepted_to_its_end(
 @pytest.mark.gpu
 def test_full_graphs_of_a_perfect_draft(pair: Pair) -> None:
     """The target is its own draft, so that nearly all drafts are right, seeded ones as well."""
-    requests = [
-        Request(text, {"max_tokens": 48, **kind})
-        for text in ("def main(argv):\n", "import os, sys\nimport", "class Tree:\n    def")
-        for kind in ({"temperature": 0}, {"seed": 7, "temperature": 0.6})
-    ]
+    texts = ("def main(argv):\n", "import os, sys\nimport", "class Tree:\n    def")
+    requests = in_pairs(48, texts, temperature=0.6)
     own = Pair(pair.target, pair.target, []).on("cuda")
     with own.engine() as llm:
         expected = answer_all(llm, requests)

@@ -18,6 +18,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -105,14 +106,9 @@ def test_answers_are_the_target_s_and_trees_those_of_the_reference(
     model: str,
 ) -> None:
     """Chunked prompts beside trees and prefix caching, greedy and with seeds."""
-    crowded: dict[str, Any] = {
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 56,
-        "enable_prefix_caching": True,
-        **MLA,
-    }
+    few = crowded(3, tokens=56, async_scheduling=False, **MLA)
     keep_chunks(monkeypatch)
-    with drafts[method].engine(nodes=11, topk=3, steps=4, method=method, **crowded) as llm:
+    with drafts[method].engine(nodes=11, topk=3, steps=4, method=method, **few) as llm:
         speculator = model_runner(llm).speculator
         assert (type(speculator).__name__, type(speculator.model).__name__) == (drafter, model)
         assert len(draft_layers(llm)) == 1

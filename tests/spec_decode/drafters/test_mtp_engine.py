@@ -17,6 +17,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -73,14 +74,7 @@ def test_answers_are_the_target_s(erring: Pair, alone: list[Answer]) -> None:
 @pytest.mark.nightly
 def test_answers_hold_when_crowded(erring: Pair, alone: list[Answer]) -> None:
     """Chunked prompts beside trees, prefix caching and preemption, all at once."""
-    crowded: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 72,
-        "enable_prefix_caching": True,
-        "num_gpu_blocks_override": 12,
-        "async_scheduling": True,
-    }
-    with erring.engine(nodes=15, **MTP, **crowded) as llm, scheduling(llm) as seen:
+    with erring.engine(nodes=15, **MTP, **crowded(blocks=12)) as llm, scheduling(llm) as seen:
         assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
         assert seen.chunks_beside_drafts > 0
         assert seen.preempted > 0

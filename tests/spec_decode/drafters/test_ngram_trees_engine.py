@@ -13,6 +13,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -34,12 +35,6 @@ TEXTS = (
 )
 NODES, MATCHES, DEPTH = 15, 4, 6
 LENGTHS = {"prompt_lookup_min": 1, "prompt_lookup_max": 6}
-CROWDED: dict[str, Any] = {
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 48,
-    "enable_prefix_caching": True,
-    "async_scheduling": True,
-}
 
 
 def engine(
@@ -139,7 +134,9 @@ def test_answers_are_the_target_s(
     tree = {"nodes": NODES, "topk": MATCHES}
     # Three requests at once get no drafts.
     ranges = [(1, 2, NODES), (3, 3, 0)]
-    with engine(pair, "ngram_gpu", tree=tree, tokens=DEPTH, ranges=ranges, **CROWDED) as llm:
+    with engine(
+        pair, "ngram_gpu", tree=tree, tokens=DEPTH, ranges=ranges, **crowded(3, tokens=48)
+    ) as llm:
         assert not differing(answer_all(llm, greedy), right[0])
         length = spec_metrics(llm).acceptance_length
         with scheduling(llm) as seen:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.answers.text_requests import in_pairs
 from tests.support.engines.gpu_engines import exact_engine
-from tests.support.engines.pairs import Request, answer_all, differing
+from tests.support.engines.pairs import answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.references.ngram_reference import (
     check_nodes,
@@ -143,11 +144,7 @@ def test_a_long_text_in_a_cuda_graph() -> None:
 def test_an_engine_in_full_graphs(head: bool) -> None:
     """Tokens are those of the target alone; the negative control is in the CPU's tests."""
     lines = ("pass\n", "# ---------------------------------\n", "import os, sys\nimport os\n")
-    requests = [
-        Request(line * 6, {"max_tokens": 48, **kind})
-        for line in lines
-        for kind in ({"temperature": 0}, {"seed": 7, "temperature": 0.3})
-    ]
+    requests = in_pairs(48, [line * 6 for line in lines], temperature=0.3)
     options: dict[str, Any] = {"draft": str(SHIPPED / "eagle3")}
     options["tree"] = {"topk": 4, "steps": 4, "ngram": {"min": 2, "max": 8}}
     if not head:

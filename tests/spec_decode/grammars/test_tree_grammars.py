@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from tests.support.answers.text_requests import COMPACT, STRUCTURED, structured_requests
-from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing, scheduling
+from tests.support.engines.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    crowded,
+    differing,
+    scheduling,
+)
 from vllm_graft.spec_decode.grammars.node_masks import NodeMasks
 from vllm_graft.testing import spec_metrics
 
@@ -61,16 +69,10 @@ def test_structured_output_gets_full_trees(
 @pytest.mark.nightly
 def test_tokens_hold_when_crowded(pair: Pair, asked: list[Request], alone: list[Answer]) -> None:
     """Plain requests beside, async scheduling, chunked prefill and preemption, all at once."""
-    crowded: dict[str, Any] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 72,
-        "num_gpu_blocks_override": 12,
-        "async_scheduling": True,
-        **COMPACT,
-    }
+    few = crowded(blocks=12, **COMPACT)
     # The last two are plain ones.
     chosen = [0, 1, 3, 4, 7, 8]
-    with pair.engine(nodes=15, **crowded) as llm, scheduling(llm) as seen:
+    with pair.engine(nodes=15, **few) as llm, scheduling(llm) as seen:
         found = answer_all(llm, [asked[i] for i in chosen])
     assert not differing(found, [alone[i] for i in chosen])
     assert seen.preempted > 0

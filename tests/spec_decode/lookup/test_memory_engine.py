@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.pairs import Answer, Pair, Request, answer_all, counter, differing
+from tests.support.answers.text_requests import in_pairs
+from tests.support.engines.pairs import (
+    Answer,
+    Pair,
+    Request,
+    answer_all,
+    counter,
+    crowded,
+    differing,
+)
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.spec_decode.lookup.owners import Owners
@@ -22,23 +31,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS, REQUESTS = 20, 3
 SMALL = {"bytes": bytes_of(2 * REQUESTS, REQUESTS)}
-CROWDED: dict[str, Any] = {
-    "max_num_seqs": REQUESTS,
-    "max_num_batched_tokens": 72,
-    "enable_prefix_caching": True,
-    "async_scheduling": True,
-}
 
 
 @pytest.fixture(scope="module")
 def requests(pair: Pair) -> list[Request]:
     """Greedy and seeded ones; their prompts repeat nothing."""
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7, "temperature": 0.5}]
-    return [
-        Request(prompt, {"max_tokens": TOKENS, **kind})
-        for prompt in pair.prompts[:2]
-        for kind in kinds
-    ]
+    return in_pairs(TOKENS, pair.prompts[:2], temperature=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +121,7 @@ def test_ngrams_alone_remember_their_tenant(
     }
     tree = {"topk": 4, "steps": 8, "memory": SMALL}
     options = {"speculative_config": speculative, "additional_config": {"graft": {"tree": tree}}}
-    with cpu_engine(pair.target, **options, **CROWDED) as llm:
+    with cpu_engine(pair.target, **options, **crowded(REQUESTS)) as llm:
         before = int(counter(llm, "vllm:graft_tree_steps"))
         assert not differing(answer_all(llm, requests), right)
         first = int(counter(llm, "vllm:graft_tree_steps")) - before
@@ -160,7 +158,9 @@ def test_a_draft_is_joined_by_the_memory(
     memory = {"bytes": "1MiB", "scope": "server"}
     tree = {"ngram": True, "memory": memory, "graph_runner": "verify"}
     graphs = [4, 8, 16]
-    with pair.engine(nodes=15, topk=4, steps=3, tree=tree, graphs=graphs, **CROWDED) as llm:
+    with pair.engine(
+        nodes=15, topk=4, steps=3, tree=tree, graphs=graphs, **crowded(REQUESTS)
+    ) as llm:
         assert not differing(answer_all(llm, requests), right)
         first = counter(llm, "vllm:graft_tree_steps")
         assert not differing(answer_all(llm, requests), right)
@@ -207,7 +207,7 @@ def test_corpora_are_swapped_while_it_serves(
         (found,) = llm.collective_rpc("graft_corpora", kwargs=kwargs)
         return found
 
-    with pair.engine(nodes=15, topk=4, steps=3, tree=tree, **CROWDED) as llm:
+    with pair.engine(nodes=15, topk=4, steps=3, tree=tree, **crowded(REQUESTS)) as llm:
         assert [each["name"] for each in ask(llm)["corpora"]] == [str(known)]
         assert not differing(answer_all(llm, requests[:1]), right[:1])
         assert watch.of_corpora > 3

@@ -15,6 +15,7 @@ from tests.support.engines.pairs import (
     Request,
     answer_all,
     counter,
+    crowded,
     differing,
     scheduling,
 )
@@ -30,14 +31,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TOKENS = 24
 TREE: dict[str, Any] = {"nodes": 15, "topk": 4, "steps": 2}
-CROWDED: dict[str, Any] = {
-    **COMPACT,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 72,
-    "num_gpu_blocks_override": 13,
-    "enable_prefix_caching": True,
-    "async_scheduling": True,
-}
 FORCED = {
     "type": "object",
     "properties": {"self": {"const": "return self.name"}, "value": {"enum": ["import", "raise"]}},
@@ -181,7 +174,7 @@ def test_same_answers_and_more_of_them_per_step(
     forced, free = structured(pair), plain(pair)
     answers = alone[1]
     told = predicted(pair, answers)
-    with pair.engine(**TREE, tree={"ngram": True}, **CROWDED) as llm:
+    with pair.engine(**TREE, tree={"ngram": True}, **crowded(3, blocks=13, **COMPACT)) as llm:
         tell = lengths(llm)
         with scheduling(llm) as schedule:
             # Prompts of several chunks beside drafts, and more requests than there are slots.

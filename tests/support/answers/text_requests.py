@@ -30,6 +30,12 @@ def seeded(tokens: int, texts: Sequence[str] = TEXTS) -> list[Request]:
     return [Request(text, {"max_tokens": tokens, "seed": 7}) for text in texts]
 
 
+def in_pairs(tokens: int, texts: Sequence[str], **seeded: Any) -> list[Request]:
+    """Ask for so many tokens of each text, greedily and, next to it, with a seed."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7, **seeded}]
+    return [Request(text, {"max_tokens": tokens, **kind}) for text in texts for kind in kinds]
+
+
 def shortened(request: Request, tokens: int) -> Request:
     """The same request for so many tokens."""
     return replace(request, params={**request.params, "max_tokens": tokens})

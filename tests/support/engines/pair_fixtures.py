@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.answers.text_requests import in_pairs
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
 
@@ -47,12 +48,7 @@ def pair() -> Pair:
 @pytest.fixture(scope="session")
 def samples(pair: Pair) -> list[Request]:
     """A greedy and a seeded request of each prompt, next to each other: they share a prefix."""
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
-    return [
-        Request(prompt, {"max_tokens": TOKENS, **kind})
-        for prompt in pair.prompts[:PROMPTS]
-        for kind in kinds
-    ]
+    return in_pairs(TOKENS, pair.prompts[:PROMPTS])
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,16 @@ class Pair:
         return cpu_engine(self.target, **options)
 
 
+def crowded(requests: int = 4, *, tokens: int = 72, blocks: int = 0, **more: Any) -> dict[str, Any]:
+    """Options: chunked prompts, cached prefixes, async scheduling and, of few blocks, preemption.
+
+    With one of its own, an option of ``more`` counts.
+    """
+    few = {"num_gpu_blocks_override": blocks} if blocks else {}
+    usual = {"max_num_seqs": requests, "max_num_batched_tokens": tokens, **few}
+    return usual | {"enable_prefix_caching": True, "async_scheduling": True} | more
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt, what differs from the defaults of vLLM's sampling parameters, and an adapter.

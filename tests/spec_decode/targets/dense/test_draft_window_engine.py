@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.answers.text_requests import in_pairs
 from tests.support.engines.gpu_engines import shipped_trees
 from tests.support.engines.pairs import (
     Answer,
@@ -40,9 +41,7 @@ OPTIONS: dict[str, Any] = {"max_model_len": 448, "block_size": BLOCK, "max_num_b
 
 def long_requests(pair: Pair, prompts: int, tokens: int) -> list[Request]:
     """Prompts of 284 tokens and more; two requests share each."""
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 7}]
-    texts = ["\n".join(pair.prompts[4 * place :][:4]) for place in range(prompts)]
-    return [Request(text, {"max_tokens": tokens, **kind}) for text in texts for kind in kinds]
+    return in_pairs(tokens, ["\n".join(pair.prompts[4 * place :][:4]) for place in range(prompts)])
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.answers.text_requests import in_pairs
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from tests.support.models.window_models import (
     BLOCK,
@@ -33,11 +34,7 @@ def windows(device: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def requests(windows: Pair) -> list[Request]:
     prompts, tokens = (8, 48) if windows.device == "cuda" else (2, 32)
-    return [
-        Request(prompt, {"max_tokens": tokens, **kind})
-        for prompt in windows.prompts[:prompts]
-        for kind in ({"temperature": 0}, {"seed": 7})
-    ]
+    return in_pairs(tokens, windows.prompts[:prompts])
 
 
 @pytest.fixture(scope="module")

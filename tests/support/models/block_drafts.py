@@ -14,15 +14,15 @@ from typing import Any
 from tests.support.models.mtp_targets import FAST, SHARP, THETA, look_up
 from vllm_graft.testing.models.llama import (
     TINY,
-    TinyShape,
     model_config,
     random_weights,
     write_checkpoint,
     write_tokenizer,
 )
 
-BLOCK_LAYER = replace(TINY, num_layers=1)
-"""Half of the hidden size is a token's embedding, half is what the heads look up."""
+SHAPE = replace(TINY, num_layers=1)
+"""Of target and drafts: one layer, two heads and a hidden size of 64. Half of that is a token's
+embedding, half is what the heads look up."""
 
 DEPTH = 8
 """Most positions of a block that predict a token without an error."""
@@ -34,75 +34,64 @@ _LOOKED_UP = 6.0
 _RANK = 32
 
 
-def write_block_target(
-    folder: Path, shape: TinyShape = BLOCK_LAYER, seed: int = 0, *, from_last: float = 0.0
-) -> Path:
+def write_block_target(folder: Path, *, from_last: float = 0.0) -> Path:
     """Write the target, a Qwen2; returns ``folder``.
 
-    Args:
-        shape: of target and draft; one layer, two heads and a hidden size of 64.
-        seed: of the weights; the drafts of a target take the same.
-        from_last: weight of the last token in the logits, beside 1 for the tokens looked up.
+    ``from_last``: weight of the last token in the logits, beside 1 for the tokens looked up.
     """
-    torch, _ = random_weights(seed, shape)
-    embedding, rows = _tables(shape, seed, from_last)
-    layer = _layer(shape, _DISTANCES, torch)
+    torch, _ = random_weights(0, SHAPE)
+    embedding, rows = _tables(from_last)
+    layer = _layer(_DISTANCES, torch)
     weights = {
         "model.embed_tokens.weight": embedding,
-        "model.norm.weight": torch.ones(shape.hidden_size),
+        "model.norm.weight": torch.ones(SHAPE.hidden_size),
         "lm_head.weight": rows,
         **{f"model.layers.0.{name}": each for name, each in layer.items()},
     }
-    config = {**_config(shape, "Qwen2ForCausalLM"), "model_type": "qwen2"}
+    config = {**_config("Qwen2ForCausalLM"), "model_type": "qwen2"}
     write_checkpoint(folder, weights, config)
-    write_tokenizer(folder, shape.vocab_size)
+    write_tokenizer(folder, SHAPE.vocab_size)
     return folder
 
 
 def write_dflash(
     folder: Path,
-    shape: TinyShape = BLOCK_LAYER,
-    seed: int = 0,
     *,
     error: float = 0.0,
     causal: bool = False,
 ) -> Path:
-    """Write a DFlash draft of the target of the same shape and seed; returns ``folder``.
+    """Write a DFlash draft of the target; returns ``folder``.
 
     Args:
         error: noise in what the draft reads of the target's states; above 0 it errs.
         causal: whether a position sees no later one. TRITON_ATTN has nothing else.
     """
-    weights = _draft(shape, seed, error, extra_distance=1)
-    _write_draft(folder, shape, weights, "DFlashDraftModel", causal)
+    weights = _draft(error, extra_distance=1)
+    _write_draft(folder, weights, "DFlashDraftModel", causal)
     return folder
 
 
 def write_dflash2(
     folder: Path,
-    shape: TinyShape = BLOCK_LAYER,
-    seed: int = 0,
     *,
     from_last: float = 0.0,
     error: float = 0.0,
     causal: bool = False,
-    top_k: int = 6,
 ) -> Path:
     """Write a DFlash 2 draft, whose scores of pairs know how the last token counts.
 
-    With an error its convolutions mix neighbouring positions, too. ``top_k``: candidates of a
-    position.
+    With an error its convolutions mix neighbouring positions, too.
     """
-    torch, randn = random_weights(seed + 2, shape)
-    weights = _draft(shape, seed, error, extra_distance=1)
-    embedding, rows = _tables(shape, seed, from_last)
-    taps, groups = 2, shape.hidden_size // 16
+    torch, randn = random_weights(2, SHAPE)
+    weights = _draft(error, extra_distance=1)
+    embedding, rows = _tables(from_last)
+    taps, groups = 2, SHAPE.hidden_size // 16
     for name in ("attention_conv", "mlp_conv"):
-        kernel = randn(2, taps, shape.hidden_size) * error
+        kernel = randn(2, taps, SHAPE.hidden_size) * error
         kernel[:, 0] += 1
         weights[f"layers.0.{name}.base_kernel"] = kernel
         weights[f"layers.0.{name}.kernel_projection.weight"] = torch.zeros(
-            2 * taps * groups, shape.hidden_size
+            2 * taps * groups, SHAPE.hidden_size
         )
     mask = embedding[-1, :_RANK]
     weights |= {
@@ -115,24 +104,16 @@ def write_dflash2(
         "candidate_selector.successor_codebook": rows[:, :_RANK].clone(),
     }
     sizes = {"conv_kernel_size": taps, "conv_group_size": 16, "selector_rank": _RANK}
-    sizes["selector_top_k"] = top_k
-    _write_draft(folder, shape, weights, "DFlash2DraftModel", causal, sizes)
+    sizes["selector_top_k"] = 6
+    _write_draft(folder, weights, "DFlash2DraftModel", causal, sizes)
     return folder
 
 
-def write_lilicorr(
-    folder: Path,
-    shape: TinyShape = BLOCK_LAYER,
-    seed: int = 0,
-    *,
-    error: float = 0.0,
-    causal: bool = False,
-    top_k: int = 4,
-) -> Path:
+def write_lilicorr(folder: Path) -> Path:
     """Write a LiLiCorr draft, whose attention between candidates is random, so that it errs."""
-    torch, randn = random_weights(seed + 3, shape)
-    weights = _draft(shape, seed, error, extra_distance=1)
-    hidden, heads, factors, features = shape.hidden_size, 2, 8, 5
+    torch, randn = random_weights(3, SHAPE)
+    weights = _draft(0.0, extra_distance=1)
+    hidden, heads, factors, features, top_k = SHAPE.hidden_size, 2, 8, 5, 4
     linear = {
         "pass_hidden_proj": (hidden, hidden),
         "context_proj": (hidden, hidden),
@@ -172,14 +153,12 @@ def write_lilicorr(
         "lilicorr_logit_scale": 4.0,
         "lilicorr_candidate_topk": top_k,
     }
-    _write_draft(folder, shape, weights, "LiLiCorrDraftModel", causal, sizes)
+    _write_draft(folder, weights, "LiLiCorrDraftModel", False, sizes)
     return folder
 
 
 def write_dspark(
     folder: Path,
-    shape: TinyShape = BLOCK_LAYER,
-    seed: int = 0,
     *,
     from_last: float = 0.0,
     error: float = 0.0,
@@ -190,8 +169,8 @@ def write_dspark(
 
     ``from_anchor``: the last token's position predicts the next token, not a mask behind it.
     """
-    embedding, rows = _tables(shape, seed, from_last)
-    weights = _draft(shape, seed, error, extra_distance=0 if from_anchor else 1)
+    embedding, rows = _tables(from_last)
+    weights = _draft(error, extra_distance=0 if from_anchor else 1)
     weights |= {
         "lm_head.weight": _blind(rows),
         "markov_head.markov_w1.weight": embedding[:, :_RANK].clone(),
@@ -200,14 +179,12 @@ def write_dspark(
     more = {"markov_rank": _RANK, "sample_from_anchor": from_anchor}
     if from_anchor:
         more["block_size"] = DEPTH
-    _write_draft(folder, shape, weights, "Qwen3DSparkModel", causal, top_level=more)
+    _write_draft(folder, weights, "Qwen3DSparkModel", causal, top_level=more)
     return folder
 
 
 def write_xpress(
     folder: Path,
-    shape: TinyShape = BLOCK_LAYER,
-    seed: int = 0,
     *,
     from_last: float = 0.0,
     error: float = 0.0,
@@ -220,10 +197,10 @@ def write_xpress(
     With an error the refiner's bias depends on all tokens of a path and on the block's states.
     ``topc``: candidates of a position, 0 for all; ``passes``: those of vLLM's chain.
     """
-    torch, randn = random_weights(seed + 4, shape)
-    embedding, rows = _tables(shape, seed, from_last)
-    weights = _draft(shape, seed, error, extra_distance=1)
-    hidden, inner, width = shape.hidden_size, 2 * _RANK, DEPTH + 1
+    torch, randn = random_weights(4, SHAPE)
+    embedding, rows = _tables(from_last)
+    weights = _draft(error, extra_distance=1)
+    hidden, inner, width = SHAPE.hidden_size, 2 * _RANK, DEPTH + 1
     head = {
         "w1.weight": embedding[:, :_RANK].clone(),
         "down_h.weight": randn(_RANK, hidden) * error,
@@ -245,18 +222,18 @@ def write_xpress(
         "xpress_topc": topc,
         "xpress_compile_head": False,
     }
-    _write_draft(folder, shape, weights, "Qwen3XPressModel", causal, top_level=more)
+    _write_draft(folder, weights, "Qwen3XPressModel", causal, top_level=more)
     return folder
 
 
-def _tables(shape: TinyShape, seed: int, from_last: float) -> tuple[Any, Any]:
+def _tables(from_last: float) -> tuple[Any, Any]:
     """Embeddings and output head; all embeddings have the same length, so that norms don't vary."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (shape.vocab_size, _RANK), generator=generator) * 2.0 - 1
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (SHAPE.vocab_size, _RANK), generator=generator) * 2.0 - 1
     embedding = torch.cat([signs, torch.zeros_like(signs)], 1)
-    rows = torch.randn(shape.vocab_size, 2 * _RANK, generator=generator) / math.sqrt(_RANK)
+    rows = torch.randn(SHAPE.vocab_size, 2 * _RANK, generator=generator) / math.sqrt(_RANK)
     rows *= _LOOKED_UP / 2
     rows[:, :_RANK] *= from_last
     return embedding, rows
@@ -269,11 +246,11 @@ def _blind(rows: Any) -> Any:
     return blind
 
 
-def _layer(shape: TinyShape, distances: tuple[int, ...], torch: Any) -> dict[str, Any]:
+def _layer(distances: tuple[int, ...], torch: Any) -> dict[str, Any]:
     """A layer whose heads look up the tokens at two distances, and that does nothing else."""
-    hidden, inner, size = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    hidden, inner, size = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.head_dim
     half = size // 2
-    queries, key = look_up(shape, distances, size)
+    queries, key = look_up(SHAPE, distances, size)
     # The norm before makes a token's embedding longer by this factor.
     value = torch.cat([torch.eye(_RANK), torch.zeros(_RANK, _RANK)], 1) / math.sqrt(2)
     output = torch.zeros(hidden, 2 * size)
@@ -296,38 +273,37 @@ def _layer(shape: TinyShape, distances: tuple[int, ...], torch: Any) -> dict[str
     }
 
 
-def _draft(shape: TinyShape, seed: int, error: float, *, extra_distance: int) -> dict[str, Any]:
+def _draft(error: float, *, extra_distance: int) -> dict[str, Any]:
     """The target's layer with norms of queries and keys, and what reads the target's states."""
-    torch, randn = random_weights(seed + 1, shape)
+    torch, randn = random_weights(1, SHAPE)
     near, far = _DISTANCES
-    layer = _layer(shape, (near + extra_distance, far + extra_distance), torch)
+    layer = _layer((near + extra_distance, far + extra_distance), torch)
     # Queries and keys are constant, so that their norms can be given back to them.
-    rms = math.sqrt(FAST / shape.head_dim)
-    key = SHARP * math.sqrt(shape.head_dim) * rms
+    rms = math.sqrt(FAST / SHAPE.head_dim)
+    key = SHARP * math.sqrt(SHAPE.head_dim) * rms
     layer |= {
-        "self_attn.q_norm.weight": torch.full((shape.head_dim,), rms),
-        "self_attn.k_norm.weight": torch.full((shape.head_dim,), key),
-        "self_attn.o_proj.bias": torch.zeros(shape.hidden_size),
+        "self_attn.q_norm.weight": torch.full((SHAPE.head_dim,), rms),
+        "self_attn.k_norm.weight": torch.full((SHAPE.head_dim,), key),
+        "self_attn.o_proj.bias": torch.zeros(SHAPE.hidden_size),
     }
-    noise = randn(shape.hidden_size, shape.hidden_size) * error
+    noise = randn(SHAPE.hidden_size, SHAPE.hidden_size) * error
     return {
-        "fc.weight": torch.eye(shape.hidden_size) + noise,
-        "hidden_norm.weight": torch.ones(shape.hidden_size),
-        "norm.weight": torch.ones(shape.hidden_size),
+        "fc.weight": torch.eye(SHAPE.hidden_size) + noise,
+        "hidden_norm.weight": torch.ones(SHAPE.hidden_size),
+        "norm.weight": torch.ones(SHAPE.hidden_size),
         **{f"layers.0.{name}": each for name, each in layer.items()},
     }
 
 
-def _config(shape: TinyShape, architecture: str) -> dict[str, Any]:
+def _config(architecture: str) -> dict[str, Any]:
     return {
-        **model_config(shape, shape.num_layers, architecture),
+        **model_config(SHAPE, SHAPE.num_layers, architecture),
         "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
     }
 
 
 def _write_draft(
     folder: Path,
-    shape: TinyShape,
     weights: dict[str, Any],
     architecture: str,
     causal: bool,
@@ -335,7 +311,7 @@ def _write_draft(
     top_level: dict[str, Any] | None = None,
 ) -> None:
     config = {
-        **_config(shape, architecture),
+        **_config(architecture),
         "model_type": "qwen3",
         "attention_bias": True,
         "block_size": DEPTH + 1,
@@ -343,7 +319,7 @@ def _write_draft(
     }
     config["dflash_config"] = {
         # An id that texts hardly have, and the states before the target's first layer.
-        "mask_token_id": shape.vocab_size - 1,
+        "mask_token_id": SHAPE.vocab_size - 1,
         "target_layer_ids": [-1],
         "causal": causal,
         **(sizes or {}),

@@ -1,6 +1,5 @@
 """Real engines whose trees hold n-grams of the requests' own texts."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.support.engines.pairs import (
 )
 from tests.support.references.ngram_reference import Candidates, continuation, last_match
 from tests.support.references.tree_reference import finish_and_compare
+from tests.support.watches import wrap
 from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.testing import spec_metrics
@@ -76,9 +76,15 @@ COUNTED = ("verified", "accepted")
 class Watch:
     """Compares each tree with one made by plain references from the same candidates."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compared = self.with_match = self.deepest = 0
         self.before: Any = None
+        wrap(
+            monkeypatch,
+            (ngrams, "match_ngrams", self.match),
+            (ngrams, "insert_ngrams", self.insert),
+            (tree_drafting, "finish_tree", self.finish),
+        )
 
     def match(self, original: Any, state: Any, texts: Any, lengths: Any, *args: Any) -> None:
         self.texts, self.lengths = texts, lengths
@@ -113,27 +119,16 @@ class Watch:
         self.with_match += bool(path)
 
 
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch()
-    for module, name, method in (
-        (ngrams, "match_ngrams", found.match),
-        (ngrams, "insert_ngrams", found.insert),
-        (tree_drafting, "finish_tree", found.finish),
-    ):
-        monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))
-    return found
-
-
 def test_same_tokens_and_more_of_them_per_step(
     pair: Pair,
     copies: list[Request],
     others: list[Request],
     right: Answers,
     tree_alone: float,
-    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunked prompts, shared prefixes, async scheduling, steps without drafts."""
+    watch = Watch(monkeypatch)
     with pair.engine(**TREE, tree={"ngram": NGRAM}, **CROWDED) as llm:
         assert not differing(answer_all(llm, copies), right[0])
         length = spec_metrics(llm).acceptance_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -78,6 +79,14 @@ def proposed(llm: LLM) -> Iterator[list[list[list[int]]]]:
         yield found
     finally:
         del speculator.propose
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, *wrapped: tuple[Any, str, Callable[..., Any]]) -> None:
+    """Put others in the place of functions; each is given the function, then the arguments."""
+    for owner, name, other in wrapped:
+        call = functools.partial(other, getattr(owner, name))
+        # A method has to be a function.
+        monkeypatch.setattr(owner, name, lambda *args, call=call, **more: call(*args, **more))
 
 
 def count_launches(

@@ -1,7 +1,6 @@
 """Real engines that draft trees of n-grams alone (``method: ngram``)."""
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.support.engines.pairs import (
 )
 from tests.support.references.ngram_reference import check_nodes, nodes_in, trie_of
 from tests.support.references.tree_reference import finish_and_compare
+from tests.support.watches import wrap
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.lookup import ngrams
@@ -89,9 +89,15 @@ def right(pair: Pair, greedy: list[Request], others: list[Request]) -> Answers:
 class Watch:
     """Compares each tree with one made by plain references from the same text."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compared = self.with_match = self.branching = 0
         self.rows: list[Any] = []
+        wrap(
+            monkeypatch,
+            (ngrams, "match_ngrams", self.match),
+            (ngrams, "insert_paths", self.insert),
+            (tree_drafting, "finish_tree", finish_and_compare),
+        )
 
     def match(self, original: Any, state: Any, texts: Any, lengths: Any, *args: Any) -> None:
         self.texts, self.lengths = texts, lengths
@@ -115,22 +121,15 @@ class Watch:
                 self.branching += len(set(trie.owners.values())) > 1
 
 
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch()
-    for module, name, method in (
-        (ngrams, "match_ngrams", found.match),
-        (ngrams, "insert_paths", found.insert),
-        (tree_drafting, "finish_tree", finish_and_compare),
-    ):
-        monkeypatch.setattr(module, name, functools.partial(method, getattr(module, name)))
-    return found
-
-
 def test_answers_are_the_target_s(
-    pair: Pair, greedy: list[Request], others: list[Request], right: Answers, watch: Watch
+    pair: Pair,
+    greedy: list[Request],
+    others: list[Request],
+    right: Answers,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunked prompts, shared prefixes, async scheduling, steps without drafts."""
+    watch = Watch(monkeypatch)
     tree = {"nodes": NODES, "topk": MATCHES}
     # Three requests at once get no drafts.
     ranges = [(1, 2, NODES), (3, 3, 0)]

@@ -1,6 +1,5 @@
 """Real engines whose n-grams are found in references too: schemas, choices and predictions."""
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from tests.support.engines.pairs import (
     scheduling,
 )
 from tests.support.references.ngram_reference import Match, Reference, best_match
+from tests.support.watches import wrap
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.references import References
@@ -76,20 +76,19 @@ def predicted(pair: Pair, answers: list[Answer]) -> list[Request]:
     return [predicting(first, answers[0].texts[0]), predicting(second, answers[1].tokens[0])]
 
 
-@pytest.fixture(scope="module")
-def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
-    """The answers of the target alone, to structured and to plain requests."""
-    with pair.engine(**COMPACT) as llm:
-        return answer_all(llm, structured(pair)), answer_all(llm, plain(pair))
-
-
 class Watch:
     """Compares each match with that of plain references in the text and the request's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[int, list[int]] = {}
         self.seen: Counter[str] = Counter()
         self.made: dict[int, list[int]] = {}
+        wrap(
+            monkeypatch,
+            (ngrams, "match_ngrams", self.match),
+            (Ngrams, "begin", self.begin),
+            (References, "of", self.of),
+        )
 
     def of(self, original: Callable[..., Any], ours: References, params: Any, prompt: Any) -> Any:
         found = original(ours, params, prompt)
@@ -115,21 +114,6 @@ class Watch:
             assert found == expected
             self.seen["compared"] += 1
             self.seen["in references"] += found is not None and found.start >= state.width
-
-
-@pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    found = Watch()
-    for owner, name, method in (
-        (ngrams, "match_ngrams", found.match),
-        (Ngrams, "begin", found.begin),
-        (References, "of", found.of),
-    ):
-        original = functools.partial(method, getattr(owner, name))
-        monkeypatch.setattr(
-            owner, name, lambda *args, call=original, **options: call(*args, **options)
-        )
-    return found
 
 
 def lengths(llm: Any) -> Callable[[], float]:
@@ -165,24 +149,23 @@ def test_a_prediction_is_accepted_nearly_to_its_end(pair: Pair) -> None:
 
 @pytest.mark.nightly
 def test_same_answers_and_more_of_them_per_step(
-    pair: Pair,
-    alone: tuple[list[Answer], list[Answer]],
-    watch: Watch,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunked prompts, shared prefixes, preemption, slots that change hands; then controls."""
     forced, free = structured(pair), plain(pair)
-    answers = alone[1]
+    with pair.engine(**COMPACT) as llm:
+        alone, answers = answer_all(llm, forced), answer_all(llm, free)
+    watch = Watch(monkeypatch)
     told = predicted(pair, answers)
     with pair.engine(**TREE, tree={"ngram": True}, **crowded(3, blocks=13, **COMPACT)) as llm:
         tell = lengths(llm)
         with scheduling(llm) as schedule:
             # Prompts of several chunks beside drafts, and more requests than there are slots.
-            assert not differing(answer_all(llm, [*forced, *told]), [*alone[0], *answers])
+            assert not differing(answer_all(llm, [*forced, *told]), [*alone, *answers])
         tell()
         assert not differing(answer_all(llm, told), answers)
         with_prediction = tell()
-        assert not differing(answer_all(llm, forced), alone[0])
+        assert not differing(answer_all(llm, forced), alone)
         with_schema = tell()
         tokens = labelled(llm, "vllm:graft_tree_reference_tokens", "source")
         # What is wrong harms nothing, and neither does another answer's prediction.
@@ -196,7 +179,7 @@ def test_same_answers_and_more_of_them_per_step(
         watch.made = defaultdict(list)
         assert not differing(answer_all(llm, told), answers)
         without_prediction = tell()
-        assert not differing(answer_all(llm, forced), alone[0])
+        assert not differing(answer_all(llm, forced), alone)
         without_schema = tell()
         (info,) = llm.collective_rpc("graft_info")
         # Negative control: the watch sees a reference that belongs to another request.

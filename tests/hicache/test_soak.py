@@ -5,11 +5,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import finished
 
 ROOT = Path(__file__).parents[2]
 FAULTS = int(os.environ.get("GRAFT_SOAK_FAULTS", "60"))
@@ -20,14 +21,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + FAULTS + 60 * KILLS)
 
 def soak(*arguments: str) -> list[dict[str, int]]:
     """Run ``soak.py`` in a process that may fork; return the lines of counts."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hicache.soak", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    command = (sys.executable, "-m", "tests.hicache.soak", *arguments)
+    said = finished(*command, cwd=ROOT, timeout=None)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def test_faults_change_no_token() -> None:

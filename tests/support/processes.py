@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def finished(*command: object, status: int = 0, timeout: float = 300, **options: Any) -> str:
+def finished(*command: object, status: int = 0, timeout: float | None = 300, **options: Any) -> str:
     """Run a command, which ends with this status; return what it printed."""
     words = [*map(str, command)]
     done = subprocess.run(

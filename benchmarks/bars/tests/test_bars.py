@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from benchmarks.pair_arms import engine_options, read_arm
 from benchmarks.watched_loop import Call, Watched, WatchedLoop
 from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.processes import finished
 from vllm_graft.bench.common.closed_loop import Ask, Case
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
@@ -44,8 +44,7 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
     given += ["--prompt", "100", "--rounds", "1", *shown, *arms, *TINY]
     # It is called as by hand: its engines' processes have to find the package as well.
     command = [sys.executable, "-m", "benchmarks.bars", *given]
-    done = subprocess.run(command, cwd=SHIPPED.parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    out = finished(*command, cwd=SHIPPED.parents[1])
     written = json.loads(file.read_text())
     windows = written["windows"]
     assert written["settings"]["tree"] == "auto:3"
@@ -71,7 +70,6 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
     assert all("no CUDA device" in written["device"][bar]["skipped"] for bar in "34")
     for side in (window[name] for window in windows for name in ("chain", "ours")):
         assert sum(of["steps"] * of["tokens"] for of in side["pace"].values()) >= 0.9 * 24
-    out = done.stdout
     assert "| 1.25 | " in out
     assert "    ours: " in out
     assert "t 0.6 batch 1: chain:3 " in out

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import finished
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -226,10 +226,8 @@ def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
         store.close()
         print(sum(written), store.stats().get("write_errors", 0))
     """
-    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    written, errors = map(int, done.stdout.split())
+    said = finished(sys.executable, "-P", "-c", textwrap.dedent(code), timeout=60)
+    written, errors = map(int, said.split())
     # A segment that may not grow any further is followed by another one.
     assert (written, errors) == (30, 0)
     assert sum(hits(segments(tmp_path, Files()))) == 30

@@ -2,7 +2,6 @@
 
 import os
 import stat
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import finished
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.locks import open_own
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
@@ -118,11 +118,7 @@ def test_a_lock_that_is_none_does_not_make_anybody_wait(
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
     where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        command, env=where, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"{full / 'LOCK'}" in done.stdout
+    assert f"{full / 'LOCK'}" in finished(*command, env=where, timeout=60)
     assert victim.read_bytes() == SECRET
 
 

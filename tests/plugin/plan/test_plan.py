@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.plugin.plan import plan_models
+from tests.support.processes import finished
 from vllm_graft.parts import PARTS
 
 pytestmark = pytest.mark.slow
@@ -27,16 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["gpu", pytest.param("cpu", marks=pytest.mark.nightly)])
 def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Both]:
     """Return plan and decision of each case, on a CPU or on a GPU that is pretended."""
-    done = subprocess.run(
-        [sys.executable, "-P", str(Path(plan_models.__file__)), request.param, str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    own = {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(folder / "cache")}
+    command = (sys.executable, "-P", plan_models.__file__, request.param, folder)
+    said = finished(*command, env={**os.environ, **own}, timeout=500)
+    return dict(json.loads(said.splitlines()[-1]))
 
 
 def disagreement(plan: dict[str, Any], decision: dict[str, Any]) -> str:

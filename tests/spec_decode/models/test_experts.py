@@ -1,12 +1,12 @@
 """Which targets and drafts are mixtures of experts, told by their configurations."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.processes import finished
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.experts import DENSE_DRAFTS, draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tree_part import TREES
@@ -101,7 +101,4 @@ def test_vllm_has_the_dense_drafts_under_these_names() -> None:
         "from vllm.model_executor.models import ModelRegistry\n"
         "print(*ModelRegistry.get_supported_archs())"
     )
-    found = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert DENSE_DRAFTS.issubset(found.stdout.split())
+    assert DENSE_DRAFTS.issubset(finished(sys.executable, "-P", "-c", code).split())

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, counter, differing
 from vllm_graft.testing import spec_metrics
 
@@ -36,7 +35,7 @@ def test_k_v_comes_back(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) 
         texts = (asked.prompt + answer.texts[0] for asked, answer in zip(first, answers))
         return [Request(text + "\n" + pair.prompts[4][:40], params) for text in texts]
 
-    with exact_engine(pair.target) as llm:
+    with pair.on("cuda").engine() as llm:
         expected = answer_all(llm, first)
         then = answer_all(llm, second(expected))
     transfer = {
@@ -46,7 +45,7 @@ def test_k_v_comes_back(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) 
     }
     lengths, foreign = [], []
     for given in (None, transfer):
-        with exact_engine(pair.target, draft=pair.draft, nodes=15, kv_transfer_config=given) as llm:
+        with pair.on("cuda").engine(nodes=15, kv_transfer_config=given) as llm:
             answers = answer_all(llm, first)
             assert not differing(answers, expected)
             if given is not None:

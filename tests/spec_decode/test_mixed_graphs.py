@@ -1,5 +1,6 @@
 """Prompts beside trees as one graph: tokens are the target's, whatever the batch is made of."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +12,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics.exposition import total
 from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
 from vllm_graft.spec_decode.verification.context import Counters
-from vllm_graft.testing import cpu_engine
-from vllm_graft.testing.engine import model_runner
+from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -20,18 +20,10 @@ CUT_STEPS = "vllm:graft_tree_cut_steps_total"
 CHUNKED_STEPS = "vllm:graft_tree_chunked_steps_total"
 
 
-def options(pair: Pair, **eagle: Any) -> dict[str, Any]:
-    return {
-        "max_num_seqs": 2,
-        "attention": "triton",
-        "graphs": [2, 4, 8, 16, 64],
-        "speculative_config": {
-            "method": "eagle3",
-            "model": pair.draft,
-            "num_speculative_tokens": 7,
-        },
-        "additional_config": {"graft": {"tree": {"topk": 4, "steps": 3, **eagle}}},
-    }
+def engine(pair: Pair, requests: int = 2) -> AbstractContextManager[Any]:
+    options: dict[str, Any] = {"attention": "triton", "graphs": [2, 4, 8, 16, 64]}
+    tree = {"mixed_graphs": True}
+    return pair.engine(nodes=7, steps=3, tree=tree, max_num_seqs=requests, **options)
 
 
 def arriving(pair: Pair) -> list[Request]:
@@ -98,7 +90,7 @@ def alone(pair: Pair) -> tuple[list[Answer], list[Answer]]:
 
 @pytest.fixture(scope="module")
 def served(pair: Pair) -> Served:
-    with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
+    with engine(pair) as llm:
         runner = model_runner(llm)
         answers = answer_all(llm, arriving(pair))
         graphs = runner.cudagraph_manager.graphs.items()
@@ -108,7 +100,7 @@ def served(pair: Pair) -> Served:
 
 @pytest.fixture(scope="module")
 def crowds(pair: Pair) -> Crowds:
-    with cpu_engine(pair.target, **options(pair, mixed_graphs=True)) as llm:
+    with engine(pair) as llm:
         context = model_runner(llm).speculator.context
         counters = context.counters
         # The control below reads what earlier requests have left in the cache.
@@ -181,9 +173,6 @@ def test_prompts_are_chunked_to_the_largest_graph(
 
 
 def test_asked_for_and_impossible_is_an_error(pair: Pair) -> None:
-    wrong = {**options(pair, mixed_graphs=True), "max_num_seqs": 1}
-    with (
-        pytest.raises(ConfigError, match="mixed_graphs is true, but --max-num-seqs is 1"),
-        cpu_engine(pair.target, **wrong),
-    ):
+    says = "mixed_graphs is true, but --max-num-seqs is 1"
+    with pytest.raises(ConfigError, match=says), engine(pair, requests=1):
         pass

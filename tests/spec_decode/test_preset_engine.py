@@ -100,15 +100,9 @@ def test_what_trees_refuse_is_served_by_stock_and_told_why(
     pair: Pair, samples: list[Request], expected: list[Answer]
 ) -> None:
     """Negative control: named trees would stop this engine."""
-    speculative = {
-        "method": "eagle3",
-        "model": pair.draft,
-        "num_speculative_tokens": 3,
-        "rejection_sample_method": "block",
-    }
-    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
+    block = {"rejection_sample_method": "block"}
     greedy = [(one, answer) for one, answer in zip(samples, expected) if one.params == GREEDY][:2]
-    with cpu_engine(pair.target, **options) as llm:
+    with pair.engine(chain=3, speculative=block, additional_config={"graft": "auto"}) as llm:
         found = answer_all(llm, [request for request, _ in greedy])
         assert differing(found, [answer for _, answer in greedy]) == []
         [told] = llm.collective_rpc("graft_info")
@@ -134,10 +128,10 @@ ALSO: list[dict[str, Any]] = [
 def test_without_a_draft_model_auto_grows_trees_of_n_grams(pair: Pair) -> None:
     texts = [COPIED[0].prompt, pair.prompts[3]]
     others = [Request(text, {"max_tokens": 12, **each}) for text in texts for each in ALSO]
-    with cpu_engine(pair.target) as llm:
+    with pair.engine() as llm:
         right = answer_all(llm, COPIED), answer_all(llm, others)
     auto: dict[str, Any] = {"additional_config": {"graft": "auto"}, "async_scheduling": True}
-    with cpu_engine(pair.target, max_num_seqs=4, **auto) as llm:
+    with pair.engine(max_num_seqs=4, **auto) as llm:
         assert differing(answer_all(llm, COPIED), right[0]) == []
         accepted = spec_metrics(llm).accepted_tokens
         assert differing(answer_all(llm, others), right[1]) == []
@@ -215,10 +209,8 @@ def test_layers_that_nobody_knows_leave_a_preset_with_vllm_s_own_chain(
     from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 
     monkeypatch.setattr(DenseFamily, "claims", lambda self, layer: False)
-    speculative = {"method": "eagle3", "model": pair.draft, "num_speculative_tokens": 3}
-    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
     greedy = [(one, answer) for one, answer in zip(samples, expected) if one.params == GREEDY][:3]
-    with cpu_engine(pair.target, **options) as llm:
+    with pair.engine(chain=3, additional_config={"graft": "auto"}) as llm:
         found = answer_all(llm, [request for request, _ in greedy])
         assert differing(found, [answer for _, answer in greedy]) == []
         metrics = spec_metrics(llm)
@@ -236,7 +228,6 @@ def test_layers_that_nobody_knows_leave_a_preset_with_vllm_s_own_chain(
     assert metrics.draft_tokens == 3 * metrics.drafts
     assert metrics.accepted_tokens > metrics.drafts / 2
     # Who names trees is not served by something else.
-    options["additional_config"] = {"graft": {"tree": {"topk": 2, "steps": 2}}}
     refused = pytest.raises(ConfigError, match="does not support layers like")
-    with refused, cpu_engine(pair.target, **options):
+    with refused, pair.engine(nodes=3, topk=2, steps=2):
         pass

@@ -124,8 +124,6 @@ BLOCK = 32
 PROMPT = list(range(5, 5 + 2 * BLOCK + 1))
 """Two blocks, which are cached, and a token that is left."""
 
-SPECULATIVE = {"method": "ngram", "num_speculative_tokens": ROWS - 1, "prompt_lookup_max": 3}
-
 
 def _ask(llm: Any, name: str, prompt: list[int], tokens: int = 2) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -144,8 +142,10 @@ def _answers(llm: Any, most: int = 60) -> dict[str, list[int]]:
 
 def test_the_least_limits_serve_and_lesser_ones_do_not(pair: Pair) -> None:
     with pair.engine(
-        speculative_config=SPECULATIVE,
-        additional_config={"graft": {"tree": {"topk": 2, "steps": 4}}},
+        method="ngram",
+        nodes=ROWS - 1,
+        topk=2,
+        speculative={"prompt_lookup_max": 3},
         enable_prefix_caching=True,
         block_size=BLOCK,
         max_num_seqs=2,

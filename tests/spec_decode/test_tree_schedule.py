@@ -6,24 +6,11 @@ from typing import Any
 import pytest
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
-from vllm_graft.testing import cpu_engine, spec_metrics
-from vllm_graft.testing.engine import model_runner
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SCHEDULE = [(1, 1, 15), (2, 2, 5), (3, 8, 0)]
-
-
-def scheduled(pair: Pair) -> dict[str, Any]:
-    return {
-        "speculative_config": {
-            "method": "eagle3",
-            "model": pair.draft,
-            "num_speculative_tokens": 15,
-            "num_speculative_tokens_per_batch_size": SCHEDULE,
-        },
-        "additional_config": {"graft": {"tree": {"topk": 4, "steps": 4}}},
-    }
 
 
 def staggered(pair: Pair, tokens: list[int]) -> list[Request]:
@@ -51,7 +38,7 @@ def alone(pair: Pair) -> Alone:
 
 def test_tokens_are_the_target_s_at_every_number(pair: Pair, alone: Alone) -> None:
     requests, expected = alone(6, 12, 24)
-    with cpu_engine(pair.target, max_num_seqs=4, async_scheduling=True, **scheduled(pair)) as llm:
+    with pair.engine(nodes=15, ranges=SCHEDULE, max_num_seqs=4, async_scheduling=True) as llm:
         assert answer_all(llm, requests) == expected
         metrics = spec_metrics(llm)
     # Both numbers of drafts were verified, each at least once.
@@ -63,10 +50,8 @@ def test_tokens_are_the_target_s_at_every_number(pair: Pair, alone: Alone) -> No
 def test_numbers_chosen_while_serving(pair: Pair, alone: Alone) -> None:
     """``shape: auto`` tries several shapes, and every token is still the target's."""
     requests, expected = alone(60)
-    options = scheduled(pair)
-    del options["speculative_config"]["num_speculative_tokens_per_batch_size"]
-    options["additional_config"]["graft"]["tree"]["shape"] = "auto"
-    with cpu_engine(pair.target, max_num_seqs=8, async_scheduling=True, **options) as llm:
+    options: dict[str, Any] = {"max_num_seqs": 8, "async_scheduling": True}
+    with pair.engine(nodes=15, tree={"shape": "auto"}, **options) as llm:
         assert answer_all(llm, requests) == expected
         core: Any = llm.llm_engine.engine_core
         tuner = core.engine_core.scheduler.dynamic_sd_lookup.tuner
@@ -80,10 +65,8 @@ def test_numbers_chosen_while_serving(pair: Pair, alone: Alone) -> None:
 def test_graphs_of_every_number(pair: Pair, alone: Alone) -> None:
     """Each width has its own recorded graph, and batches without drafts have one of one row."""
     requests, expected = alone(3, 5, 9)
-    sizes = [1, 2, 4, 8, 12, 16]
-    with cpu_engine(
-        pair.target, max_num_seqs=3, attention="triton", graphs=sizes, **scheduled(pair)
-    ) as llm:
+    options: dict[str, Any] = {"attention": "triton", "graphs": [1, 2, 4, 8, 12, 16]}
+    with pair.engine(nodes=15, ranges=SCHEDULE, max_num_seqs=3, **options) as llm:
         assert answer_all(llm, requests) == expected
         graphs = model_runner(llm).cudagraph_manager.graphs
         used = {desc.uniform_token_count for desc, graph in graphs.items() if graph.replays}

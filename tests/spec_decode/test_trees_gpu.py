@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.support.answers.near_ties import answers, compared, departures
 from tests.support.answers.text_requests import COMPACT, structured_requests
-from tests.support.engines.gpu_engines import exact_engine, shipped_trees
+from tests.support.engines.gpu_engines import shipped_trees
 from tests.support.engines.pairs import Pair, Request, answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.lora_adapters import write_adapter
@@ -78,11 +78,10 @@ def test_rows_have_the_adapters_of_their_requests(
     tokenizer = Tokenizer.from_file(str(Path(pair.target) / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in pair.prompts[:2] for _ in range(3)]
     given = [*named, None] * 2
-    with exact_engine(pair.target, **LORA) as llm:
+    with pair.on("cuda").engine(**LORA) as llm:
         expected = answers(llm, prompts, TOKENS, given)
     assert len({tuple(each.tokens) for each in expected[:3]}) == 3
-    trees: dict[str, Any] = {"draft": pair.draft, "tree": {"topk": 4, "steps": 4}, "nodes": 15}
-    with exact_engine(pair.target, **trees, **LORA) as llm:
+    with pair.on("cuda").engine(nodes=15, **LORA) as llm:
         found = answers(llm, prompts, TOKENS, given)
         counters = model_runner(llm).speculator.context.counters
         accepted = spec_metrics(llm).accepted_tokens
@@ -129,11 +128,10 @@ def test_tokens_are_those_of_the_target_alone(pair: Pair) -> None:
         for budget in (3, 4, 6)
     ]
     options = COMPACT | THINKING
-    with exact_engine(pair.target, **options) as llm:
+    with pair.on("cuda").engine(**options) as llm:
         expected = answer_all(llm, requests)
     assert all(" return self" in answer.texts[0] for answer in expected[-3:])
-    tree = {"topk": 4, "steps": 4}
-    with exact_engine(pair.target, draft=pair.draft, nodes=15, tree=tree, **options) as llm:
+    with pair.on("cuda").engine(nodes=15, **options) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         metrics = spec_metrics(llm)
     assert metrics.accepted_tokens > metrics.drafts / 4
@@ -175,11 +173,11 @@ def test_chunked_prompts_have_the_target_s_tokens(fit: bool, shape: str) -> None
         "enable_prefix_caching": False,
         "compilation_config": COMPILATION,
     }
-    with exact_engine(SHIPPED / "target", **options) as llm:
+    pair = Pair.load(SHIPPED).on("cuda")
+    with pair.engine(**options) as llm:
         expected = answer_all(llm, requests)
-    options |= {"draft": str(SHIPPED / "eagle3"), "nodes": 15}
-    tree = {"topk": 4, "steps": 4, "shape": shape, "mixed_graphs": True, "fit_prompts": fit}
-    with exact_engine(SHIPPED / "target", tree=tree, **options) as llm:
+    tree = {"shape": shape, "mixed_graphs": True, "fit_prompts": fit}
+    with pair.engine(nodes=15, tree=tree, **options) as llm:
         counters = model_runner(llm).speculator.context.counters
         # vLLM has warmed its kernels up with a step like these, which is launched.
         before = dataclasses.replace(counters)

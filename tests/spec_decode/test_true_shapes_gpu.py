@@ -5,8 +5,7 @@ where the target alone does not. The mixtures of experts need vLLM's MoE kernels
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from tests.support.answers.near_ties import answers, check_near_ties
 from tests.support.engines.gpu_engines import exact_engine
+from tests.support.models.table_drafter import table_trees
 from tests.support.models.window_models import TRUE_SHAPES, TrueShape
 from tests.support.watches import synchronisations
 from vllm_graft.spec_decode.targets.dense import layer as grafted
@@ -39,19 +39,11 @@ PROMPTS = [
 the windows."""
 
 
-@contextmanager
-def engine(shape: TrueShape, target: Path, *, trees: bool) -> Iterator[Any]:
+def engine(shape: TrueShape, target: Path, *, trees: bool) -> AbstractContextManager[Any]:
     """An engine without drafts, or with trees from a table of the target's tokens."""
-    drafts: dict[str, Any] = {}
-    if trees:
-        drafts = {
-            "method": "ngram_gpu",
-            "nodes": NODES,
-            "speculative": {"model": None, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
-            "tree": {"topk": 2, "steps": 4, "drafter": "table_alone"},
-        }
-    with exact_engine(
+    return exact_engine(
         target,
+        drafts=NODES,
         dtype="bfloat16",
         attention_backend=shape.backend,
         block_size=shape.block_size,
@@ -59,9 +51,8 @@ def engine(shape: TrueShape, target: Path, *, trees: bool) -> Iterator[Any]:
         max_model_len=2048,
         max_num_batched_tokens=256,
         enable_prefix_caching=False,
-        **drafts,
-    ) as llm:
-        yield llm
+        **(table_trees() if trees else {}),
+    )
 
 
 def waits(llm: Any) -> list[str]:

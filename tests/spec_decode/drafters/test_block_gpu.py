@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.answers.text_requests import greedy, seeded
 from tests.support.engines.block_engines import FROM_LAST, TEXTS
-from tests.support.engines.gpu_engines import exact_engine
-from tests.support.engines.pairs import Answer, Request, answer_all, differing
+from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from tests.support.models.block_drafts import (
     write_block_target,
     write_dflash,
@@ -34,35 +33,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(target: Path) -> list[Answer]:
     """What the target answers without drafts, to greedy and to seeded requests."""
-    with exact_engine(target) as llm:
+    with Pair(str(target), "", TEXTS, "cuda").engine() as llm:
         return answer_all(llm, GREEDY + SEEDED)
 
 
-def engine(
-    target: Path,
-    draft: Path,
-    method: str,
-    nodes: int,
-    tree: dict[str, Any],
-    ranges: list[tuple[int, int, int]] | None = None,
-    **options: Any,
-) -> Any:
-    """An engine; `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``."""
+def engine(target: Path, draft: Path, method: str, **options: Any) -> Any:
+    """An engine with options of `Pair.engine`."""
     # Else vLLM chooses a backend for the draft by itself.
-    speculative: dict[str, Any] = {
-        "attention_backend": options.get("attention_backend", "TRITON_ATTN")
-    }
-    if ranges:
-        speculative["num_speculative_tokens_per_batch_size"] = ranges
-    return exact_engine(
-        target,
-        draft=str(draft),
-        method=method,
-        nodes=nodes,
-        tree=tree,
-        speculative=speculative,
-        **options,
-    )
+    backend = {"attention_backend": options.get("attention_backend", "TRITON_ATTN")}
+    pair = Pair(str(target), str(draft), TEXTS, "cuda")
+    return pair.engine(method=method, speculative=backend, **options)
 
 
 def served(*given: Any, more: tuple[list[Request], ...] = (SEEDED,), **options: Any) -> Any:
@@ -82,8 +62,8 @@ def served(*given: Any, more: tuple[list[Request], ...] = (SEEDED,), **options: 
 def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> None:
     """A tree of more nodes than the pass has positions, and n-grams, in graphs; `auto` cuts it."""
     draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
-    tree = {"topk": 4, "steps": 8, "ngram": True}
-    answers, metrics, counters = served(target, draft, "dspark", 31, tree)
+    given, options = (target, draft, "dspark"), {"topk": 4, "steps": 8}
+    answers, metrics, counters = served(*given, nodes=31, tree={"ngram": True}, **options)
     assert differing(answers, alone) == []
     assert counters["draft_replays"] > 0
     assert counters["tree_replays"] > 0
@@ -91,7 +71,8 @@ def test_a_perfect_dspark(target: Path, alone: list[Answer], tmp_path: Path) -> 
     # The likeliest token of a perfect draft is the target's; a tree may hold it to no great depth.
     assert metrics.accepted_per_position[0] > 0.9 * metrics.drafts
     assert metrics.accepted_per_position[2] > metrics.drafts / 3
-    answers, _, counters = served(target, draft, "dspark", 15, {**tree, "shape": "auto"})
+    cut = {"ngram": True, "shape": "auto"}
+    answers, _, counters = served(*given, nodes=15, tree=cut, **options)
     assert differing(answers, alone) == []
     assert counters["num_nodes"] == 15
     # Fewer nodes have fewer children and shorter blocks; each has its graphs.
@@ -105,7 +86,7 @@ def test_sampled_drafts_have_the_noise_of_their_draws(
 ) -> None:
     """A perfect draft holds what will be drawn, for several requests at once and for one alone."""
     draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
-    with engine(target, draft, "dspark", 15, {"topk": 4, "steps": 7}) as llm:
+    with engine(target, draft, "dspark", nodes=15, topk=4, steps=7) as llm:
         for requests in (SEEDED, SEEDED[:1]):
             before = spec_metrics(llm)
             answers = answer_all(llm, requests)
@@ -125,9 +106,8 @@ def test_larger_batches_run_shorter_blocks(
         draft = write_dspark(tmp_path / "draft", from_last=FROM_LAST, causal=True)
     else:
         draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
-    ranges = [(1, 1, 15), (2, 8, 3)]
-    tree = {"topk": 4, "steps": 7}
-    answers, metrics, counters = served(target, draft, kind, 15, tree, ranges)
+    options: dict[str, Any] = {"nodes": 15, "steps": 7, "ranges": [(1, 1, 15), (2, 8, 3)]}
+    answers, metrics, counters = served(target, draft, kind, **options)
     assert differing(answers, alone) == []
     found = {each["nodes"]: each for each in counters["blocks"]}
     assert {nodes: each["positions"] for nodes, each in found.items()} == {3: 3, 15: 7}
@@ -150,16 +130,14 @@ def test_graphs_draft_what_launches_draft(
         draft = write_dflash(tmp_path / "draft", error=0.1, causal=True)
     else:
         draft = write_dflash2(tmp_path / "draft", from_last=FROM_LAST, error=0.1, causal=True)
-    check_graphs(alone, (target, draft, "dflash", 15, {"topk": 4, "steps": 7}))
+    check_graphs(alone, target, draft, "dflash", nodes=15, steps=7)
 
 
-def check_graphs(
-    alone: list[Answer], given: tuple[Any, ...], more: tuple[list[Request], ...] = (SEEDED,)
-) -> list[dict[str, Any]]:
+def check_graphs(alone: list[Answer], *given: Any, **options: Any) -> list[dict[str, Any]]:
     """An engine with graphs answers and accepts as one without; return our counters of both."""
     lengths, counted = [], []
     for eager in (False, True):
-        answers, metrics, counters = served(*given, more=more, enforce_eager=eager)
+        answers, metrics, counters = served(*given, enforce_eager=eager, **options)
         # Behind all requests, the first of the seeded ones may come again.
         assert differing(answers, [*alone, alone[len(GREEDY)]][: len(answers)]) == []
         assert (counters["draft_replays"] > 0) is not eager
@@ -178,9 +156,9 @@ def check_whole_block(
     A product that rounds otherwise may decide a near tie: so most of the first tokens of the
     answers are compared, and what is accepted.
     """
-    tree = {"topk": 4, "steps": 8, "head_dtype": "fp8"}
     options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
-    answers, metrics, counters = served(target, draft, method, 31, tree, **options)
+    options |= {"nodes": 31, "steps": 8, "tree": {"head_dtype": "fp8"}}
+    answers, metrics, counters = served(target, draft, method, **options)
     pairs = [
         pair
         for ours, theirs in zip(answers[:requests], alone[:requests], strict=True)
@@ -214,14 +192,12 @@ def test_a_chain_is_accepted_as_stock_vllm_s(
     draft = write_xpress(
         tmp_path / "draft", from_last=FROM_LAST, error=error, causal=True, passes=8
     )
-    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 8}
-    backend = {"attention_backend": "TRITON_ATTN"}
-    with exact_engine(target, speculative_config=spec | backend) as llm:
-        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
-        stock = spec_metrics(llm)
-    with engine(target, draft, "dflash", 8, {"topk": 1, "steps": 8}) as llm:
-        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
-        ours = spec_metrics(llm)
+    found = []
+    for options in ({"chain": 8}, {"nodes": 8, "topk": 1, "steps": 8}):
+        with engine(target, draft, "dflash", **options) as llm:
+            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+            found.append(spec_metrics(llm))
+    stock, ours = found
     assert ours.drafts == stock.drafts
     assert ours.accepted_per_position == stock.accepted_per_position
     # Stock's chain of a draft without an error was accepted in 20 of 22 steps on a GPU.
@@ -236,10 +212,10 @@ def test_xpress_graphs_draft_what_launches_draft(
 ) -> None:
     """Graphs draft so well that as much is accepted as without any, for sampled requests too."""
     draft = write_xpress(tmp_path / "draft", from_last=FROM_LAST, error=0.3, causal=True, topc=topc)
-    ranges, tree = [(1, 2, 24), (3, 8, 7)], {"topk": 4, "steps": 6}
+    options: dict[str, Any] = {"nodes": 24, "steps": 6, "ranges": [(1, 2, 24), (3, 8, 7)]}
     # One request alone has more nodes than three.
     more = SEEDED, SEEDED[:1]
-    for counters in check_graphs(alone, (target, draft, "dflash", 24, tree, ranges), more):
+    for counters in check_graphs(alone, target, draft, "dflash", more=more, **options):
         assert [each["positions"] for each in counters["blocks"]] == [8, 8]
 
 

@@ -15,8 +15,9 @@ from vllm import SamplingParams
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.checkpoints import write_likeness
+from tests.support.engines.pairs import Pair
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing import TinyShape, cpu_engine, model_runner, spec_metrics, write_llama
+from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -29,28 +30,18 @@ BATCHES = (1, 3, 5)
 TOKENS = 7
 
 
-@dataclass(frozen=True)
-class Models:
-    target: str
-    draft: str
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root: Path = tmp_path_factory.mktemp("models")
     target = write_llama(root / "target", TinyShape(num_layers=2, hidden_size=32))
-    return Models(str(target), str(write_likeness(target, root / "draft")))
+    return Pair(str(target), str(write_likeness(target, root / "draft")), [])
 
 
-def engine(models: Models, graft: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    return cpu_engine(
-        models.target,
-        speculative_config={
-            "method": "draft_model",
-            "model": models.draft,
-            "num_speculative_tokens": STEPS,
-            "draft_sample_method": "probabilistic",
-        },
+def engine(models: Pair, graft: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    return models.engine(
+        method="draft_model",
+        chain=STEPS,
+        speculative={"draft_sample_method": "probabilistic"},
         # Both engines replay the target's graphs: they differ in the draft's alone.
         graphs=SIZES + WIDE_SIZES,
         max_num_seqs=max(BATCHES),
@@ -88,7 +79,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def stock(models: Models) -> Seen:
+def stock(models: Pair) -> Seen:
     with engine(models, {}) as llm:
         from vllm_graft.testing import model_runner
 
@@ -106,7 +97,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def ours(models: Models, stock: Seen) -> Iterator[Running]:
+def ours(models: Pair, stock: Seen) -> Iterator[Running]:
     with engine(models, {"draft": {}}) as llm:
         seen = Seen.of(llm)
         [told] = llm.collective_rpc("graft_info")

@@ -31,7 +31,7 @@ from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
-from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -313,9 +313,7 @@ def test_a_norm_and_a_head_in_fp8(glm: Pair) -> None:
 
 def test_one_flag_turns_trees_on(perfect: Pair, alone: list[Answer]) -> None:
     """Its depth is the number of tokens that one would give to vLLM's chain."""
-    speculative = {"method": "mtp", "num_speculative_tokens": 3}
-    options = {"speculative_config": speculative, "additional_config": {"graft": "auto"}}
-    with cpu_engine(perfect.target, **options) as llm:
+    with perfect.engine(method="mtp", chain=3, additional_config={"graft": "auto"}) as llm:
         assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
         metrics = spec_metrics(llm)
         [told] = llm.collective_rpc("graft_info")

@@ -1,6 +1,6 @@
 """Real engines that draft trees of n-grams alone (``method: ngram``)."""
 
-import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from tests.support.watches import wrap
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.lookup import ngrams
-from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -37,22 +37,8 @@ NODES, MATCHES, DEPTH = 15, 4, 6
 LENGTHS = {"prompt_lookup_min": 1, "prompt_lookup_max": 6}
 
 
-def engine(
-    pair: Pair,
-    method: str = "ngram",
-    *,
-    tree: dict[str, Any] | None = None,
-    tokens: int = NODES,
-    ranges: list[tuple[int, int, int]] | None = None,
-    **options: Any,
-) -> contextlib.AbstractContextManager[Any]:
-    """An engine with a tree, or with vLLM's own chain where `tree` is None."""
-    speculative = {"method": method, "num_speculative_tokens": tokens, **LENGTHS}
-    if ranges is not None:
-        speculative["num_speculative_tokens_per_batch_size"] = ranges
-    if tree is not None:
-        options["additional_config"] = {"graft": {"tree": tree}}
-    return cpu_engine(pair.target, speculative_config=speculative, **options)
+def engine(pair: Pair, method: str = "ngram", **options: Any) -> AbstractContextManager[Any]:
+    return pair.engine(method=method, speculative=LENGTHS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +68,7 @@ Answers = tuple[list[Answer], list[Answer], list[Answer]]
 @pytest.fixture(scope="module")
 def right(pair: Pair, greedy: list[Request], others: list[Request]) -> Answers:
     """The answers of the target alone."""
-    with cpu_engine(pair.target) as llm:
+    with pair.engine() as llm:
         return answer_all(llm, greedy), answer_all(llm, others), answer_all(llm, BESIDE)
 
 
@@ -130,12 +116,10 @@ def test_answers_are_the_target_s(
 ) -> None:
     """Chunked prompts, shared prefixes, async scheduling, steps without drafts."""
     watch = Watch(monkeypatch)
-    tree = {"nodes": NODES, "topk": MATCHES}
     # Three requests at once get no drafts.
-    ranges = [(1, 2, NODES), (3, 3, 0)]
-    with engine(
-        pair, "ngram_gpu", tree=tree, tokens=DEPTH, ranges=ranges, **crowded(3, tokens=48)
-    ) as llm:
+    options = crowded(3, tokens=48, ranges=[(1, 2, NODES), (3, 3, 0)])
+    options["additional_config"] = {"graft": {"tree": {"nodes": NODES, "topk": MATCHES}}}
+    with engine(pair, "ngram_gpu", chain=DEPTH, **options) as llm:
         assert not differing(answer_all(llm, greedy), right[0])
         length = spec_metrics(llm).acceptance_length
         with scheduling(llm) as seen:
@@ -164,7 +148,7 @@ def test_without_depths_tokens_differ(
     pair: Pair, greedy: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control, in an engine that is right before: nodes get the position of the first."""
-    with engine(pair, tree={"topk": 3, "steps": 5}, tokens=9, max_num_seqs=3) as llm:
+    with engine(pair, nodes=9, topk=3, steps=5, max_num_seqs=3) as llm:
         assert not differing(answer_all(llm, greedy[:1]), right[0][:1])
         finish_tree = tree_drafting.finish_tree
 
@@ -182,7 +166,7 @@ def test_a_chain_is_the_best_match(
     """``topk: 1`` drafts what vLLM's own n-grams draft, which the target's layers verify."""
     from tests.support.references.ngram_reference import continuation, last_match
 
-    with engine(pair, tree={"topk": 1, "steps": 4}, tokens=4, max_num_seqs=3) as llm:
+    with engine(pair, nodes=4, topk=1, max_num_seqs=3) as llm:
         speculator = model_runner(llm).speculator
         propose, texts = type(speculator).propose, model_runner(llm).req_states
         compared = []
@@ -210,5 +194,5 @@ def test_a_chain_is_the_best_match(
 def test_without_our_section_vllm_drafts(pair: Pair) -> None:
     from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-    with engine(pair, tokens=3) as llm:
+    with engine(pair, chain=3) as llm:
         assert type(model_runner(llm).speculator) is NgramGPUSpeculator

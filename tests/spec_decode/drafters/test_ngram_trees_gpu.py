@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.support.answers.text_requests import in_pairs
-from tests.support.engines.gpu_engines import exact_engine
-from tests.support.engines.pairs import answer_all, differing
+from tests.support.engines.pairs import Pair, answer_all, differing
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.references.ngram_reference import (
     check_nodes,
@@ -145,16 +144,14 @@ def test_an_engine_in_full_graphs(head: bool) -> None:
     """Tokens are those of the target alone; the negative control is in the CPU's tests."""
     lines = ("pass\n", "# ---------------------------------\n", "import os, sys\nimport os\n")
     requests = in_pairs(48, [line * 6 for line in lines], temperature=0.3)
-    options: dict[str, Any] = {"draft": str(SHIPPED / "eagle3")}
-    options["tree"] = {"topk": 4, "steps": 4, "ngram": {"min": 2, "max": 8}}
+    options: dict[str, Any] = {"tree": {"ngram": {"min": 2, "max": 8}}}
     if not head:
-        # There is no checkpoint of a draft.
-        lengths = {"model": None, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
-        options = {"method": "ngram_gpu", "speculative": lengths, "tree": {"topk": 4, "steps": 6}}
-    target = SHIPPED / "target"
-    with exact_engine(target) as llm:
+        lengths = {"prompt_lookup_min": 2, "prompt_lookup_max": 8}
+        options = {"method": "ngram_gpu", "speculative": lengths, "steps": 6}
+    pair = Pair.load(SHIPPED).on("cuda")
+    with pair.engine() as llm:
         expected = answer_all(llm, requests)
-    with exact_engine(target, nodes=15, **options) as llm:
+    with pair.engine(nodes=15, **options) as llm:
         assert differing(answer_all(llm, requests), expected) == []
         (info,) = llm.collective_rpc("graft_info")
         if head:

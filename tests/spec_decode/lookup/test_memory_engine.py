@@ -25,7 +25,6 @@ from vllm_graft.spec_decode.lookup.owners import Owners
 from vllm_graft.spec_decode.trees.memory_state import bytes_of
 from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
 from vllm_graft.spec_decode.trees.reference import Owner
-from vllm_graft.testing import cpu_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -42,7 +41,7 @@ def requests(pair: Pair) -> list[Request]:
 @pytest.fixture(scope="module")
 def right(pair: Pair, requests: list[Request]) -> list[Answer]:
     """The answers of the target alone."""
-    with cpu_engine(pair.target) as llm:
+    with pair.engine() as llm:
         return answer_all(llm, requests)
 
 
@@ -113,15 +112,9 @@ def test_ngrams_alone_remember_their_tenant(
 ) -> None:
     """Two epochs, tenants, a ring that wraps, slots that change hands; then scopes are ignored."""
     watch = Watch(monkeypatch)
-    speculative = {
-        "method": "ngram_gpu",
-        "num_speculative_tokens": 15,
-        "prompt_lookup_min": 3,
-        "prompt_lookup_max": 8,
-    }
-    tree = {"topk": 4, "steps": 8, "memory": SMALL}
-    options = {"speculative_config": speculative, "additional_config": {"graft": {"tree": tree}}}
-    with cpu_engine(pair.target, **options, **crowded(REQUESTS)) as llm:
+    lengths = {"prompt_lookup_min": 3, "prompt_lookup_max": 8}
+    options = crowded(REQUESTS, method="ngram_gpu", speculative=lengths, tree={"memory": SMALL})
+    with pair.engine(nodes=15, steps=8, **options) as llm:
         before = int(counter(llm, "vllm:graft_tree_steps"))
         assert not differing(answer_all(llm, requests), right)
         first = int(counter(llm, "vllm:graft_tree_steps")) - before

@@ -24,7 +24,7 @@ from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
-from vllm_graft.testing import TinyShape, cpu_engine, model_runner, write_llama
+from vllm_graft.testing import TinyShape, model_runner, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -198,13 +198,7 @@ def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str, kernel:
 @pytest.mark.nightly
 def test_n_grams_alone(pair: Pair, watched: Watched) -> None:
     """What drafts such trees is not rehearsed, what verifies them is."""
-    speculative = {"method": "ngram", "num_speculative_tokens": 7}
-    with cpu_engine(
-        pair.target,
-        speculative_config=speculative,
-        additional_config={"graft": {"tree": {"topk": 2, "steps": 4}}},
-        **GRAPHS,
-    ) as llm:
+    with pair.engine(method="ngram", nodes=7, topk=2, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)
     assert watched.rehearsals["right"].problems == []
     drafting = {"_paths_kernel", "_match_kernel", "_learn_kernel", "_rank_kernel", "_finish_kernel"}

@@ -56,11 +56,6 @@ def shipped_trees(
 def exact_engine(
     target: str | Path,
     *,
-    draft: str = "",
-    nodes: int = 0,
-    tree: dict[str, Any] | None = None,
-    method: str = "eagle3",
-    speculative: dict[str, Any] | None = None,
     drafts: int = 0,
     requests: Sequence[int] = (1, 2, 4, 8),
     graphs: str = "FULL_DECODE_ONLY",
@@ -72,15 +67,7 @@ def exact_engine(
     Decodes of so many `requests` run in FULL graphs, without torch.compile, which would take most
     of the test's time. `drafts` says how many there are where `options` ask for them.
     """
-    if nodes:
-        options["speculative_config"] = {
-            "method": method,
-            "model": draft or str(target),
-            "num_speculative_tokens": nodes,
-            **(speculative or {}),
-        }
-        options["additional_config"] = {"graft": {"tree": tree or {}}}
-    sizes = sorted({*requests} | {count * ((nodes or drafts) + 1) for count in requests})
+    sizes = sorted({*requests} | {count * (drafts + 1) for count in requests})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -16,6 +16,7 @@ from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.recurrent_layers import triton_convolutions
 from tests.support.models.kimi_models import write_kimi_linear
 from tests.support.models.random_models import VOCABULARY
+from tests.support.models.table_drafter import table_trees
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.testing import model_runner, spec_metrics
@@ -205,7 +206,7 @@ def engine(
     backend: str,
     *,
     trees: bool,
-    draft: str = "",
+    draft: Path | None = None,
     graphs: str = "FULL_DECODE_ONLY",
     form: str = "auto",
     **options: Any,
@@ -213,16 +214,11 @@ def engine(
     """An engine without drafts, or with trees from the table, as n-grams or a head's would be."""
     given: dict[str, Any] = {"gdn_prefill_backend": "triton"}
     if trees:
-        speculative: dict[str, Any] = {"num_speculative_tokens": NODES}
+        options |= table_trees(draft, recurrent=True, recurrent_form=form)
+        given |= options.pop("additional_config")
         if draft:
             # Else the draft would get the target's backend, which has no plain attention.
-            speculative |= {"method": "eagle3", "model": draft, "attention_backend": "TRITON_ATTN"}
-        else:
-            speculative |= {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        options["speculative_config"] = speculative
-        drafter = "table" if draft else "table_alone"
-        tree = {"topk": 2, "steps": 4, "recurrent": True, "drafter": drafter}
-        given["graft"] = {"tree": {**tree, "recurrent_form": form}}
+            options["speculative_config"]["attention_backend"] = "TRITON_ATTN"
     usual: dict[str, Any] = {
         "dtype": "bfloat16", "attention_backend": backend, "additional_config": given,
         "skip_tokenizer_init": True, "max_model_len": 8192, "max_num_batched_tokens": 256,

@@ -46,11 +46,13 @@ class Pair:
         tree: dict[str, Any] | None = None,
         ranges: list[tuple[int, int, int]] | None = None,
         method: str = "eagle3",
+        speculative: dict[str, Any] | None = None,
         **options: Any,
     ) -> contextlib.AbstractContextManager[LLM]:
         """An engine in this process: with a tree of `nodes`, a stock chain, or no drafts.
 
-        `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``.
+        `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``, one of the keys of
+        ``speculative_config``, of which `speculative` has others.
         """
         from tests.support.engines.gpu_engines import exact_engine
         from vllm_graft.testing.engine import cpu_engine
@@ -59,8 +61,9 @@ class Pair:
         if tokens:
             options["speculative_config"] = {
                 "method": method,
-                "model": draft or self.draft,
+                "model": None if method.startswith("ngram") else draft or self.draft,
                 "num_speculative_tokens": tokens,
+                **(speculative or {}),
             }
             if ranges:
                 options["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges

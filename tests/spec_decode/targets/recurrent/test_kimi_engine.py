@@ -11,6 +11,7 @@ from tests.support.engines.kimi_layers import interpreted
 from tests.support.engines.spoilt_rows import first_rows, in_order
 from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
+from tests.support.models.table_drafter import table_trees
 from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.families import UnchangedState
@@ -53,16 +54,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 def trees(draft: Path | None = None, form: str = "auto", **more: Any) -> dict[str, Any]:
     """Options of an engine whose drafts come from the table, as n-grams or a head's would."""
-    speculative: dict[str, Any] = {"num_speculative_tokens": 7}
-    tree: dict[str, Any] = {"topk": 2, "steps": 4, "recurrent": True, "recurrent_form": form}
-    if draft is None:
-        speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        tree["drafter"] = "table_alone"
-    else:
-        speculative |= {"method": "eagle3", "model": str(draft)}
-        tree["drafter"] = "table"
-    given = {"speculative_config": speculative, "additional_config": {"graft": {"tree": tree}}}
-    return options(**given, **more)
+    return options(**table_trees(draft, recurrent=True, recurrent_form=form), **more)
 
 
 def answers(llm: Any) -> list[list[int]]:

@@ -61,7 +61,7 @@ def test_trees_answer_as_the_target_alone(
 
 def test_a_head_drafts(target: str, learn: Any, tmp_path: Path) -> None:
     """An EAGLE-3 head brings a layer of a third kind, plain attention."""
-    draft = str(write_eagle3(tmp_path / "head", draft_shape(HIDDEN)))
+    draft = write_eagle3(tmp_path / "head", draft_shape(HIDDEN))
     with engine(target, "TRITON_MLA", trees=False) as llm:
         expected = answers(llm, PROMPTS, TOKENS)
     learn(expected)

@@ -43,7 +43,7 @@ def engine(shape: TrueShape, target: Path, *, trees: bool) -> AbstractContextMan
     """An engine without drafts, or with trees from a table of the target's tokens."""
     return exact_engine(
         target,
-        drafts=NODES,
+        drafts=NODES if trees else 0,
         dtype="bfloat16",
         attention_backend=shape.backend,
         block_size=shape.block_size,

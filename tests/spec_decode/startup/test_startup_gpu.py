@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.processes import finished
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -40,22 +40,15 @@ def start(caches: Path, **variables: str) -> tuple[Any, dict[str, Any]]:
     plan = [str(SHIPPED / "target"), str(SHIPPED / "eagle3"), prompts]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     places = {"TRITON_HOME": caches, "TORCHINDUCTOR_CACHE_DIR": caches / "torch"}
-    done = subprocess.run(
-        [sys.executable, "-c", START, json.dumps(plan)],
-        env={
-            **kept,
-            **variables,
-            **{name: str(place) for name, place in places.items()},
-            "VLLM_CACHE_ROOT": str(caches / "vllm"),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    own = {
+        **{name: str(place) for name, place in places.items()},
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = (sys.executable, "-c", START, json.dumps(plan))
+    said = finished(*command, env=kept | variables | own, timeout=290)
+    [line] = [line for line in said.splitlines() if line.startswith("FOUND")]
     tokens, report = json.loads(line.removeprefix("FOUND"))
     return tokens, report
 

@@ -54,3 +54,18 @@ def vllm_config_at(path: Path) -> Any:
             data_parallel_index=0,
         ),
     )
+
+
+def captured_config(sizes: list[int]) -> Any:
+    """Make a stand-in for the VllmConfig that a manager of graphs of these sizes reads."""
+    return SimpleNamespace(
+        # Our hook on vLLM's manager reads this; an engine of this process leaves the hook.
+        additional_config={},
+        scheduler_config=SimpleNamespace(max_num_seqs=6),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        speculative_config=None,
+    )

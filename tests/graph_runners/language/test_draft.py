@@ -11,6 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from tests.support.vllm_configs import captured_config
 from vllm_graft.graph_runners.language import draft
 from vllm_graft.graph_runners.language.draft import (
     DraftGraphRunner,
@@ -33,18 +34,7 @@ def make_runner(lone_rank: None) -> Any:
         cls: type[DraftGraphRunner] = DraftGraphRunner,
         capture_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32),
     ) -> Any:
-        config: Any = SimpleNamespace(
-            # Our hook on vLLM's manager reads this; an engine of this process leaves the hook.
-            additional_config={},
-            scheduler_config=SimpleNamespace(max_num_seqs=6),
-            compilation_config=SimpleNamespace(
-                cudagraph_capture_sizes=list(capture_sizes), max_cudagraph_capture_size=32
-            ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            cache_config=SimpleNamespace(use_kda_recoverssm=False),
-            speculative_config=None,
-        )
-        return cls(config, torch.device("cpu"), mode, TOPK)
+        return cls(captured_config(list(capture_sizes)), torch.device("cpu"), mode, TOPK)
 
     return make
 

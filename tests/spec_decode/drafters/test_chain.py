@@ -9,6 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from tests.support.vllm_configs import captured_config
 from vllm_graft.base import info
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.graph_runners.language.draft import DraftGraphRunner, EagerDraftRunner
@@ -93,18 +94,7 @@ def speculator(lone_rank: None) -> Any:
         config=DraftConfig(),
         extend_inputs=ExtendInputs.allocate(torch.full((6,), -1), 6),
         counters=ChainCounters(),
-        vllm_config=SimpleNamespace(
-            # Our hook on vLLM's manager reads this; an engine of this process leaves the hook
-            # there.
-            additional_config={},
-            scheduler_config=SimpleNamespace(max_num_seqs=6),
-            compilation_config=SimpleNamespace(
-                cudagraph_capture_sizes=[1, 2, 4, 36], max_cudagraph_capture_size=36
-            ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1),
-            cache_config=SimpleNamespace(use_kda_recoverssm=False),
-            speculative_config=None,
-        ),
+        vllm_config=captured_config([1, 2, 4, 36]),
     )
     return made
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -11,6 +10,7 @@ from vllm.config import CUDAGraphMode
 
 from tests.support import toy_family
 from tests.support.samples.attention_samples import TOLERANCE, untouched
+from tests.support.samples.drafted_batches import DEVICE, drafted_batch
 from vllm_graft import doctor
 from vllm_graft.base.errors import ConfigError, EntryError, HookError
 from vllm_graft.hooks import manager
@@ -26,7 +26,6 @@ from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_b
 from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NODES = 4
 
 
@@ -115,18 +114,7 @@ def make_batch(drafts: list[int], plain: int = 0) -> Any:
     """Make requests with a root and drafts each; the first has `plain` more rows before them."""
     lengths = [1 + count for count in drafts]
     lengths[0] += plain
-    starts = np.cumsum([0, *lengths])
-    return SimpleNamespace(
-        num_reqs=len(drafts),
-        num_reqs_after_padding=len(drafts) + 1,
-        num_draft_tokens=sum(drafts),
-        num_draft_tokens_per_req=np.array(drafts),
-        idx_mapping=torch.arange(len(drafts), device=DEVICE),
-        idx_mapping_np=np.arange(len(drafts)),
-        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        cu_num_logits=torch.tensor(np.cumsum([0, *(1 + d for d in drafts)]), device=DEVICE).int(),
-        positions=torch.arange(10, device=DEVICE),
-    )
+    return drafted_batch(lengths, drafts, padding=1)
 
 
 @pytest.mark.parametrize("rope", [False, True])

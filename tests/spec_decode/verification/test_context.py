@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
+from tests.support.samples.drafted_batches import DEVICE, drafted_batch
 from vllm_graft.base.errors import GraftError
 from vllm_graft.spec_decode.targets.model_state import samples_by_temperature
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -22,8 +23,6 @@ from vllm_graft.spec_decode.verification import rank_check
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -36,21 +35,6 @@ def context() -> TreeContext:
     context.rows.prefix_lens.fill_(-7)
     context.rows.row_masks.fill_(-7)
     return context
-
-
-def make_batch(lengths: list[int], drafts: list[int], padding: int = 0) -> Any:
-    starts = np.cumsum([0, *lengths])
-    return SimpleNamespace(
-        num_reqs=len(lengths),
-        num_reqs_after_padding=len(lengths) + padding,
-        num_draft_tokens=sum(drafts),
-        num_draft_tokens_per_req=np.array(drafts),
-        idx_mapping=torch.arange(len(lengths), device=DEVICE),
-        idx_mapping_np=np.arange(len(lengths)),
-        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        cu_num_logits=torch.tensor(np.cumsum([0, *(d + 1 for d in drafts)]), device=DEVICE).int(),
-        positions=torch.arange(int(starts[-1]), device=DEVICE) + 100,
-    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +88,7 @@ def test_graphs_of_mixed_batches(context: TreeContext, is_graph: bool) -> None:
 
 
 def test_tree_rows_among_others(context: TreeContext) -> None:
-    batch = make_batch([5, 3, 4], [4, 0, 2], padding=1)
+    batch = drafted_batch([5, 3, 4], [4, 0, 2], padding=1)
     computed = torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE)
     context.begin(batch, computed, keep_shift=True)
     assert context.rows.num_rows.tolist() == [5, 0, 3, 0]
@@ -126,7 +110,7 @@ def test_tree_rows_among_others(context: TreeContext) -> None:
 
 def test_without_drafts_one_token_queries_are_the_tree_kernel_s(context: TreeContext) -> None:
     """A FULL graph of them holds no other kernel; vLLM's number of drafts may be 0 for a size."""
-    batch = make_batch([1, 1, 1], [0, 0, 0], padding=1)
+    batch = drafted_batch([1, 1, 1], [0, 0, 0], padding=1)
     context.begin(batch, torch.tensor([40, 50, 60, 0], dtype=torch.int32, device=DEVICE))
     assert context.rows.num_rows.tolist() == [1, 1, 1, 0]
     assert context.rows.prefix_lens.tolist() == [40, 50, 60, 0]

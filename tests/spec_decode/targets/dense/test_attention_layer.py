@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,14 +112,14 @@ def make_context(mode: VerifyMode) -> Any:
     )
 
 
-def make_metadata(max_query_len: int = 5) -> Any:
+def make_metadata(max_query_len: int = 5, starts: Sequence[int] = (0, 5, 7)) -> Any:
     return SimpleNamespace(
-        query_start_loc=torch.tensor([0, 5, 7]),
+        query_start_loc=torch.tensor(starts),
         seq_lens=torch.tensor([20, 30, 99]),
-        block_table=torch.zeros(2, 4),
+        block_table=torch.zeros(len(starts) - 1, 4),
         max_query_len=max_query_len,
         max_seq_len=30,
-        num_actual_tokens=7,
+        num_actual_tokens=starts[-1],
     )
 
 
@@ -426,16 +427,9 @@ class FlashRecorder:
         out.fill_(3.0)
 
 
-def even_metadata(num_reqs: int = 2) -> Any:
+def even_metadata() -> Any:
     """Make metadata of requests of three rows each."""
-    return SimpleNamespace(
-        query_start_loc=torch.arange(0, 3 * num_reqs + 1, 3),
-        seq_lens=torch.tensor([20, 30, 99])[:num_reqs],
-        block_table=torch.zeros(num_reqs, 4),
-        max_query_len=3,
-        max_seq_len=30,
-        num_actual_tokens=3 * num_reqs,
-    )
+    return make_metadata(3, starts=(0, 3, 6))
 
 
 def with_flash(

@@ -1,7 +1,6 @@
 """The examples of `docs/examples` run, and their files are what their readers want."""
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from compose_spec import PyCompose
 
 from tests.support.engines.pair_server import server_settings
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.models.table_drafter import learned
 from tests.support.processes import finished, pip_install
 from vllm_graft.base.decision import PRESETS
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
@@ -74,15 +74,6 @@ def test_plugins_import_from_the_public_modules_alone(plugin: Path) -> None:
         assert {*imported} <= {"vllm_graft.api", "vllm_graft.testing"}, module
 
 
-def followers(sequences: list[list[int]]) -> dict[int, list[int]]:
-    """The tokens that follow each token, first seen first."""
-    found: dict[int, list[int]] = {}
-    for token, after in itertools.chain.from_iterable(map(itertools.pairwise, sequences)):
-        if after not in found.setdefault(token, []):
-            found[token].append(after)
-    return found
-
-
 def of_page(program: Path) -> list[str]:
     """The arguments in the command that a program's docstring shows."""
     shown = re.search(rf"^    python {program.name} (.*)$", program.read_text(), re.MULTILINE)
@@ -131,7 +122,7 @@ def test_offline_with_the_three_plugins(site: Path, tmp_path: Path) -> None:
         asked = [llm.get_tokenizer().encode(prompt) for prompt in prompts]
     table = tmp_path / "table.json"
     answered = [[*prompt, *answer] for prompt, answer in zip(asked, expected)]
-    table.write_text(json.dumps(followers(answered)))
+    table.write_text(json.dumps(learned(answered)))
 
     storage = {"backend": "sqlite", "path": str(tmp_path / "pages"), "max_bytes": 8_000_000}
     transfer = {

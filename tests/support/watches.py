@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from vllm_graft.spec_decode.heads import hot_vocabulary
+from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.testing import model_runner
 
 if TYPE_CHECKING:
@@ -139,3 +141,24 @@ def synchronisations() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
             found += [f"{w.filename}:{w.lineno}" for w in caught if _WAITS in str(w.message)]
+
+
+def narrowed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Whether each pass of a draft's head was over hot tokens alone, and over the root's row.
+
+    Hot tokens are chosen every other step, and are used whatever their coverage.
+    """
+    for name, value in (("PERIOD", 2), ("LATE", 1), ("COVERAGE", 0.0)):
+        monkeypatch.setattr(hot_vocabulary, name, value)
+    found: list[tuple[bool, bool]] = []
+
+    def top(original: Any, head: DraftHead, *args: Any, narrow: bool = False, **kw: Any) -> Any:
+        logp, tokens = original(head, *args, narrow=narrow, **kw)
+        found.append((narrow, "out" in kw))
+        if narrow:
+            assert head.learned is not None
+            assert torch.isin(tokens, head.learned.target_ids).all()
+        return logp, tokens
+
+    wrap(monkeypatch, (DraftHead, "top", top))
+    return found

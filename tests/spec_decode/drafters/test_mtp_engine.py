@@ -22,11 +22,9 @@ from tests.support.engines.pairs import (
     scheduling,
 )
 from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
-from tests.support.watches import emitted
+from tests.support.watches import emitted, narrowed
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-from vllm_graft.spec_decode.heads import hot_vocabulary
-from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.targets.dense import dense_family
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.trees.shape import TreeShape
@@ -153,27 +151,13 @@ def test_hot_tokens_and_rows_in_fp8(
     perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The root's children come from the FP8 head, levels from learned tokens once there are any."""
-    monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
-    monkeypatch.setattr(hot_vocabulary, "LATE", 1)
-    monkeypatch.setattr(hot_vocabulary, "COVERAGE", 0.0)
-    narrowed: list[bool] = []
-    top = DraftHead.top
-
-    def listen(head: DraftHead, hidden: torch.Tensor, *args: Any, narrow: bool = False, **kw: Any):
-        logp, tokens = top(head, hidden, *args, narrow=narrow, **kw)
-        narrowed.append(narrow)
-        if narrow:
-            assert head.learned is not None
-            assert torch.isin(tokens, head.learned.target_ids).all()
-        return logp, tokens
-
-    monkeypatch.setattr(DraftHead, "top", listen)
+    passes = narrowed(monkeypatch)
     tree = {"hot_tokens": 256, "head_dtype": "fp8"}
     with perfect.engine(nodes=15, tree=tree, **MTP) as llm:
         assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
         metrics = spec_metrics(llm)
         [info] = llm.collective_rpc("graft_info")
-    assert set(narrowed) == {False, True}
+    assert {narrow for narrow, _ in passes} == {False, True}
     assert info["counters"]["tree"]["fp8_head_bytes"] > 0
     assert info["counters"]["tree"]["hot_tokens"]["active"] is True
     # The best token of a perfect module nearly always stays among the best four in FP8.

@@ -3,53 +3,30 @@
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
+from tests.support.watches import narrowed
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-from vllm_graft.spec_decode.heads import hot_vocabulary
-from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.testing import model_runner, spec_metrics
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.usefixtures("hurried")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 SIZE = 96
 """Hot tokens, out of the 1,024 of the shipped draft."""
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose the vocabulary every other step, and use it whatever its coverage."""
-    monkeypatch.setattr(hot_vocabulary, "PERIOD", 2)
-    monkeypatch.setattr(hot_vocabulary, "LATE", 1)
-    monkeypatch.setattr(hot_vocabulary, "COVERAGE", 0.0)
-
-
 def test_tokens_are_those_of_the_target_alone(
     pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    narrowed: list[bool] = []
-    first: list[bool] = []
-    top = DraftHead.top
-
-    def listen(head: DraftHead, hidden: torch.Tensor, *args: Any, narrow: bool = False, **kw: Any):
-        logp, tokens = top(head, hidden, *args, narrow=narrow, **kw)
-        narrowed.append(narrow)
-        if "out" in kw:
-            first.append(narrow)
-        if narrow:
-            assert head.learned is not None
-            assert torch.isin(tokens, head.learned.target_ids).all()
-        return logp, tokens
-
-    monkeypatch.setattr(DraftHead, "top", listen)
+    passes = narrowed(monkeypatch)
     with pair.engine(nodes=15, tree={"hot_tokens": SIZE}, max_num_seqs=3) as llm:
         assert not differing(answer_all(llm, samples[:4]), expected[:4])
         assert spec_metrics(llm).acceptance_length > 1.2
         (info,) = llm.collective_rpc("graft_info")
+    first = [narrow for narrow, is_first in passes if is_first]
     # All drafts of the first steps come from the whole vocabulary; later on those of all levels,
     # the root's children among them, are hot tokens.
-    assert {False, True} == set(narrowed) == set(first)
+    assert {False, True} == {narrow for narrow, _ in passes} == set(first)
     assert not any(first[:2])
     assert all(first[-2:])
     hot = info["counters"]["tree"]["hot_tokens"]
@@ -63,6 +40,7 @@ def test_both_vocabularies_have_graphs(
     pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
+    narrowed(monkeypatch)
     bounds: list[int] = []
     metadata = LevelGrowth.metadata
 

@@ -10,7 +10,7 @@ from vllm.config import CUDAGraphMode
 
 from tests.support import toy_family
 from tests.support.samples.attention_samples import TOLERANCE, untouched
-from tests.support.samples.drafted_batches import DEVICE, drafted_batch
+from tests.support.samples.drafted_batches import DEVICE, drafted_batch, drafted_context
 from vllm_graft import doctor
 from vllm_graft.base.errors import ConfigError, EntryError, HookError
 from vllm_graft.hooks import manager
@@ -23,7 +23,6 @@ from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
 from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_by_temperature
-from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
 NODES = 4
@@ -46,7 +45,7 @@ NODES = 4
 )
 def test_temperature_alone(changes: dict[str, Any], alone: bool) -> None:
     assert samples_by_temperature(SamplingParams(**changes)) is alone
-    state = make_state(make_context())
+    state = make_state(drafted_context())
     state.add_request(1, SimpleNamespace(sampling_params=SamplingParams(**changes)))
     assert state.graft.by_temperature.tolist() == [False, alone, False, False]
 
@@ -88,19 +87,6 @@ class Base:
         return {"args": args, "for_capture": for_capture, **kwargs}
 
 
-def make_context() -> TreeContext:
-    context = TreeContext.allocate(
-        TreeShape(2, 3, NODES),
-        4,
-        32,
-        SimpleNamespace(),
-        torch.device(DEVICE),  # type: ignore[arg-type]
-    )
-    context.tree.depths[:] = torch.tensor([0, 1, 1, 2, 2])
-    context.tree.masks[:] = torch.tensor([1, 3, 5, 11, 21])
-    return context
-
-
 def make_state(context: TreeContext, rope: bool = False, layers: tuple[str, ...] = ()) -> Any:
     served = ServedLayers({}, ())
     served._families = dict.fromkeys(layers, DenseFamily())
@@ -119,7 +105,7 @@ def make_batch(drafts: list[int], plain: int = 0) -> Any:
 
 @pytest.mark.parametrize("rope", [False, True])
 def test_depths_are_carried_over_to_dimensional_positions(rope: bool) -> None:
-    context = make_context()
+    context = drafted_context()
     state = make_state(context, rope)
     batch = make_batch([4, 4])
     num_computed = torch.tensor([50, 60, 0, 0], dtype=torch.int32, device=DEVICE)
@@ -139,7 +125,7 @@ def test_depths_are_carried_over_to_dimensional_positions(rope: bool) -> None:
 
 
 def test_another_batch_s_positions_stay() -> None:
-    context = make_context()
+    context = drafted_context()
     state = make_state(context, rope=True)
     state.preprocess_state(
         make_batch([4, 4]), (), None, torch.zeros(4, dtype=torch.int32, device=DEVICE)
@@ -151,7 +137,7 @@ def test_another_batch_s_positions_stay() -> None:
 
 @pytest.mark.parametrize("graph", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
 def test_attention_is_prepared_for_the_mode(graph: CUDAGraphMode) -> None:
-    context = make_context()
+    context = drafted_context()
     state = make_state(context)
     options = {"for_capture": False, "ubatch_idx": 1}
     assert state.prepare_attn(make_batch([4, 0]), graph, "tables", **options) == {
@@ -165,7 +151,7 @@ def test_attention_is_prepared_for_the_mode(graph: CUDAGraphMode) -> None:
 def test_the_target_s_layers_are_compacted_with_their_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    context = make_context()
+    context = drafted_context()
     state = make_state(context, layers=("a", "b", "d"))
     caches = {
         name: SimpleNamespace(
@@ -213,7 +199,7 @@ def test_foreign_logits_processors_are_refused() -> None:
 
     Foreign.__module__ = "somebody.processors"
     ours = type("Known", (), {"__module__": "vllm.v1.worker.gpu.sample.penalties"})
-    state = make_state(make_context())
+    state = make_state(drafted_context())
     state.vllm_config.speculative_config = SimpleNamespace(
         num_speculative_tokens=NODES,
         enable_adaptive_verification=False,

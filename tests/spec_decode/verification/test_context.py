@@ -14,10 +14,9 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from tests.support.samples.drafted_batches import DEVICE, drafted_batch
+from tests.support.samples.drafted_batches import DEVICE, drafted_batch, drafted_context
 from vllm_graft.base.errors import GraftError
 from vllm_graft.spec_decode.targets.model_state import samples_by_temperature
-from vllm_graft.spec_decode.trees.shape import TreeShape
 from vllm_graft.spec_decode.trees.topology import TreeState
 from vllm_graft.spec_decode.verification import rank_check
 from vllm_graft.spec_decode.verification import sampler as verify
@@ -27,10 +26,7 @@ from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
 
 @pytest.fixture
 def context() -> TreeContext:
-    shape = TreeShape(topk=2, steps=3, num_nodes=4)
-    context = TreeContext.allocate(shape, 4, 32, SimpleNamespace(), torch.device(DEVICE))  # type: ignore[arg-type]
-    context.tree.depths[:] = torch.tensor([0, 1, 1, 2, 2])
-    context.tree.masks[:] = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101])
+    context = drafted_context()
     context.rows.num_rows.fill_(-7)
     context.rows.prefix_lens.fill_(-7)
     context.rows.row_masks.fill_(-7)

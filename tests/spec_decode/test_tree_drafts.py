@@ -101,7 +101,7 @@ def test_eagle_1(
     assert (drafted <= set(HOT)) == hot
 
 
-def test_tree_accepts_more_than_the_chain(pair: Pair, samples: list[Request]) -> None:
+def test_tree_accepts_more_than_the_chain(pair: Pair) -> None:
     """EAGLE-2's claim on a trained pair, at temperature 1."""
     hot = [Request(prompt, {"seed": 1, "max_tokens": 16}) for prompt in pair.prompts[1:7]]
     with pair.engine(chain=5) as llm:

@@ -122,11 +122,8 @@ def test_on_a_full_disk_the_oldest_pages_give_way(
     assert sum(segments(tmp_path, Files()).contains(keys)) > 25
 
 
-def test_a_disk_that_others_fill_takes_no_more_than_a_segment_at_a_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing that is freed is left for the store; the log says once that nothing is written."""
-    warning_once.cache_clear()
+def test_a_disk_that_others_fill_takes_no_more_than_a_segment_at_a_time(tmp_path: Path) -> None:
+    """Nothing that is freed is left for the store."""
     medium, store = filled(tmp_path)
     keys = pages(100, 140)
     assert all(write_all(store, keys))

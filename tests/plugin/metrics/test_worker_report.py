@@ -108,7 +108,7 @@ def test_hidden_states_for_another_stage_are_left_alone(toy: Toy) -> None:
 
 
 def test_a_part_that_fails_costs_numbers_and_no_step(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner, clock, report = attached()
 

@@ -86,7 +86,7 @@ def test_the_report_says_why_a_server_would_not_start() -> None:
     assert "serve it with" not in text
 
 
-def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_have_units() -> None:
     rows = [Memory("a", 3 << 29, "rank", "x"), Memory("b", 512, "token", "y")]
     text = render(Plan(Verdict.OFF, "d", command="c", memory=[*rows, Memory("c", None, "r", "z")]))
     assert "1.5 GiB per rank" in text

@@ -12,8 +12,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 
-_NORM = 1e-6
-
 
 def requests(rows: RecurrentRows) -> list[tuple[int, int, int]]:
     """The first row, the number of rows and the batch row of each request that has any."""

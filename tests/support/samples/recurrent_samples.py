@@ -83,16 +83,6 @@ def rows_of(sizes: list[int], kind: str, seed: int = 0, padding: int = 0) -> Rec
     return RecurrentRows(own, first, columns, counts, len(sizes) + padding)
 
 
-def chain_of(rows: RecurrentRows, path: list[int]) -> RecurrentRows:
-    """One request whose rows are those of a path of the first request, in a chain."""
-    return replace(
-        rows,
-        parents=torch.arange(-1, len(path) - 1, dtype=torch.int32, device=DEVICE),
-        query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32, device=DEVICE),
-        num_reqs=1,
-    )
-
-
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values.to(DEVICE, dtype)

@@ -163,7 +163,7 @@ def test_metadata_is_kept_on_the_host_while_it_fits(
     assert runner.report()["metadata"]["host_bytes"] == 0
 
 
-def test_what_is_kept_is_not_written_to(kind: str, runner: Any, monkeypatch: Any) -> None:
+def test_what_is_kept_is_not_written_to(kind: str, runner: Any) -> None:
     """Negative control: if somebody writes to the block of metadata, answers are wrong."""
     runner.router.rate = TimeShare(0)
     inputs = towers.batch(kind, SHAPES[4], seed=1)

@@ -32,7 +32,7 @@ def test_a_plot_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         report.require_plotting("x.svg")
 
 
-def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
 
     class Axes:

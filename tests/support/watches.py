@@ -143,13 +143,18 @@ def synchronisations() -> Iterator[list[str]]:
             found += [f"{w.filename}:{w.lineno}" for w in caught if _WAITS in str(w.message)]
 
 
-def narrowed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Whether each pass of a draft's head was over hot tokens alone, and over the root's row.
-
-    Hot tokens are chosen every other step, and are used whatever their coverage.
-    """
+def choose_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose hot tokens every other step, and use them whatever their coverage."""
     for name, value in (("PERIOD", 2), ("LATE", 1), ("COVERAGE", 0.0)):
         monkeypatch.setattr(hot_vocabulary, name, value)
+
+
+def narrowed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Whether each pass of a draft's head is over hot tokens alone, and over the root's row.
+
+    They are chosen often.
+    """
+    choose_often(monkeypatch)
     found: list[tuple[bool, bool]] = []
 
     def top(original: Any, head: DraftHead, *args: Any, narrow: bool = False, **kw: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
-from tests.support.watches import narrowed
+from tests.support.watches import choose_often, narrowed
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.testing import model_runner, spec_metrics
 
@@ -40,7 +40,7 @@ def test_both_vocabularies_have_graphs(
     pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded FULL graphs, compared with launches; the learned tensors change beneath them."""
-    narrowed(monkeypatch)
+    choose_often(monkeypatch)
     bounds: list[int] = []
     metadata = LevelGrowth.metadata
 

@@ -22,7 +22,7 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model like Gemma 3, with sliding windows and full attention in turn."""
     kinds = ["sliding_attention", "full_attention"] * 2
     folder = tmp_path_factory.mktemp("hicache") / "sliding"
-    return _write(folder, "Gemma3", sliding_window=64, layer_types=kinds)
+    return _write(folder, "Gemma3ForCausalLM", sliding_window=64, layer_types=kinds)
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +33,13 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "block_dim": 64, "block_ff_dim": 128, "block_multiple_of": 8,
         "block_ffn_dim_multiplier": 1.0, "conv_dim": 64, "conv_dim_out": 64,
     }  # fmt: skip
-    return _write(tmp_path_factory.mktemp("hicache") / "recurrent", "Lfm2", **sizes)
+    return _write(tmp_path_factory.mktemp("hicache") / "recurrent", "Lfm2ForCausalLM", **sizes)
 
 
-def _write(folder: Path, kind: str, **sizes: Any) -> Path:
+def _write(folder: Path, architecture: str, **sizes: Any) -> Path:
     usual = USUAL | {"intermediate_size": 128, "num_hidden_layers": 4, "pad_token_id": None}
     usual["initializer_range"] = 0.02
-    write_random(folder, kind, dtype="float32", **usual | sizes)
+    write_random(folder, architecture, dtype="float32", **usual | sizes)
     write_tokenizer(folder, VOCABULARY)
     return folder
 

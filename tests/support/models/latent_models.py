@@ -33,7 +33,7 @@ def write_deepseek(
         "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False,
         "rope_parameters": YARN,
     }  # fmt: skip
-    return write_random(folder, "DeepseekV2", **sizes | others)
+    return write_random(folder, "DeepseekV2ForCausalLM", **sizes | others)
 
 
 def draft_shape(hidden: int = 64, layers: int = 4) -> TinyShape:

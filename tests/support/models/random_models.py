@@ -17,7 +17,7 @@ USUAL: dict[str, Any] = {
 
 def write_random(
     folder: Path,
-    kind: str,
+    architecture: str,
     *,
     seed: int = 0,
     device: str = "cpu",
@@ -28,7 +28,7 @@ def write_random(
     """Write a random causal model; returns ``folder``.
 
     Args:
-        kind: its name in `transformers`, without ``ForCausalLM``.
+        architecture: the class in `transformers`, whose name a page of the docs reads in the call.
         device: draws the weights, each kind of device its own; a GPU draws large ones sooner.
         edit: changes the model before it is saved.
         sizes: of its configuration.
@@ -36,7 +36,7 @@ def write_random(
     import torch
     import transformers
 
-    model = getattr(transformers, f"{kind}ForCausalLM")
+    model = getattr(transformers, architecture)
     torch.manual_seed(seed)
     with torch.device(device):
         made = model(model.config_class(**sizes))

@@ -124,7 +124,7 @@ def write_nemotron_h(
         "ssm_state_size": state, "n_groups": 1, "conv_kernel": 4, "chunk_size": 16,
         "layers_block_type": ["mamba", "mlp", "attention"] * 2, "rescale_prenorm_residual": False,
     }  # fmt: skip
-    return _write(folder, "NemotronH", hidden, **sizes)
+    return _write(folder, "NemotronHForCausalLM", hidden, **sizes)
 
 
 def write_falcon_h1(
@@ -136,7 +136,7 @@ def write_falcon_h1(
         "mamba_n_heads": heads, "mamba_d_head": head, "mamba_n_groups": 1, "mamba_d_state": state,
         "mamba_d_conv": 4, "mamba_chunk_size": 16,
     }  # fmt: skip
-    return _write(folder, "FalconH1", hidden, **sizes)
+    return _write(folder, "FalconH1ForCausalLM", hidden, **sizes)
 
 
 def write_granite_hybrid(
@@ -152,15 +152,15 @@ def write_granite_hybrid(
         "mamba_chunk_size": 16, "mamba_expand": 2, "num_local_experts": 0, "num_experts_per_tok": 0,
         "shared_intermediate_size": 2 * hidden, "position_embedding_type": "rope",
     }  # fmt: skip
-    return _write(folder, "GraniteMoeHybrid", hidden, **sizes)
+    return _write(folder, "GraniteMoeHybridForCausalLM", hidden, **sizes)
 
 
-def _write(folder: Path, kind: str, hidden: int, **sizes: Any) -> Path:
+def _write(folder: Path, architecture: str, hidden: int, **sizes: Any) -> Path:
     """Write a model with Mamba-2 of these and the usual sizes."""
     usual = {name: value for name, value in USUAL.items() if name != "head_dim"}
     usual |= {"hidden_size": hidden, "intermediate_size": 2 * hidden, "pad_token_id": 2}
     usual |= {"initializer_range": 1.2 * hidden**-0.5, "tie_word_embeddings": False}
-    return write_random(folder, kind, dtype="float32", edit=_decay_slowly, **usual | sizes)
+    return write_random(folder, architecture, dtype="float32", edit=_decay_slowly, **usual | sizes)
 
 
 def _decay_slowly(model: Any) -> None:

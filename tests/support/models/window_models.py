@@ -59,7 +59,7 @@ def write_gpt_oss(folder: Path, *, experts: float = 1.0, **sizes: Any) -> Path:
             if name.endswith("experts.down_proj"):
                 parameter.mul_(experts)
 
-    return write_random(folder, "GptOss", edit=edit, **USUAL | usual | sizes)
+    return write_random(folder, "GptOssForCausalLM", edit=edit, **USUAL | usual | sizes)
 
 
 def write_gemma3(folder: Path, **sizes: Any) -> Path:
@@ -72,7 +72,7 @@ def write_gemma3(folder: Path, **sizes: Any) -> Path:
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "initializer_range": 0.15,
         "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 2,
     }  # fmt: skip
-    return write_random(folder, "Gemma3", **USUAL | usual | sizes)
+    return write_random(folder, "Gemma3ForCausalLM", **USUAL | usual | sizes)
 
 
 def write_llama4(folder: Path) -> Path:
@@ -82,7 +82,7 @@ def write_llama4(folder: Path) -> Path:
         "moe_layers": [], "interleave_moe_layer_step": 100, "no_rope_layers": [1, 0] * 2,
         "pad_token_id": None,
     }  # fmt: skip
-    return write_random(folder, "Llama4", **USUAL | sizes)
+    return write_random(folder, "Llama4ForCausalLM", **USUAL | sizes)
 
 
 _GEMMA4: dict[str, Any] = {
@@ -101,7 +101,7 @@ def write_gemma4(folder: Path) -> Path:
         # embedding.
         model.model.embed_tokens.weight.mul_(0.05)
 
-    return write_random(folder, "Gemma4", edit=edit, **sizes)
+    return write_random(folder, "Gemma4ForCausalLM", edit=edit, **sizes)
 
 
 def write_gemma4_assistant(folder: Path, *, ordered: bool = False) -> Path:
@@ -120,7 +120,7 @@ def write_gemma4_assistant(folder: Path, *, ordered: bool = False) -> Path:
     sizes: dict[str, Any] = {"backbone_hidden_size": 64, "num_centroids": 16}
     sizes |= {"centroid_intermediate_top_k": 4}
     sizes |= {"text_config": text, "use_ordered_embeddings": ordered}
-    return write_random(folder, "Gemma4Assistant", seed=1, edit=edit, **sizes)
+    return write_random(folder, "Gemma4AssistantForCausalLM", seed=1, edit=edit, **sizes)
 
 
 @dataclass(frozen=True)

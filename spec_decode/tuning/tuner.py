@@ -111,6 +111,10 @@ class NodeTuner:
         self.times = StepTimes(experts=experts)
         self._trials = Trials(BLOCK)
         self._batches: dict[int, _BatchHistory] = {}
+        # Kept, as a small target's steps are as long as the host's work: acceptance lengths by
+        # number of nodes, and numbers of nodes by requests.
+        self._lengths: dict[int, float] = {}
+        self._fitting: dict[int, list[int]] = {}
         self._last_size = 0
         self._steps_of_size = 0
 
@@ -128,8 +132,10 @@ class NodeTuner:
 
     def allowed(self, batch: int) -> list[int]:
         """Numbers of nodes to choose from for a batch of `batch` requests, smallest first."""
-        fitting = [nodes for nodes in self._node_counts if fits(batch, nodes, self._max_rows)]
-        return fitting or self._node_counts[:1]
+        if batch not in self._fitting:
+            fitting = [nodes for nodes in self._node_counts if fits(batch, nodes, self._max_rows)]
+            self._fitting[batch] = fitting or self._node_counts[:1]
+        return self._fitting[batch]
 
     def begin_step(self, batch: int) -> int:
         """Begin a step of `batch` requests; return the nodes that it drafts for each of them. This
@@ -175,6 +181,7 @@ class NodeTuner:
         self._last_size = size
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
         if verified is None or verified == nodes:
+            self._lengths.clear()
             self._acceptance.observe(
                 nodes, emitted, alike=alike, same=same, temperature=temperature
             )
@@ -273,11 +280,14 @@ class NodeTuner:
         """The fraction of steps that would contain a prompt, with so many nodes: a request that
         ends makes room for another one, so prompts come at a constant rate per token, not per
         step."""
-        return min(1.0, history.prompt_fraction * self._tokens(nodes) / history.tokens)
+        fraction = history.prompt_fraction
+        return min(1.0, fraction * self._tokens(nodes) / history.tokens) if fraction else 0.0
 
     def _tokens(self, nodes: int) -> float:
-        """Upper estimate of the acceptance length."""
-        return 1.0 + self._acceptance.upper(nodes)
+        """Upper estimate of the acceptance length, kept until more is observed."""
+        if nodes not in self._lengths:
+            self._lengths[nodes] = 1.0 + self._acceptance.upper(nodes)
+        return self._lengths[nodes]
 
     def _tokens_per_step(self, size: int, nodes: int, batch: int) -> float:
         """Upper estimate of a request's mean tokens per step, steps of cut trees among them."""

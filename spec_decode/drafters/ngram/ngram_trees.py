@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
 from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
 from vllm_graft.spec_decode.trees.shape import TreeShape
 
@@ -162,15 +163,17 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
         *args: Any,
         dummy_run: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        num_reqs, slots = input_batch.num_reqs, input_batch.idx_mapping
-        self._copy_request_inputs(num_reqs, slots, temperature, seeds, dummy_run)
-        if not dummy_run:
-            self.last_tokens[:num_reqs].copy_(last_sampled.view(-1)[slots])
+        if dummy_run:
+            self.idx_mapping.fill_(-1)
+        else:
+            # Not vLLM's copies: six launches, of which a draft without draws needs no temperature
+            # and no seed. A small target's steps are as long as the host's work.
+            keep_slots(
+                input_batch.idx_mapping, last_sampled, self.idx_mapping, self.last_tokens,
+                input_batch.num_reqs,
+            )  # fmt: skip
         return input_batch

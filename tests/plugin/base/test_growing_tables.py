@@ -76,6 +76,8 @@ BOUNDED = {
         spec_decode/tuning/trials.py:Trials._accounts spec_decode/tuning/trials.py:_Account.tried
         spec_decode/tuning/tuner.py:_BatchHistory.ratios
         spec_decode/tuning/trials.py:_Account.wrong spec_decode/tuning/tuner.py:NodeTuner._batches
+        spec_decode/tuning/tuner.py:NodeTuner._lengths
+        spec_decode/tuning/tuner.py:NodeTuner._fitting
         graph_runners/language/draft.py:VerifyingDraftRunner._equal""",
     "A local object of one request, which the budget of work bounds.": """
         spec_decode/lookup/forced_text.py:_Pieces.found

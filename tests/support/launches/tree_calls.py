@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, TokenRows, compact_kv, follow_path
 from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.finish import finish_tree
@@ -133,6 +134,7 @@ def paths(depth: int, nodes: int, state: NgramState) -> None:
     _matched(state)
     sizes: dict[str, int] = {"first": nodes, "depth": depth}
     insert_paths(table, state, empty(4), i64(2), 2, **sizes, vocab_size=VOCABULARY)
+    keep_slots(empty(2), i64(4, 1), empty(4), i64(4), 2)
 
 
 def remember() -> None:

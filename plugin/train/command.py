@@ -1,0 +1,355 @@
+"""The command line of ``vllm-graft train``: what is asked for is checked, then processes work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.base.values import human, shown
+from vllm_graft.train.job import FOLDER, Job
+from vllm_graft.train.target import Target, copy_tokenizer
+from vllm_graft.train.texts import read_texts
+
+ABOUT = """Train an EAGLE-3 head for MODEL. It answers the questions of texts in an engine of vLLM,
+which hands out its hidden states, and a head learns from these. The result is a folder that
+`vllm serve --speculative-config` takes. All visible GPUs work; without one, a CPU does for tiny
+models. A run that was killed goes on with the same command. Flags of `vllm serve` may follow those
+below; they are for the engine that answers."""
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+ANSWER_SHARE = 0.4
+"""Share of the minutes in which the target answers, where nothing else is asked for."""
+
+DISK_SHARE = 0.8
+LEAST_TOKENS = 20_000
+"""Tokens whose states have to have room; some answers."""
+
+_ANSWERED = "answered"
+"""File that says that the answers are complete."""
+
+_ENGINE, _TRAINING = "vllm_graft.train.target_answers", "vllm_graft.train.training"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command's own options."""
+    parser = argparse.ArgumentParser(prog="vllm-graft train", description=ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the target: a folder or a name, as `vllm serve` takes it")
+    told = "*.jsonl or *.json with messages, conversations, prompt or text in a row, or plain text"
+    add("--texts", nargs="+", required=True, metavar="FILE", help=told)
+    add("--out", required=True, metavar="HEAD", help="folder of the head, which is made")
+    add("--minutes", type=float, default=60.0, help="for all of it (default: %(default)g)")
+    told = "for the target's answers, without its start (default: 40 %% of --minutes)"
+    add("--answer-minutes", type=float, help=told)
+    told = "of answers, in turns (default: 0 0.6 1)"
+    add("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0], help=told)
+    add("--max-tokens", type=int, default=512, help="of an answer (default: %(default)s)")
+    told = "tokens of a question with its answer (default: %(default)s)"
+    add("--longest", type=int, default=1024, help=told)
+    told = "tokens that the head can draft, the most frequent (default: %(default)s, or half)"
+    add("--draft-vocab", type=int, default=32000, help=told)
+    add("--passes", type=int, default=6, help="depth that is trained for (default: %(default)s)")
+    told = "tokens of a step on each device (default: %(default)s)"
+    add("--batch-tokens", type=int, default=8192, help=told)
+    add("--rate", type=float, default=0.0, help="learning rate (default: by the target's size)")
+    add("--steps", type=int, default=0, help="of training, at most (default: no limit)")
+    add("--seed", type=int, default=0)
+    told = "seconds between two checkpoints (default: %(default)g)"
+    add("--save-seconds", type=float, default=300.0, help=told)
+    add("--states", metavar="FOLDER", help="where hidden states wait (default: in HEAD)")
+    told = "most that they may take, as 200GiB (default: 80 %% of what is free)"
+    add("--disk", metavar="SIZE", help=told)
+    add("--keep", action="store_true", help="keep states and checkpoints of a finished run")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    # A signal ends us as Ctrl-C would: processes that work for us are told.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    until = time.time()
+    read, flags = make_parser().parse_known_args(arguments)
+    try:
+        return run(read, flags, until + 60 * read.minutes)
+    except GraftError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("stopped: give the same command again, and it goes on")
+
+
+def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
+    """Check what was asked for, and do it; returns the exit status.
+
+    Raises:
+        GraftError: something about it is wrong.
+    """
+    _require_options(read)
+    texts, notes = read_texts(read.texts, read.longest)
+    out = _folder_of(read.out)
+    tell(f"{len(texts)} questions of {len(read.texts)} files", *notes)
+    tell(f"Reading the configuration of {read.model} with vLLM, whose import takes some time.")
+    engine, model_config = _configured(read.model, flags)
+    target = Target.of(model_config)
+    job = _job_of(read, flags, out, target, engine)
+    continues = job.continues()
+    job.save()
+    if continues:
+        tell(f"{job.work} has a run of this job, which goes on.")
+    _answer(job, engine)
+    _train(job, until)
+    copied = copy_tokenizer(job.model, model_config.revision, out)
+    if not job.keep:
+        shutil.rmtree(job.states, ignore_errors=True)
+        shutil.rmtree(job.work, ignore_errors=True)
+    report = json.loads((out / "training.json").read_text())
+    print(_summary(job, report, copied))
+    return 0
+
+
+def tell(*lines: str) -> None:
+    """Say what goes on, beside what the command prints."""
+    for each in lines:
+        print(each, file=sys.stderr, flush=True)
+
+
+def _require_options(read: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing."""
+    least = {
+        "minutes": 0,
+        "answer_minutes": 0,
+        "max_tokens": 2,
+        "longest": 16,
+        "draft_vocab": 1,
+        "passes": 1,
+        "batch_tokens": 1,
+        "rate": 0,
+        "steps": 0,
+        "save_seconds": 0,
+    }
+    for name, low in least.items():
+        value = getattr(read, name)
+        if value is not None and not low <= value < float("inf"):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {value}: give a number from {low} on.")
+    if any(not 0 <= each <= 2 for each in read.temperatures) or 0.0 not in read.temperatures:
+        raise ConfigError(
+            f"--temperatures is {' '.join(map(str, read.temperatures))}: give numbers from 0 to 2, "
+            "0 among them, because the greedy answers say whether the target's logits are right."
+        )
+    if read.batch_tokens < read.longest:
+        raise ConfigError(
+            f"--batch-tokens is {read.batch_tokens}, and a text may have --longest "
+            f"{read.longest}: raise the first, or lower the second."
+        )
+
+
+def _folder_of(name: str) -> Path:
+    out = Path(name).resolve()
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {name} is a file: give a folder that does not exist yet.")
+    if out.is_dir() and any(out.iterdir()) and not (out / FOLDER).is_dir():
+        raise ConfigError(
+            f"--out {name} has files of something else ({shown(next(out.iterdir()).name)}): give a "
+            "folder that is empty or does not exist yet."
+        )
+    try:
+        (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {name} can't be made: {error}. Give another folder.") from None
+    return out
+
+
+def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
+    """VLLM's ``EngineArgs`` and ``ModelConfig``, of files alone.
+
+    Raises:
+        ConfigError: vLLM refuses them.
+    """
+    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.planning import refused
+    from vllm_graft.plan.request import Request
+
+    for each in flags:
+        name = each.replace("_", "-").partition("=")[0].partition(".")[0]
+        if name in ("--speculative-config", "--kv-transfer-config", "-sc"):
+            raise ConfigError(f"{name} is given, and training sets it: drop it.")
+    engine = Request.parse([model, *flags], preset=False).engine
+    try:
+        with inspecting():
+            return engine, engine.create_model_config()
+    except Exception as error:  # Whatever vLLM refuses it with.
+        raise ConfigError(f"MODEL {model}: {refused(error, '', model).refused}") from None
+
+
+def _job_of(
+    read: argparse.Namespace, flags: Sequence[str], out: Path, target: Target, engine: Any
+) -> Job:
+    """The job, if there is room for it.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    states = Path(read.states).resolve() / out.name if read.states else out / FOLDER / "states"
+    try:
+        states.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--states {states} can't be made: {error}.") from None
+    _require_room(out, target, min(read.draft_vocab, target.vocab // 2))
+    taken = sum(file.stat().st_size for file in states.iterdir() if file.is_file())
+    most = int(DISK_SHARE * (shutil.disk_usage(states).free + taken))
+    if read.disk is not None:
+        try:
+            most = min(most, TypeAdapter(ByteSize).validate_python(read.disk))
+        except ValidationError:
+            raise ConfigError(f"--disk is {shown(read.disk)}: give a size, as 200GiB.") from None
+    if most < (least := LEAST_TOKENS * target.token_bytes):
+        raise ConfigError(
+            f"--states {states} has {human(most)} for states, and {LEAST_TOKENS} tokens take "
+            f"{human(least)}: give a folder with room, or a larger --disk."
+        )
+    answering = read.answer_minutes
+    model = str(Path(read.model).resolve()) if Path(read.model).exists() else read.model
+    return Job(
+        model=model,
+        texts=tuple(str(Path(each).resolve()) for each in read.texts),
+        out=str(out),
+        states=str(states),
+        flags=tuple(flags),
+        minutes=read.minutes,
+        answer_minutes=ANSWER_SHARE * read.minutes if answering is None else answering,
+        steps=read.steps,
+        temperatures=tuple(read.temperatures),
+        max_tokens=read.max_tokens,
+        longest=min(read.longest, engine.max_model_len or read.longest),
+        draft_vocab=read.draft_vocab,
+        passes=read.passes,
+        batch_tokens=read.batch_tokens,
+        rate=read.rate,
+        seed=read.seed,
+        save_seconds=read.save_seconds,
+        disk_bytes=most,
+        keep=read.keep,
+        # As it comes back from a file.
+        target=json.loads(json.dumps(asdict(target))),
+    )
+
+
+def _require_room(out: Path, target: Target, draft_vocab: int) -> None:
+    """Two checkpoints exist while one is written, of three numbers for each parameter."""
+    hidden, own = target.hidden, (target.heads + 2 * target.kv_heads) * target.head
+    parameters = hidden * (
+        (len(target.aux) + 3 * target.ffn // hidden) * hidden
+        + 2 * own
+        + target.heads * target.head
+        + draft_vocab
+    )
+    if (free := shutil.disk_usage(out).free) < (takes := 2 * 3 * 4 * parameters):
+        raise ConfigError(
+            f"--out {out} has {human(free)} free, and checkpoints of this head take "
+            f"{human(takes)}: make room, or give another folder."
+        )
+
+
+def _answer(job: Job, engine: Any) -> None:
+    """Have engines answer, one for each GPU or group of GPUs."""
+    done = job.work / _ANSWERED
+    if done.exists():
+        return
+    cards, size = visible_cards(), engine.tensor_parallel_size * engine.pipeline_parallel_size
+    groups = [cards[start : start + size] for start in range(0, len(cards) // size * size, size)]
+    if cards and not groups:
+        raise ConfigError(
+            f"--tensor-parallel-size and --pipeline-parallel-size ask for {size} GPUs, and "
+            f"{len(cards)} are visible: lower them, or set CUDA_VISIBLE_DEVICES."
+        )
+    parts = max(1, len(groups))
+    tell(f"{job.model} answers for {job.answer_minutes:.3g} minutes, in {parts} engines.")
+    _finished(
+        [
+            (
+                [sys.executable, "-P", "-m", _ENGINE, str(job.work), str(part), str(parts)],
+                {"CUDA_VISIBLE_DEVICES": ",".join(groups[part])} if groups else {},
+            )
+            for part in range(parts)
+        ]
+    )
+    done.touch()
+
+
+def _train(job: Job, until: float) -> None:
+    """Have a process for each GPU train."""
+    count = len(visible_cards())
+    command = [sys.executable, "-P", "-m", _TRAINING]
+    if count > 1:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [sys.executable, "-P", "-m", *launcher, "-m", _TRAINING]
+    _finished([([*command, str(job.work), str(until)], {})])
+
+
+def visible_cards() -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",") if torch.cuda.is_available() else []
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _finished(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
+    """Run processes side by side until all end.
+
+    Raises:
+        SystemExit: one of them failed; it has said why.
+    """
+    running = [subprocess.Popen(words, env={**os.environ, **more}) for words, more in commands]
+    try:
+        while any(each.poll() is None for each in running):
+            if any(each.returncode for each in running):
+                break
+            time.sleep(0.1)
+    finally:
+        for each in running:
+            if each.poll() is None:
+                each.terminate()
+        for each in running:
+            each.wait()
+    if any(each.returncode for each in running):
+        raise SystemExit(1)
+
+
+def _summary(job: Job, report: Mapping[str, Any], copied: Sequence[str]) -> str:
+    """What came of it, and how it is served."""
+    lines = [f"{job.out}: {report['steps']} steps on {report['tokens']} tokens"]
+    for name, found in report["held out"].items():
+        drafts = " ".join(f"{each:.2f}" for each in found["agree"])
+        overlap = found["overlap"][0]
+        lines.append(
+            f"held out, {name}: acceptance length {found['length']:.2f} of a greedy chain of "
+            f"{job.passes}; by depth {drafts}; first sampled draft accepted {overlap:.2f}"
+        )
+    if not copied:
+        lines.append("The target has no tokenizer files beside it; none is copied.")
+    speculative = json.dumps({"method": "eagle3", "model": job.out, "num_speculative_tokens": 5})
+    serve = ["vllm", "serve", job.model, "--additional-config.graft", "auto"]
+    return "\n".join([*lines, shlex.join([*serve, "--speculative-config", speculative])])

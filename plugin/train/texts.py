@@ -112,7 +112,7 @@ def _of_file(file: Path, longest: int) -> tuple[list[Text], list[str]]:
 
 
 def _rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """Each row with the words for its place; text that is no JSON is its own row."""
+    """Each row with the words for its place, or the error of its JSON."""
     if file.suffix == ".jsonl":
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
@@ -133,8 +133,8 @@ def _rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
 def _loaded(line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
-        return line
+    except ValueError as error:
+        return error
 
 
 def _of_row(row: Any, longest: int) -> list[Text]:
@@ -143,6 +143,10 @@ def _of_row(row: Any, longest: int) -> list[Text]:
     Raises:
         ValueError: it has none, and why.
     """
+    if isinstance(row, ValueError):
+        raise ValueError(f"it is no JSON: {row}")
+    if isinstance(row, str):
+        return list(_pieces(row, longest))
     if not isinstance(row, dict):
         raise ValueError(f"{shown(row)} is no object with fields")
     for name in ("messages", "conversations", "prompt"):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
     tell(f"Reading the configuration of {read.model} with vLLM, whose import takes some time.")
     engine, model_config = _configured(read.model, flags)
     target = Target.of(model_config)
-    job = _job_of(read, flags, out, target, engine)
+    job = _job_of(read, flags, out, target, model_config.max_model_len)
     continues = job.continues()
     job.save()
     if continues:
@@ -135,19 +135,9 @@ def tell(*lines: str) -> None:
 
 def _require_options(read: argparse.Namespace) -> None:
     """Refuse numbers that mean nothing."""
-    least = {
-        "minutes": 0,
-        "answer_minutes": 0,
-        "max_tokens": 2,
-        "longest": 16,
-        "draft_vocab": 1,
-        "passes": 1,
-        "batch_tokens": 1,
-        "rate": 0,
-        "steps": 0,
-        "save_seconds": 0,
-    }
-    for name, low in least.items():
+    least = {"max_tokens": 2, "longest": 16, "draft_vocab": 1, "passes": 1, "batch_tokens": 1}
+    others = ("minutes", "answer_minutes", "rate", "steps", "save_seconds")
+    for name, low in {**least, **dict.fromkeys(others, 0)}.items():
         value = getattr(read, name)
         if value is not None and not low <= value < float("inf"):
             flag = name.replace("_", "-")
@@ -194,16 +184,16 @@ def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
         name = each.replace("_", "-").partition("=")[0].partition(".")[0]
         if name in ("--speculative-config", "--kv-transfer-config", "-sc"):
             raise ConfigError(f"{name} is given, and training sets it: drop it.")
-    engine = Request.parse([model, *flags], preset=False).engine
     try:
         with inspecting():
+            engine = Request.parse([model, *flags], preset=False).engine
             return engine, engine.create_model_config()
     except Exception as error:  # Whatever vLLM refuses it with.
         raise ConfigError(f"MODEL {model}: {refused(error, '', model).refused}") from None
 
 
 def _job_of(
-    read: argparse.Namespace, flags: Sequence[str], out: Path, target: Target, engine: Any
+    read: argparse.Namespace, flags: Sequence[str], out: Path, target: Target, longest: int
 ) -> Job:
     """The job, if there is room for it.
 
@@ -228,42 +218,28 @@ def _job_of(
             f"--states {states} has {human(most)} for states, and {LEAST_TOKENS} tokens take "
             f"{human(least)}: give a folder with room, or a larger --disk."
         )
-    answering = read.answer_minutes
-    model = str(Path(read.model).resolve()) if Path(read.model).exists() else read.model
-    return Job(
-        model=model,
-        texts=tuple(str(Path(each).resolve()) for each in read.texts),
-        out=str(out),
-        states=str(states),
-        flags=tuple(flags),
-        minutes=read.minutes,
-        answer_minutes=ANSWER_SHARE * read.minutes if answering is None else answering,
-        steps=read.steps,
-        temperatures=tuple(read.temperatures),
-        max_tokens=read.max_tokens,
-        longest=min(read.longest, engine.max_model_len or read.longest),
-        draft_vocab=read.draft_vocab,
-        passes=read.passes,
-        batch_tokens=read.batch_tokens,
-        rate=read.rate,
-        seed=read.seed,
-        save_seconds=read.save_seconds,
-        disk_bytes=most,
-        keep=read.keep,
-        # As it comes back from a file.
-        target=json.loads(json.dumps(asdict(target))),
-    )
+    given = {each.name: getattr(read, each.name, None) for each in fields(Job)}
+    if read.answer_minutes is None:
+        given["answer_minutes"] = ANSWER_SHARE * read.minutes
+    found = {
+        "model": str(Path(read.model).resolve()) if Path(read.model).exists() else read.model,
+        "texts": tuple(str(Path(each).resolve()) for each in read.texts),
+        "out": str(out),
+        "states": str(states),
+        "target": asdict(target),
+        "disk_bytes": most,
+        "flags": tuple(flags),
+        "longest": min(read.longest, longest),
+        "temperatures": tuple(read.temperatures),
+    }
+    return Job(**{**given, **found})
 
 
 def _require_room(out: Path, target: Target, draft_vocab: int) -> None:
     """Two checkpoints exist while one is written, of three numbers for each parameter."""
-    hidden, own = target.hidden, (target.heads + 2 * target.kv_heads) * target.head
-    parameters = hidden * (
-        (len(target.aux) + 3 * target.ffn // hidden) * hidden
-        + 2 * own
-        + target.heads * target.head
-        + draft_vocab
-    )
+    inside = len(target.aux) * target.hidden + 3 * target.ffn
+    attention = (3 * target.heads + 4 * target.kv_heads) * target.head
+    parameters = target.hidden * (inside + attention + draft_vocab)
     if (free := shutil.disk_usage(out).free) < (takes := 2 * 3 * 4 * parameters):
         raise ConfigError(
             f"--out {out} has {human(free)} free, and checkpoints of this head take "
@@ -300,6 +276,7 @@ def _answer(job: Job, engine: Any) -> None:
 def _train(job: Job, until: float) -> None:
     """Have a process for each GPU train."""
     count = len(visible_cards())
+    tell(f"A head trains for the {max(0.0, until - time.time()) / 60:.3g} minutes that are left.")
     command = [sys.executable, "-P", "-m", _TRAINING]
     if count > 1:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,30 +61,14 @@ def head_config(target: Target, model: str, draft_vocab: int, passes: int) -> di
     }
 
 
-class Sizes(NamedTuple):
-    """Sizes of a head's layer."""
+Layered = Mapping[str, Any]
+"""Sizes of the head's layer, as a configuration of Transformers names them."""
 
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head: int
-    eps: float
-    theta: float
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """Read a head's configuration, in the form of `head_config` or in vLLM's own."""
-        layer = config.get("transformer_layer_config", config)
-        return cls(
-            layer["hidden_size"],
-            layer["intermediate_size"],
-            layer["num_attention_heads"],
-            layer["num_key_value_heads"],
-            layer["head_dim"],
-            layer["rms_norm_eps"],
-            (layer.get("rope_parameters") or layer)["rope_theta"],
-        )
+def layer_of(config: Mapping[str, Any]) -> Layered:
+    """The layer of a head's configuration, in the form of `head_config` or in vLLM's own."""
+    found: Layered = config.get("transformer_layer_config", config)
+    return found
 
 
 def shifted(states: Tensor, count: int) -> Tensor:
@@ -95,19 +79,22 @@ def shifted(states: Tensor, count: int) -> Tensor:
 class Attention(nn.Module):
     """Attention of one pass, to the keys that the same step of a real draft would see."""
 
-    def __init__(self, sizes: Sizes, inputs: int) -> None:
+    def __init__(self, layer: Layered, inputs: int) -> None:
         super().__init__()
-        self.sizes = sizes
-        width = sizes.heads * sizes.head
-        self.q_proj = nn.Linear(inputs, width, bias=False)
-        self.k_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head, bias=False)
-        self.v_proj = nn.Linear(inputs, sizes.kv_heads * sizes.head, bias=False)
-        self.o_proj = nn.Linear(width, sizes.hidden, bias=False)
+        self.heads, self.kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
+        self.head, self.theta = (
+            layer["head_dim"],
+            (layer.get("rope_parameters") or layer)["rope_theta"],
+        )
+        self.q_proj = nn.Linear(inputs, self.heads * self.head, bias=False)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head, bias=False)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head, layer["hidden_size"], bias=False)
 
     def rotated(self, states: Tensor) -> Tensor:
         """Rotate ``[texts, heads, length, head]`` by the places 0, 1, ... (RoPE)."""
-        half = self.sizes.head // 2
-        steps = self.sizes.theta ** (-torch.arange(half, device=states.device) / half)
+        half = self.head // 2
+        steps = self.theta ** (-torch.arange(half, device=states.device) / half)
         angles = torch.arange(states.shape[2], device=states.device)[:, None] * steps
         cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
         left, right = states.chunk(2, -1)
@@ -119,15 +106,15 @@ class Attention(nn.Module):
         Row i of pass p belongs to a draft that began at place i - p. It sees the keys of pass 0 up
         to there, and then one key of each later pass: that of pass r at place i - p + r.
         """
-        length, group = inputs.shape[1], self.sizes.heads // self.sizes.kv_heads
+        length, group = inputs.shape[1], self.heads // self.kv_heads
         q, k, v = (
-            proj(inputs).unflatten(-1, (-1, self.sizes.head)).transpose(1, 2)
+            proj(inputs).unflatten(-1, (-1, self.head)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         k, v = (each.repeat_interleave(group, 1) for each in (self.rotated(k), v))
         past.append((k, v))
         number = len(past) - 1
-        q = self.rotated(q) / math.sqrt(self.sizes.head)
+        q = self.rotated(q) / math.sqrt(self.head)
         first_k, first_v = past[0]
         seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(-number)
         drafted = [
@@ -146,11 +133,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A Llama's feed-forward layer."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, layer: Layered) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden, sizes.ffn, bias=False)
-        self.down_proj = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
+        hidden, inner = layer["hidden_size"], layer["intermediate_size"]
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
         found: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
@@ -160,13 +148,14 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """The head's layer, which reads a token's embedding beside its state."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, layer: Layered) -> None:
         super().__init__()
-        self.self_attn = Attention(sizes, 2 * sizes.hidden)
-        self.mlp = FeedForward(sizes)
-        self.input_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.hidden_norm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
+        hidden, eps = layer["hidden_size"], layer["rms_norm_eps"]
+        self.self_attn = Attention(layer, 2 * hidden)
+        self.mlp = FeedForward(layer)
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
 
     def forward(self, embeds: Tensor, states: Tensor, past: Past) -> Tensor:
         inputs = torch.cat((self.input_layernorm(embeds), self.hidden_norm(states)), -1)
@@ -184,12 +173,12 @@ class Head(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.config, sizes = config, Sizes.of(config)
-        count = len(config["eagle_aux_hidden_state_layer_ids"])
-        self.fc = nn.Linear(count * sizes.hidden, sizes.hidden, bias=False)
-        self.midlayer = Layer(sizes)
-        self.norm = nn.RMSNorm(sizes.hidden, sizes.eps)
-        self.lm_head = nn.Linear(sizes.hidden, config["draft_vocab_size"], bias=False)
+        self.config, layer = config, layer_of(config)
+        hidden, count = layer["hidden_size"], len(config["eagle_aux_hidden_state_layer_ids"])
+        self.fc = nn.Linear(count * hidden, hidden, bias=False)
+        self.midlayer = Layer(layer)
+        self.norm = nn.RMSNorm(hidden, layer["rms_norm_eps"])
+        self.lm_head = nn.Linear(hidden, config["draft_vocab_size"], bias=False)
 
     def forward(self, aux: Tensor, embeds: Tensor, passes: int) -> list[Tensor]:
         """Return normed states ``[texts, length, hidden]`` of each pass; `logits` reads them.
@@ -221,9 +210,9 @@ def save_head(head: Head, ids: Tensor, folder: Path) -> None:
     weights = {
         name: each.detach().bfloat16().cpu().contiguous() for name, each in head.named_parameters()
     }
-    ids, layer = ids.cpu(), head.config.get("transformer_layer_config", head.config)
+    ids = ids.cpu()
     weights["d2t"] = ids - torch.arange(len(ids))
-    weights["t2d"] = torch.isin(torch.arange(layer["vocab_size"]), ids)
+    weights["t2d"] = torch.isin(torch.arange(layer_of(head.config)["vocab_size"]), ids)
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     # Some versions of safetensors write a file for its owner alone.
     (folder / WEIGHTS).chmod(0o644)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,18 @@ FOLDER = ".train"
 
 _FILE = "job.json"
 
-MAY_CHANGE = frozenset(
-    {"minutes", "answer_minutes", "save_seconds", "disk_bytes", "batch_tokens", "flags", "keep"}
-)
-"""Settings that a run that goes on may have anew: none of them says what is learned from what."""
+_ANEW = ("minutes", "answer_minutes", "save_seconds", "disk_bytes", "batch_tokens", "flags", "keep")
+"""Settings that a run that goes on may have anew: none of them says what is learned of what."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a run. `docs/training.md` says what the options mean.
+    """Settings of a run, named as the options of the command.
 
     Attributes:
+        out: folder of the head.
         flags: of ``vllm serve``, for the engine that answers.
-        answer_minutes: for answering, without the engine's start.
         steps: of training, at most; 0 for no limit.
-        longest: tokens of a text, with its answer.
-        batch_tokens: of a device in a step.
         rate: learning rate; 0 for one by the target's size.
         disk_bytes: most that states may take.
         target: `vllm_graft.train.target.Target` as a dictionary.
@@ -40,6 +36,8 @@ class Job:
     texts: tuple[str, ...]
     out: str
     states: str
+    target: dict[str, Any]
+    disk_bytes: int
     flags: tuple[str, ...] = ()
     minutes: float = 60.0
     answer_minutes: float = 24.0
@@ -53,9 +51,7 @@ class Job:
     rate: float = 0.0
     seed: int = 0
     save_seconds: float = 300.0
-    disk_bytes: int = 0
     keep: bool = False
-    target: dict[str, Any] | None = None
 
     @property
     def work(self) -> Path:
@@ -71,9 +67,8 @@ class Job:
     def load(cls, work: Path) -> Job:
         """Read the job of a run's folder."""
         found = json.loads((work / _FILE).read_text())
-        for name in ("texts", "flags", "temperatures"):
-            found[name] = tuple(found[name])
-        return cls(**found)
+        tuples = {name: tuple(found[name]) for name in ("texts", "flags", "temperatures")}
+        return cls(**{**found, **tuples})
 
     def continues(self) -> bool:
         """Whether the folder has a run of this very job.
@@ -81,24 +76,22 @@ class Job:
         Raises:
             ConfigError: it has one of another job.
         """
-        try:
-            before = Job.load(self.work)
-        except FileNotFoundError:
+        if not (self.work / _FILE).exists():
             return False
-        except (ValueError, TypeError, KeyError) as error:
+        try:
+            before = json.loads((self.work / _FILE).read_text())
+        except ValueError as error:
             raise ConfigError(
                 f"--out {self.out}: {self.work / _FILE} can't be read ({error}): remove "
                 f"{self.work}, or give another folder."
             ) from None
-        for each in fields(self):
-            old, new = getattr(before, each.name), getattr(self, each.name)
-            if old != new and each.name not in MAY_CHANGE:
-                name = "MODEL" if each.name == "model" else f"--{each.name.replace('_', '-')}"
-                if each.name == "target":
-                    name = f"the configuration of {self.model}"
+        for name, new in json.loads(json.dumps(asdict(self))).items():
+            if name not in _ANEW and (old := before.get(name)) != new:
+                flag = {"model": "MODEL", "target": f"the configuration of {self.model}"}
                 raise ConfigError(
-                    f"--out {self.out} has a run that was begun with other settings: {name} was "
-                    f"{shown(old)} and is {shown(new)}. Give what it was begun with, or another "
-                    f"folder, or remove {self.work}."
+                    f"--out {self.out} has a run that was begun with other settings: "
+                    f"{flag.get(name, f'--{name}'.replace('_', '-'))} was {shown(old)} and is "
+                    f"{shown(new)}. Give what it was begun with, or another folder, or remove "
+                    f"{self.work}."
                 )
         return True

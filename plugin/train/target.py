@@ -69,35 +69,33 @@ class Target:
         """
         _require_trainable(model_config)
         text = model_config.hf_text_config
-        layers, hidden = text.num_hidden_layers, text.hidden_size
-        heads = text.num_attention_heads
-        ffn = getattr(text, "intermediate_size", None)
+        layers, hidden = model_config.get_total_num_hidden_layers(), model_config.get_hidden_size()
+        heads, ffn = text.num_attention_heads, _fact(text, "intermediate_size")
         files = _files(model_config)
         embedding, norm, output = _ends(files, str(model_config.model))
+        taken = (embedding, output, norm, norm.removesuffix("weight") + "bias")
         scale = 1.0
         for name, power in _SCALES.items():
-            scale *= float(getattr(text, name, None) or 1.0) ** power
+            scale *= float(_fact(text, name) or 1.0) ** power
         return cls(
             architectures=tuple(model_config.architectures),
             layers=layers,
             hidden=hidden,
             ffn=ffn if type(ffn) is int and ffn >= hidden else 4 * hidden,
             heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head=getattr(text, "head_dim", None) or hidden // heads,
-            eps=float(getattr(text, "rms_norm_eps", None) or 1e-5),
+            kv_heads=model_config.get_total_num_kv_heads(),
+            head=model_config.get_head_size(),
+            eps=float(_fact(text, "rms_norm_eps") or 1e-5),
             theta=_theta(text),
             vocab=model_config.get_vocab_size(),
-            max_length=getattr(text, "max_position_embeddings", None) or 4096,
+            max_length=_fact(text, "max_position_embeddings") or 4096,
             aux=read_layers(layers),
             embedding=embedding,
             norm=norm,
             output=output,
-            files={
-                name: file for name, file in files.items() if _named(name, norm, output, embedding)
-            },
+            files={name: files[name] for name in taken if name in files},
             scale=scale,
-            softcap=float(getattr(text, "final_logit_softcapping", None) or 0.0),
+            softcap=float(_fact(text, "final_logit_softcapping") or 0.0),
             bytes_each=model_config.dtype.itemsize,
         )
 
@@ -145,14 +143,22 @@ def _require_trainable(model_config: Any) -> None:
         )
 
 
+def _fact(text: Any, name: str) -> Any:
+    """A value of a configuration; None where there is none, or one for each layer."""
+    try:
+        return getattr(text, name, None)
+    except Exception:  # Transformers' own, of configurations whose layers differ.
+        return None
+
+
 def _theta(text: Any) -> float:
-    given = getattr(text, "rope_parameters", None)
+    given = _fact(text, "rope_parameters")
     given = given if isinstance(given, Mapping) else {}
     # One set, or one for each kind of layer.
     for each in (given, *(value for value in given.values() if isinstance(value, Mapping))):
         if theta := each.get("rope_theta"):
             return float(theta)
-    return float(getattr(text, "rope_theta", None) or 10000.0)
+    return float(_fact(text, "rope_theta") or 10000.0)
 
 
 def checkpoint_file(model: str, revision: str | None, name: str) -> Path | None:
@@ -214,10 +220,6 @@ def _ending(files: Mapping[str, str], names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         found = (each for each in files if f".{each}".endswith(f".{name}.weight"))
         yield from sorted((each for each in found if ".layers." not in each), key=len)
-
-
-def _named(name: str, norm: str, *others: str) -> bool:
-    return name in (norm, norm.removesuffix("weight") + "bias", *others)
 
 
 def copy_tokenizer(model: str, revision: str | None, folder: Path) -> list[str]:

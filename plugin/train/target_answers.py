@@ -101,20 +101,23 @@ class Answering:
 
     Args:
         llm: a ``vllm.LLM`` with `engine_options`.
-        part: number of this engine.
-        most_bytes: of this engine's states.
+        part, parts: number of this engine, and how many there are.
         shows: whether to draw a progress bar.
     """
 
     def __init__(
-        self, llm: Any, job: Job, part: int, most_bytes: int, *, shows: bool = False
+        self, llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool = False
     ) -> None:
         self.engine, self.job, self.folder = llm.llm_engine, job, Path(job.states)
-        self.target = Target.load(job.target or {})
+        self.target = Target.load(job.target)
         (self.folder / OTHER).mkdir(parents=True, exist_ok=True)
-        self.done = {entry.number for entry in states.read_entries(self.folder)}
+        found = states.read_entries(self.folder)
+        self.done = {entry.number for entry in found}
         self.index = states.index_of(self.folder, part).open("a")
-        self.room, self.shows = most_bytes, shows
+        # In tokens, of all engines; what is in flight may become as long as a text may be.
+        self.taken = sum(entry.tokens for entry in found) // parts
+        self.most = job.disk_bytes // self.target.token_bytes // parts
+        self.shows = shows
         self.at_a_time = 2 * self.engine.vllm_config.scheduler_config.max_num_seqs
         self.unwritten: deque[Entry] = deque()
         self.count, self.tokens = len(self.done), 0
@@ -130,9 +133,10 @@ class Answering:
         with Progress(what, shows=self.shows) as bar:
             while True:
                 passed = time.perf_counter() - began
-                if passed < seconds and self.room > 0:
-                    for turn in islice(turns, self.at_a_time - len(waiting)):
-                        waiting[self._add(turn)] = turn
+                room = (self.most - self.taken) // self.job.longest
+                free = min(self.at_a_time, room) - len(waiting) if passed < seconds else 0
+                for turn in islice(turns, max(0, free)):
+                    waiting[self._add(turn)] = turn
                 if not waiting:
                     break
                 for output in self.engine.step():
@@ -144,15 +148,14 @@ class Answering:
     def _add(self, turn: Turn) -> str:
         from vllm import SamplingParams
 
-        # What is in flight has its room already.
-        self.room -= self.target.token_bytes * (len(turn.tokens) + self._most(turn))
+        most = 1 if turn.temperature < 0 else self.job.max_tokens
         kept = {
             "include_output_tokens": turn.temperature >= 0,
             "hidden_states_path": str(states.file_of(self.folder, turn.number)),
         }
         params = SamplingParams(
             temperature=max(0.0, turn.temperature),
-            max_tokens=self._most(turn),
+            max_tokens=min(most, self.job.longest - len(turn.tokens)),
             seed=self.job.seed + turn.number,
             detokenize=False,
             extra_args={"kv_transfer_params": kept},
@@ -161,19 +164,13 @@ class Answering:
         self.engine.add_request(name, {"prompt_token_ids": turn.tokens}, params)
         return name
 
-    def _most(self, turn: Turn) -> int:
-        """Tokens that may be drawn; reading a text takes one."""
-        most = 1 if turn.temperature < 0 else self.job.max_tokens
-        return min(most, self.job.longest - len(turn.tokens))
-
     def _finish(self, turn: Turn, output: Any) -> None:
         drawn = len(output.outputs[0].token_ids)
         # The last token was never an input, so that it has no states.
         length = len(turn.tokens) + (drawn - 1 if turn.temperature >= 0 else 0)
         entry = Entry(turn.number, length, turn.prompt, turn.temperature, turn.held_out)
-        most = len(turn.tokens) + self._most(turn)
-        self.room += self.target.token_bytes * (most - length)
         self.count, self.tokens = self.count + 1, self.tokens + drawn
+        self.taken += length
         self.unwritten.append(entry)
         self._note()
 
@@ -216,7 +213,7 @@ class Answering:
 
 def engine_options(job: Job) -> dict[str, Any]:
     """What an engine takes beside the user's flags to hand out its states."""
-    layers = Target.load(job.target or {}).taken
+    layers = Target.load(job.target).taken
     hidden = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
     return {
         "speculative_config": {
@@ -265,7 +262,7 @@ def answer_all(llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool
     first = len(held_out) * len(measured)
     own = asked(learned, tokenizer, job, job.temperatures, first, held_out=False)
     others = written(learned, tokenizer, job, first + len(learned) * len(job.temperatures))
-    answering = Answering(llm, job, part, job.disk_bytes // parts, shows=shows)
+    answering = Answering(llm, job, part, parts, shows=shows)
     seconds = 60 * job.answer_minutes
     what = "answers" if parts == 1 else f"answers (one engine of {parts})"
     ours = (islice(each, part, None, parts) for each in (held, own))

@@ -96,7 +96,7 @@ class Training:
 
     def __init__(self, job: Job, device: torch.device, seconds: float) -> None:
         self.job, self.device = job, device
-        self.target, self.folder = Target.load(job.target or {}), Path(job.states)
+        self.target, self.folder = Target.load(job.target), Path(job.states)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         entries = useful(states.read_entries(self.folder), job.passes)

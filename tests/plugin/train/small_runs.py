@@ -37,7 +37,7 @@ def job_of(folder: Path, model: Path = SHIPPED / "target", **settings: Any) -> J
         "passes": 3,
         "batch_tokens": 512,
         "rate": 3e-3,
-        "steps": 120,
+        "steps": 80,
         "answer_minutes": 0.3,
         "disk_bytes": 2**30,
     }

@@ -14,13 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from tests.plugin.train.small_runs import answered, begun, job_of, one_thread, weights
+from tests.support.models.window_models import write_gemma4, write_gpt_oss
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.testing import cpu_engine, greedy, spec_metrics
+from vllm_graft.testing.models.llama import write_tokenizer
 from vllm_graft.train import states
 from vllm_graft.train.agreement import Agreement, agreement
 from vllm_graft.train.draft_head import Head, load_head, save_head
 from vllm_graft.train.job import Job
 from vllm_graft.train.lessons import batches
 from vllm_graft.train.output_layers import FORMS
+from vllm_graft.train.target_answers import answer_all, engine_options
 from vllm_graft.train.training import REPORT, Training, begin_like_the_target
 from vllm_graft.train.training_state import TrainingState
 
@@ -53,7 +57,7 @@ def test_states_are_those_of_transformers(job: Job) -> None:
     kinds = {(each.temperature, each.held_out) for each in entries}
     assert kinds >= {(0.0, True), (1.0, True), (0.0, False), (0.6, False), (1.0, False)}
     assert (-1.0, False) in kinds
-    layers: Any = (job.target or {})["aux"]
+    layers = job.target["aux"]
     for entry in (entries[0], entries[-1]):
         taken, tokens = states.load(folder, entry)
         assert taken.shape == (entry.tokens, len(layers) + 1, 128)
@@ -80,6 +84,27 @@ def test_the_target_s_logits_are_made_of_its_last_states(job: Job) -> None:
     layers.output = layers.output.roll(1, 0)
     with pytest.raises(ConfigError, match="of its own greedy tokens"):
         layers.find_form(Path(job.states), entries)
+
+
+def drafting(head: Path, tokens: int, tree: dict[str, int] | None) -> dict[str, Any]:
+    """Options of an engine that drafts by a head."""
+    spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": tokens}
+    graft = {"graft": {"tree": tree}} if tree else {}
+    return {"speculative_config": spec, "additional_config": graft}
+
+
+def write_qwen3_moe(folder: Path) -> None:
+    """Write a random target with experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_experts": 4,
+        "num_experts_per_tok": 2, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 32,
+        "num_key_value_heads": 1, "vocab_size": 512, "initializer_range": 0.15,
+        "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).to(torch.bfloat16).save_pretrained(folder)
 
 
 def on_learned(training: Training) -> Agreement:
@@ -170,8 +195,6 @@ def test_trees_of_it_are_accepted_more_than_of_an_untrained_head(
 ) -> None:
     from vllm import SamplingParams
 
-    from vllm_graft.testing import cpu_engine, spec_metrics
-
     untrained = Path(job.out).with_name("untrained")
     torch.manual_seed(5)
     save_head(Head(trained.head.config), trained.lessons.ids, untrained)
@@ -184,17 +207,11 @@ def test_trees_of_it_are_accepted_more_than_of_an_untrained_head(
     ][:12]
     lengths, said = {}, []
     for name, head, tree in (
-        ("chain", job.out, None),
-        ("tree", job.out, {"topk": 3, "steps": 3}),
-        ("untrained", str(untrained), {"topk": 3, "steps": 3}),
+        ("chain", Path(job.out), None),
+        ("tree", Path(job.out), {"topk": 3, "steps": 3}),
+        ("untrained", untrained, {"topk": 3, "steps": 3}),
     ):
-        tokens = 3 if tree is None else 9
-        options: dict[str, Any] = {
-            "speculative_config": {"model": head, "num_speculative_tokens": tokens},
-            "additional_config": {"graft": {"tree": tree}} if tree else {},
-        }
-        options["speculative_config"]["method"] = "eagle3"
-        with cpu_engine(job.model, **options) as llm:
+        with cpu_engine(job.model, **drafting(head, 9 if tree else 3, tree)) as llm:
             found = llm.generate(asked, params, use_tqdm=False)
             said.append([each.outputs[0].token_ids for each in found])
             lengths[name] = spec_metrics(llm).acceptance_length
@@ -207,21 +224,43 @@ def test_trees_of_it_are_accepted_more_than_of_an_untrained_head(
 
 
 def test_answers_go_on_and_a_lack_of_room_ends_them(job: Job, tmp_path: Path) -> None:
-    from vllm_graft.testing import cpu_engine
-    from vllm_graft.train.target_answers import answer_all, engine_options
-
-    # A text and a half: requests in flight keep their room.
-    token_bytes = 4 * 128 * 4
+    token_bytes = 4 * 128 * 2
     small = dataclasses.replace(
-        job, states=str(tmp_path), disk_bytes=60 * token_bytes, answer_minutes=1.0
+        job, states=str(tmp_path), disk_bytes=300 * token_bytes, answer_minutes=1.0
     )
     with cpu_engine(job.model, **engine_options(small)) as llm:
         answer_all(llm, small)
         first = states.read_entries(tmp_path)
         answer_all(llm, small)
+        assert states.read_entries(tmp_path) == first
+        answer_all(llm, dataclasses.replace(small, disk_bytes=600 * token_bytes))
         second = states.read_entries(tmp_path)
     assert 0 < len(first) < len(second) < len(states.read_entries(Path(job.states)))
     assert second[: len(first)] == first
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss", "gemma4"])
+def test_other_families_give_states_and_learn(kind: str, tmp_path: Path) -> None:
+    """Experts, sinks and windows, layers of different sizes, and a soft cap of logits."""
+    model = tmp_path / "target"
+    if kind == "gpt-oss":
+        write_gpt_oss(model)
+    elif kind == "gemma4":
+        write_gemma4(model)
+    else:
+        write_qwen3_moe(model)
+    write_tokenizer(model)
+    job = job_of(tmp_path, model, answer_minutes=0.02, max_tokens=12, steps=8, rate=1e-3)
+    answered(job)
+    training = begun(job, tmp_path / "head")
+    assert training.lessons.layers.form == FORMS[0]
+    with one_thread():
+        assert training.run()
+    assert training.losses[-1] < training.losses[0]
+    training.finish()
+    with cpu_engine(job.model, **drafting(tmp_path / "head", 2, None)) as llm:
+        assert len(greedy(llm, ["def f(x):"], 6)[0]) == 6
 
 
 def test_a_head_begins_like_its_target(job: Job) -> None:

@@ -36,10 +36,9 @@ _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
-ANSWER_SHARE = 0.4
-"""Share of the minutes in which the target answers, where nothing else is asked for."""
+ANSWER_SHARE, DISK_SHARE = 0.4, 0.8
+"""Of the minutes, for answers, and of what is free, for states, where nothing else is said."""
 
-DISK_SHARE = 0.8
 LEAST_TOKENS = 20_000
 """Tokens whose states have to have room; some answers."""
 
@@ -47,6 +46,22 @@ _ANSWERED = "answered"
 """File that says that the answers are complete."""
 
 _ENGINE, _TRAINING = "vllm_graft.train.target_answers", "vllm_graft.train.training"
+
+
+_NUMBERS: dict[str, tuple[float, float, str]] = {
+    "--minutes": (0.01, 60.0, "for all of it"),
+    "--answer-minutes": (0, 0.0, "for the target's answers without its start; 0: 40 %% of all"),
+    "--max-tokens": (2, 512, "of an answer"),
+    "--longest": (16, 1024, "tokens of a question with its answer"),
+    "--draft-vocab": (1, 32000, "tokens that the head can draft, at most half of the target's"),
+    "--passes": (1, 6, "depth of drafts that is trained for"),
+    "--batch-tokens": (16, 8192, "tokens of a step on each device"),
+    "--rate": (0, 0.0, "learning rate; 0: by the target's size"),
+    "--steps": (0, 0, "of training, at most; 0: no limit"),
+    "--seed": (0, 0, "of all draws"),
+    "--save-seconds": (0, 300.0, "between two checkpoints"),
+}
+"""Options that are numbers: the least, the default, and what they mean."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -57,24 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     told = "*.jsonl or *.json with messages, conversations, prompt or text in a row, or plain text"
     add("--texts", nargs="+", required=True, metavar="FILE", help=told)
     add("--out", required=True, metavar="HEAD", help="folder of the head, which is made")
-    add("--minutes", type=float, default=60.0, help="for all of it (default: %(default)g)")
-    told = "for the target's answers, without its start (default: 40 %% of --minutes)"
-    add("--answer-minutes", type=float, help=told)
+    for name, (_, default, text) in _NUMBERS.items():
+        add(name, type=type(default), default=default, help=f"{text} (default: %(default)g)")
     told = "of answers, in turns (default: 0 0.6 1)"
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0], help=told)
-    add("--max-tokens", type=int, default=512, help="of an answer (default: %(default)s)")
-    told = "tokens of a question with its answer (default: %(default)s)"
-    add("--longest", type=int, default=1024, help=told)
-    told = "tokens that the head can draft, the most frequent (default: %(default)s, or half)"
-    add("--draft-vocab", type=int, default=32000, help=told)
-    add("--passes", type=int, default=6, help="depth that is trained for (default: %(default)s)")
-    told = "tokens of a step on each device (default: %(default)s)"
-    add("--batch-tokens", type=int, default=8192, help=told)
-    add("--rate", type=float, default=0.0, help="learning rate (default: by the target's size)")
-    add("--steps", type=int, default=0, help="of training, at most (default: no limit)")
-    add("--seed", type=int, default=0)
-    told = "seconds between two checkpoints (default: %(default)g)"
-    add("--save-seconds", type=float, default=300.0, help=told)
     add("--states", metavar="FOLDER", help="where hidden states wait (default: in HEAD)")
     told = "most that they may take, as 200GiB (default: 80 %% of what is free)"
     add("--disk", metavar="SIZE", help=told)
@@ -135,13 +136,10 @@ def tell(*lines: str) -> None:
 
 def _require_options(read: argparse.Namespace) -> None:
     """Refuse numbers that mean nothing."""
-    least = {"max_tokens": 2, "longest": 16, "draft_vocab": 1, "passes": 1, "batch_tokens": 1}
-    others = ("minutes", "answer_minutes", "rate", "steps", "save_seconds")
-    for name, low in {**least, **dict.fromkeys(others, 0)}.items():
-        value = getattr(read, name)
-        if value is not None and not low <= value < float("inf"):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is {value}: give a number from {low} on.")
+    for flag, (low, _, _) in _NUMBERS.items():
+        value = getattr(read, flag[2:].replace("-", "_"))
+        if not low <= value < float("inf"):
+            raise ConfigError(f"{flag} is {value}: give a number from {low} on.")
     if any(not 0 <= each <= 2 for each in read.temperatures) or 0.0 not in read.temperatures:
         raise ConfigError(
             f"--temperatures is {' '.join(map(str, read.temperatures))}: give numbers from 0 to 2, "
@@ -219,9 +217,8 @@ def _job_of(
             f"{human(least)}: give a folder with room, or a larger --disk."
         )
     given = {each.name: getattr(read, each.name, None) for each in fields(Job)}
-    if read.answer_minutes is None:
-        given["answer_minutes"] = ANSWER_SHARE * read.minutes
     found = {
+        "answer_minutes": read.answer_minutes or ANSWER_SHARE * read.minutes,
         "model": str(Path(read.model).resolve()) if Path(read.model).exists() else read.model,
         "texts": tuple(str(Path(each).resolve()) for each in read.texts),
         "out": str(out),

@@ -28,23 +28,18 @@ AGREE = 0.8
 class OutputLayers:
     """They do not change.
 
-    Args:
-        revision: of a repository.
-
     Attributes:
         embedding: ``[tokens, hidden]``.
         output: likewise.
         form: of the last norm.
     """
 
-    def __init__(
-        self, target: Target, model: str, revision: str | None, device: torch.device
-    ) -> None:
+    def __init__(self, target: Target, model: str, device: torch.device) -> None:
         self.target, self.form = target, FORMS[0]
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         found = {}
         for name, file in target.files.items():
-            path = checkpoint_file(model, revision, file)
+            path = checkpoint_file(model, target.revision, file)
             with safe_open(str(path), "pt") as tensors:
                 found[name] = tensors.get_tensor(name).to(device, dtype)
         self.embedding, self.output = found[target.embedding], found[target.output]

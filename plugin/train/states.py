@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -37,16 +36,14 @@ def file_of(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.safetensors"
 
 
-def write_entries(stream: IO[str], entries: Iterable[Entry]) -> None:
-    """Add lines to a part's index. A text without a line was not finished."""
-    for each in entries:
-        stream.write(json.dumps(asdict(each)) + "\n")
-    stream.flush()
-
-
 def index_of(folder: Path, part: int) -> Path:
     """The index of one of several engines."""
     return folder / f"index-{part}.jsonl"
+
+
+def note(index: IO[str], entry: Entry) -> None:
+    """Add a line to an index. A text without a line was not finished."""
+    index.write(json.dumps(asdict(entry)) + "\n")
 
 
 def read_entries(folder: Path) -> list[Entry]:

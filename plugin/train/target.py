@@ -41,6 +41,7 @@ class Target:
     """
 
     architectures: tuple[str, ...]
+    revision: str | None
     layers: int
     hidden: int
     ffn: int
@@ -79,6 +80,7 @@ class Target:
             scale *= float(_fact(text, name) or 1.0) ** power
         return cls(
             architectures=tuple(model_config.architectures),
+            revision=model_config.revision,
             layers=layers,
             hidden=hidden,
             ffn=ffn if type(ffn) is int and ffn >= hidden else 4 * hidden,

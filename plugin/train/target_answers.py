@@ -1,23 +1,26 @@
 """A target answers the questions of a run in an engine, which hands out its hidden states.
 
-Each engine of a run is a process of its own: ``python -m vllm_graft.train.target_answers WORK
-PART PARTS``.
+Each engine is a process of its own: ``python -m vllm_graft.train.target_answers WORK PART PARTS``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, reason_of
+from vllm_graft.plan.request import Request
 from vllm_graft.train import states
 from vllm_graft.train.job import Job
 from vllm_graft.train.progress import Progress
@@ -34,24 +37,11 @@ READING = 6
 OTHER = "other"
 """Folder for states that nobody reads."""
 
-_FLUSH_SECONDS = 120
+_LAST_SECONDS = 120
+"""For files of states behind the last answer."""
 
-
-@dataclass(frozen=True)
-class Turn:
-    """One request.
-
-    Attributes:
-        tokens: ids of the prompt; of the whole text, where the target only reads it.
-        prompt: how many of these somebody else than an assistant wrote.
-        temperature: of the answer; -1 where there is none to write.
-    """
-
-    number: int
-    tokens: list[int]
-    prompt: int
-    temperature: float
-    held_out: bool = False
+Asked = tuple[Entry, list[int]]
+"""A request as an entry without an answer, and the tokens that the target is given."""
 
 
 def tokens_of(tokenizer: Any, text: Messages | str, *, answer_follows: bool = True) -> list[int]:
@@ -67,33 +57,40 @@ def tokens_of(tokenizer: Any, text: Messages | str, *, answer_follows: bool = Tr
     return list(ids)
 
 
-def asked(
-    texts: Sequence[Text],
-    tokenizer: Any,
-    job: Job,
-    temperatures: Sequence[float],
-    first: int,
-    *,
-    held_out: bool,
-) -> Iterator[Turn]:
-    """Each question at one temperature, then, after all others had their turn, at the next."""
-    for turn in range(len(temperatures)):
-        for place, text in enumerate(texts):
-            tokens = tokens_of(tokenizer, text.prompt)
-            if 0 < len(tokens) <= job.longest // 2:
-                temperature = temperatures[(place + turn) % len(temperatures)]
-                number = first + turn * len(texts) + place
-                yield Turn(number, tokens, len(tokens), temperature, held_out)
+class Questions:
+    """The questions of a job that one of several engines is asked, each with a number of its own.
 
+    Each question comes at one temperature, then, after all others had their turn, at the next.
+    """
 
-def written(texts: Sequence[Text], tokenizer: Any, job: Job, first: int) -> Iterator[Turn]:
-    """What somebody wrote behind the questions, for the target to read."""
-    for place, text in enumerate(texts):
-        if text.whole is not None:
-            tokens = tokens_of(tokenizer, text.whole, answer_follows=False)[: job.longest - 1]
-            prompt = len(tokens_of(tokenizer, text.prompt))
-            if len(tokens) > prompt + 2:
-                yield Turn(first + place, tokens, prompt, -1.0)
+    def __init__(self, job: Job, tokenizer: Any, part: int, parts: int) -> None:
+        self.job, self.tokenizer, self.part, self.parts = job, tokenizer, part, parts
+        learned, shown = split(read_texts(job.texts, job.longest)[0])
+        measured, shown = sorted({0.0, max(job.temperatures)}), shown[:SHOWN]
+        first = len(shown) * len(measured)
+        own = self._asked(learned, job.temperatures, first, held_out=False)
+        self.own = chain(self._asked(shown, measured, 0, held_out=True), own)
+        self.written = self._written(learned, first + len(learned) * len(job.temperatures))
+
+    def _asked(
+        self, texts: Sequence[Text], temperatures: Sequence[float], first: int, *, held_out: bool
+    ) -> Iterator[Asked]:
+        for turn in range(len(temperatures)):
+            for place in range(self.part, len(texts), self.parts):
+                tokens = tokens_of(self.tokenizer, texts[place].prompt)
+                if 0 < (count := len(tokens)) <= self.job.longest // 2:
+                    number = first + turn * len(texts) + place
+                    temperature = temperatures[(place + turn) % len(temperatures)]
+                    yield Entry(number, count, count, temperature, held_out), tokens
+
+    def _written(self, texts: Sequence[Text], first: int) -> Iterator[Asked]:
+        """What somebody wrote behind the questions, for the target to read."""
+        for place in range(self.part, len(texts), self.parts):
+            if (whole := texts[place].whole) is not None:
+                tokens = tokens_of(self.tokenizer, whole, answer_follows=False)
+                tokens = tokens[: self.job.longest - 1]
+                prompt = len(tokens_of(self.tokenizer, texts[place].prompt))
+                yield Entry(first + place, len(tokens), prompt, -1.0, False), tokens
 
 
 class Answering:
@@ -105,121 +102,100 @@ class Answering:
         shows: whether to draw a progress bar.
     """
 
-    def __init__(
-        self, llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool = False
-    ) -> None:
+    def __init__(self, llm: Any, job: Job, part: int, parts: int, *, shows: bool) -> None:
         self.engine, self.job, self.folder = llm.llm_engine, job, Path(job.states)
-        self.target = Target.load(job.target)
         (self.folder / OTHER).mkdir(parents=True, exist_ok=True)
         found = states.read_entries(self.folder)
         self.done = {entry.number for entry in found}
         self.index = states.index_of(self.folder, part).open("a")
-        # In tokens, of all engines; what is in flight may become as long as a text may be.
+        # In tokens; what is in flight may become as long as a text may be.
+        self.most = job.disk_bytes // Target.load(job.target).token_bytes // parts
         self.taken = sum(entry.tokens for entry in found) // parts
-        self.most = job.disk_bytes // self.target.token_bytes // parts
-        self.shows = shows
         self.at_a_time = 2 * self.engine.vllm_config.scheduler_config.max_num_seqs
         self.unwritten: deque[Entry] = deque()
-        self.count, self.tokens = len(self.done), 0
+        self.shows = shows
 
-    def ask(self, turns: Iterator[Turn], seconds: float, what: str) -> None:
+    def ask(self, questions: Iterator[Asked], seconds: float, what: str) -> None:
         """Ask until `seconds` or the room for states are over, or all have answered.
 
         Raises:
             ConfigError: states can't be written.
         """
-        began, waiting = time.perf_counter(), dict[str, Turn]()
-        turns = (turn for turn in turns if turn.number not in self.done)
+        began, waiting = time.perf_counter(), dict[str, Entry]()
+        questions = (each for each in questions if each[0].number not in self.done)
         with Progress(what, shows=self.shows) as bar:
             while True:
                 passed = time.perf_counter() - began
                 room = (self.most - self.taken) // self.job.longest
                 free = min(self.at_a_time, room) - len(waiting) if passed < seconds else 0
-                for turn in islice(turns, max(0, free)):
-                    waiting[self._add(turn)] = turn
+                for entry, tokens in islice(questions, max(0, free)):
+                    self._add(entry, tokens)
+                    waiting[str(entry.number)] = entry
                 if not waiting:
                     break
                 for output in self.engine.step():
                     if output.finished:
                         self._finish(waiting.pop(output.request_id), output)
-                bar.update(passed / seconds, texts=self.count, tokens=self.tokens)
+                bar.update(passed / seconds, tokens=self.taken)
+        # An engine in this process gives the last states away in its next step.
+        self.engine.add_request("last", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
         self._settle()
 
-    def _add(self, turn: Turn) -> str:
-        from vllm import SamplingParams
-
-        most = 1 if turn.temperature < 0 else self.job.max_tokens
-        kept = {
-            "include_output_tokens": turn.temperature >= 0,
-            "hidden_states_path": str(states.file_of(self.folder, turn.number)),
-        }
+    def _add(self, entry: Entry, tokens: list[int]) -> None:
+        answers = entry.temperature >= 0
+        most = min(self.job.max_tokens, self.job.longest - len(tokens)) if answers else 1
+        path = str(states.file_of(self.folder, entry.number))
+        kept = {"include_output_tokens": answers, "hidden_states_path": path}
         params = SamplingParams(
-            temperature=max(0.0, turn.temperature),
-            max_tokens=min(most, self.job.longest - len(turn.tokens)),
-            seed=self.job.seed + turn.number,
+            temperature=max(0.0, entry.temperature),
+            max_tokens=most,
+            seed=self.job.seed + entry.number,
             detokenize=False,
             extra_args={"kv_transfer_params": kept},
         )
-        name = str(turn.number)
-        self.engine.add_request(name, {"prompt_token_ids": turn.tokens}, params)
-        return name
+        self.engine.add_request(str(entry.number), {"prompt_token_ids": tokens}, params)
 
-    def _finish(self, turn: Turn, output: Any) -> None:
-        drawn = len(output.outputs[0].token_ids)
-        # The last token was never an input, so that it has no states.
-        length = len(turn.tokens) + (drawn - 1 if turn.temperature >= 0 else 0)
-        entry = Entry(turn.number, length, turn.prompt, turn.temperature, turn.held_out)
-        self.count, self.tokens = self.count + 1, self.tokens + drawn
-        self.taken += length
+    def _finish(self, entry: Entry, output: Any) -> None:
+        if entry.temperature >= 0:
+            # The last token was never an input, so that it has no states.
+            drawn = len(output.outputs[0].token_ids) - 1
+            entry = dataclasses.replace(entry, tokens=entry.tokens + drawn)
+        self.taken += entry.tokens
         self.unwritten.append(entry)
         self._note()
 
     def _note(self) -> None:
         """Note what has been written meanwhile, in the order in which it ended."""
-        ready = []
         while self.unwritten:
             if not states.file_of(self.folder, self.unwritten[0].number).exists():
                 break
-            ready.append(self.unwritten.popleft())
-        states.write_entries(self.index, ready)
-        self.done |= {entry.number for entry in ready}
+            states.note(self.index, self.unwritten.popleft())
+        self.index.flush()
 
     def _settle(self) -> None:
-        """Wait for the last files.
-
-        Raises:
-            ConfigError: they don't come.
-        """
-        from vllm import SamplingParams
-
-        # An engine in this process gives the last states away in its next step.
-        self.engine.add_request("last", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
-        until = time.perf_counter() + _FLUSH_SECONDS
+        until = time.perf_counter() + _LAST_SECONDS
         while self.unwritten and time.perf_counter() < until:
             self._note()
-            time.sleep(0.02 if self.unwritten else 0)
+            time.sleep(0.02)
         if self.unwritten:
-            import shutil
-
             free = human(shutil.disk_usage(self.folder).free)
             raise ConfigError(
                 f"--states {self.folder}: the states of {len(self.unwritten)} texts are not "
-                f"there after {_FLUSH_SECONDS} s, with {free} free. The engine's log above says "
+                f"there after {_LAST_SECONDS} s, with {free} free. The engine's log above says "
                 "why; give a folder with room, or a lower --disk."
             )
 
 
 def engine_options(job: Job) -> dict[str, Any]:
     """What an engine takes beside the user's flags to hand out its states."""
-    layers = Target.load(job.target).taken
-    hidden = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    layers = {"eagle_aux_hidden_state_layer_ids": list(Target.load(job.target).taken)}
     return {
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": hidden,
+            "draft_model_config": {"hf_config": layers},
         },
         "kv_transfer_config": {
             "kv_connector": "StateWriter",
@@ -238,42 +214,25 @@ def engine_options(job: Job) -> dict[str, Any]:
 
 def make_engine(job: Job) -> Any:
     """A ``vllm.LLM`` with the user's flags and ours."""
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_graft.plan.request import Request
-
     given = Request.parse([job.model, *job.flags], preset=False)
-    options = {
-        each.name: getattr(given.engine, each.name) for each in dataclasses.fields(EngineArgs)
-    }
+    names = [each.name for each in dataclasses.fields(EngineArgs)]
+    options = {name: getattr(given.engine, name) for name in names} | engine_options(job)
     if not given.has("--max-model-len"):
         options["max_model_len"] = job.longest
-    return LLM(**{**options, **engine_options(job)})
+    return LLM(**options)
 
 
 def answer_all(llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool = False) -> None:
     """Have an engine answer its part of the questions, and read what was written to them."""
-    tokenizer = llm.get_tokenizer()
-    learned, held_out = split(read_texts(job.texts, job.longest)[0])
-    measured = sorted({0.0, max(job.temperatures)})
-    held_out = held_out[:SHOWN]
-    held = asked(held_out, tokenizer, job, measured, 0, held_out=True)
-    first = len(held_out) * len(measured)
-    own = asked(learned, tokenizer, job, job.temperatures, first, held_out=False)
-    others = written(learned, tokenizer, job, first + len(learned) * len(job.temperatures))
-    answering = Answering(llm, job, part, parts, shows=shows)
-    seconds = 60 * job.answer_minutes
-    what = "answers" if parts == 1 else f"answers (one engine of {parts})"
-    ours = (islice(each, part, None, parts) for each in (held, own))
-    answering.ask(chain(*ours), seconds, what)
-    answering.ask(islice(others, part, None, parts), seconds / READING, "texts as written")
+    questions = Questions(job, llm.get_tokenizer(), part, parts)
+    answering, seconds = Answering(llm, job, part, parts, shows=shows), 60 * job.answer_minutes
+    answering.ask(questions.own, seconds, "answers")
+    answering.ask(questions.written, seconds / READING, "texts as written")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run one engine."""
-    work, part, parts = Path(arguments[0]), int(arguments[1]), int(arguments[2])
-    job = Job.load(work)
+    job, part, parts = Job.load(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     try:
         llm = make_engine(job)
     except Exception as error:  # Whatever vLLM, a device or a checkpoint says.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
 
 
 def _of_file(file: Path, longest: int) -> tuple[list[Text], list[str]]:
+    """The questions of a file, and why rows have none."""
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -97,10 +99,10 @@ def _of_file(file: Path, longest: int) -> tuple[list[Text], list[str]]:
         raise ConfigError(f"--texts {str(file)!r} is empty: give a file with texts, or drop it.")
     if file.suffix not in (".json", ".jsonl"):
         return list(_pieces(content, longest)), []
-    found, left_out = [], []
-    for place, row in _rows(file, content):
+    found, left_out = list[Text](), list[str]()
+    for place, read in _rows(file, content):
         try:
-            found += _of_row(row, longest)
+            found += _of_row(read(), longest)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             left_out.append(f"{place}: {error}")
     if not found:
@@ -111,12 +113,12 @@ def _of_file(file: Path, longest: int) -> tuple[list[Text], list[str]]:
     return found, left_out
 
 
-def _rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
-    """Each row with the words for its place, or the error of its JSON."""
+def _rows(file: Path, content: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The place of each row, and what reads it."""
     if file.suffix == ".jsonl":
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
-                yield f"line {number}", _loaded(line)
+                yield f"line {number}", partial(json.loads, line)
         return
     try:
         whole = json.loads(content)
@@ -125,16 +127,8 @@ def _rows(file: Path, content: str) -> Iterator[tuple[str, Any]]:
             f"--texts {str(file)!r} is not JSON: {error}. Mend it, or name a file with a row in "
             "each line *.jsonl."
         ) from None
-    yield from (
-        (f"row {n}", row) for n, row in enumerate(whole if type(whole) is list else [whole])
-    )
-
-
-def _loaded(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        return error
+    for number, row in enumerate(whole if isinstance(whole, list) else [whole]):
+        yield f"row {number}", partial(lambda row: row, row)
 
 
 def _of_row(row: Any, longest: int) -> list[Text]:
@@ -143,8 +137,6 @@ def _of_row(row: Any, longest: int) -> list[Text]:
     Raises:
         ValueError: it has none, and why.
     """
-    if isinstance(row, ValueError):
-        raise ValueError(f"it is no JSON: {row}")
     if isinstance(row, str):
         return list(_pieces(row, longest))
     if not isinstance(row, dict):

@@ -91,11 +91,11 @@ class Training:
     """One run of one process.
 
     Args:
-        seconds: for training, from the end of the start on.
+        until: seconds since 1970; by then the head is written.
     """
 
-    def __init__(self, job: Job, device: torch.device, seconds: float) -> None:
-        self.job, self.device = job, device
+    def __init__(self, job: Job, device: torch.device, until: float) -> None:
+        self.job, self.device, self.until = job, device, until
         self.target, self.folder = Target.load(job.target), Path(job.states)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -108,7 +108,7 @@ class Training:
                 f"{len(self.shown)} held-out ones that are long enough for --passes {job.passes}: "
                 "give more --texts, or more --answer-minutes."
             )
-        layers = OutputLayers(self.target, job.model, revision_of(job), device)
+        layers = OutputLayers(self.target, job.model, device)
         layers.find_form(self.folder, self.shown)
         own = [each for each in self.learned if each.temperature >= 0] or self.learned
         most = min(job.draft_vocab, self.target.vocab // 2)
@@ -124,14 +124,13 @@ class Training:
             self.head.parameters(), betas=(0.9, 0.95), weight_decay=0.0
         )
         self.rate = job.rate or RATE * min(1.0, RATE_HIDDEN / self.target.hidden)
-        self.step, self.before, self.seconds = 0, 0.0, seconds
+        # Seconds that are over, and those of the whole run.
+        self.step, self.before, self.seconds = 0, 0.0, math.inf
         self.losses: list[float] = []
         if state := TrainingState.load(job.work, device):
             self.head.load_state_dict(state.head)
             self.optimizer.load_state_dict(state.optimizer)
-            self.step, self.before = state.step, state.seconds
-            # The rate goes on where it was, unless less time is left for it.
-            self.seconds = min(state.whole, self.before + seconds)
+            self.step, self.before, self.seconds = state.step, state.seconds, state.whole
 
     def run(self, *, shows: bool = False, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Train until time or steps are over; return whether they are.
@@ -141,6 +140,9 @@ class Training:
             stopped: asked in each step; a run that is stopped goes on from where it was.
         """
         job, began = self.job, time.perf_counter()
+        left = max(1.0, self.until - time.time() - MEASURE_SECONDS)
+        # The rate goes on where it was, unless less time is left for it.
+        self.seconds = min(self.seconds, self.before + left)
         saved, looked, told = began, -1, dict[str, str]()
         given = islice(
             endless(self.learned, job.batch_tokens, job.seed, self.ranks), self.step, None
@@ -231,15 +233,6 @@ class Training:
         (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def revision_of(job: Job) -> str | None:
-    """The revision that the flags name."""
-    for place, each in enumerate(job.flags):
-        name, given, value = each.partition("=")
-        if name == "--revision":
-            return value if given else job.flags[place + 1]
-    return None
-
-
 def begin_ranks() -> torch.device:
     """Join the other processes that ``torchrun`` started, if it did; return this one's device."""
     cuda, rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
@@ -254,16 +247,15 @@ def begin_ranks() -> torch.device:
 
 def main(arguments: Sequence[str]) -> None:
     """Train in this process until the moment ``arguments[1]`` (seconds since 1970)."""
-    job = Job.load(Path(arguments[0]))
-    asked: list[int] = []
+    job, asked = Job.load(Path(arguments[0])), list[int]()
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, frame: asked.append(number))
     device = begin_ranks()
     try:
-        left = float(arguments[1]) - time.time() - MEASURE_SECONDS
-        training = Training(job, device, max(1.0, left))
-        shows = training.rank == 0
-        over = training.run(shows=shows, stopped=lambda: bool(asked))
+        training = Training(job, device, float(arguments[1]))
+        over = training.run(shows=training.rank == 0, stopped=lambda: bool(asked))
+        if dist.is_initialized():
+            dist.destroy_process_group()
         if over and training.rank == 0:
             training.finish()
     except torch.OutOfMemoryError as error:
@@ -274,9 +266,6 @@ def main(arguments: Sequence[str]) -> None:
         )
     except GraftError as error:
         sys.exit(str(error))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     if not over:
         sys.exit(f"stopped at step {training.step}: give the same command again, and it goes on")
 

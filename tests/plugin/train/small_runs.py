@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ def begun(job: Job, out: Path) -> Training:
     """Training of a job in a folder of its own, or what goes on there."""
     job = dataclasses.replace(job, out=str(out))
     job.save()
-    return Training(job, torch.device("cpu"), 1e9)
+    return Training(job, torch.device("cpu"), math.inf)
 
 
 def weights(training: Training) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ def refusal(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--minutes", "-1"], "--minutes is -1.0: give a number from 0 on"),
+        (["--minutes", "-1"], "--minutes is -1.0: give a number from 0.01 on"),
         (["--passes", "0"], "--passes is 0: give a number from 1 on"),
         (["--temperatures", "0.7"], "--temperatures is 0.7: give numbers from 0 to 2, 0 among"),
         (["--batch-tokens", "100"], "--batch-tokens is 100, and a text may have --longest 1024"),

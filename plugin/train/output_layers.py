@@ -21,8 +21,9 @@ LOGITS = 2**27
 FORMS = ("rms", "rms of one more", "layer")
 """What the last norm may be: RMSNorm by its weight, by one more than that, or LayerNorm."""
 
-AGREE = 0.8
-"""Share of its own greedy tokens that a target's logits have to give; the rest are near ties."""
+AGREE, NEAR = 0.8, 0.05
+"""Share of its own greedy tokens that a target's logits have to give; the rest are near ties. Forms
+whose shares are so near agree."""
 
 
 class OutputLayers:
@@ -72,31 +73,37 @@ class OutputLayers:
         return target.softcap * (logits / target.softcap).tanh() if target.softcap else logits
 
     def find_form(self, folder: Path, entries: Sequence[Entry]) -> None:
-        """Choose the form by which the target's states give its own greedy answers.
+        """Choose the form by which the target's states give its own answers: greedy ones are its
+        likeliest tokens, and of forms that agree, drawn ones are likeliest by the right one.
 
         Raises:
-            ConfigError: none does.
+            ConfigError: none gives them.
         """
-        greedy = [
-            entry for entry in entries if entry.temperature == 0 and entry.tokens > entry.prompt
-        ]
-        last, wanted = [], []
-        for entry in greedy[:8]:
-            taken, tokens = states.load(folder, entry)
-            place = max(0, entry.prompt - 1)
-            last.append(taken[place:-1, self.target.taken.index(self.target.layers)])
-            wanted.append(tokens[place + 1 :])
-        if not greedy:
-            return
-        rows, tokens = torch.cat(last).to(self.norm.device), torch.cat(wanted)
-        agreed = {}
+        found = {}
         for self.form in FORMS:
-            best = torch.cat([self.logits(part).argmax(-1).cpu() for part in rows.split(1024)])
-            agreed[self.form] = (best == tokens).float().mean().item()
-        self.form = max(FORMS, key=lambda form: agreed[form])
-        if agreed[self.form] < AGREE:
+            right, count, surprise = 0, 0, 0.0
+            for each in entries:
+                logits, tokens = self._at_answers(folder, each)
+                if each.temperature > 0:
+                    loss = F.cross_entropy(logits / each.temperature, tokens, reduction="sum")
+                    surprise += loss.item()
+                else:
+                    right += int((logits.argmax(-1) == tokens).sum().item())
+                    count += len(tokens)
+            found[self.form] = right / max(1, count), surprise
+        most = max(right for right, _ in found.values())
+        near = [form for form in FORMS if found[form][0] >= most - NEAR]
+        self.form = min(near, key=lambda form: found[form][1])
+        if most < AGREE:
             raise ConfigError(
                 f"MODEL: its output layer {self.target.output} behind {self.target.norm} gives "
-                f"{agreed[self.form]:.0%} of its own greedy tokens, so that its logits are made "
-                "in a way that training does not know. No head can be trained for it."
+                f"{most:.0%} of its own greedy tokens, so that its logits are made in a way that "
+                "training does not know. No head can be trained for it."
             )
+
+    def _at_answers(self, folder: Path, entry: Entry) -> tuple[Tensor, Tensor]:
+        """Logits ``[rows, vocab]`` and the tokens of an answer ``[rows]`` that were drawn there."""
+        taken, tokens = states.load(folder, entry)
+        first = max(1, entry.prompt)
+        last = taken[first - 1 : -1, self.target.taken.index(self.target.layers)]
+        return self.logits(last.to(self.norm.device)), tokens[first:].to(self.norm.device)

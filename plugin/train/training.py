@@ -51,6 +51,9 @@ MEASURE_SECONDS = 20
 RATE, RATE_HIDDEN = 1e-3, 1536
 """A learning rate, and the hidden size up to which it does."""
 
+FORM_TEXTS = 8
+"""Answers at a temperature that say of which form the target's last norm is."""
+
 REPORT = "training.json"
 """File of a head that says how it was trained."""
 
@@ -109,7 +112,9 @@ class Training:
                 "give more --texts, or more --answer-minutes."
             )
         layers = OutputLayers(self.target, job.model, device)
-        layers.find_form(self.folder, self.shown)
+        greedy = [each for each in self.shown if each.temperature == 0][:FORM_TEXTS]
+        drawn = [each for each in self.shown if each.temperature > 0][:FORM_TEXTS]
+        layers.find_form(self.folder, greedy + drawn)
         own = [each for each in self.learned if each.temperature >= 0] or self.learned
         most = min(job.draft_vocab, self.target.vocab // 2)
         ids, self.covered = frequent_tokens(self.folder, own, self.target.vocab, most)

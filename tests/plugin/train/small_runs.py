@@ -29,7 +29,7 @@ def target_of(model: Path) -> Target:
 def job_of(folder: Path, model: Path = SHIPPED / "target", **settings: Any) -> Job:
     """A job that takes seconds; its texts are prompts of the tests' own pair."""
     file = folder / "texts.jsonl"
-    prompts = json.loads((SHIPPED / "prompts.json").read_text())
+    prompts = json.loads((SHIPPED / "prompts.json").read_text())[:28]
     file.write_text("".join(json.dumps({"text": each}) + "\n" for each in prompts))
     small: dict[str, Any] = {
         "max_tokens": 40,
@@ -39,7 +39,7 @@ def job_of(folder: Path, model: Path = SHIPPED / "target", **settings: Any) -> J
         "batch_tokens": 512,
         "rate": 3e-3,
         "steps": 80,
-        "answer_minutes": 0.3,
+        "answer_minutes": 5.0,
         "disk_bytes": 2**30,
     }
     job = Job(

@@ -75,7 +75,7 @@ def test_states_are_those_of_transformers(job: Job) -> None:
 def test_the_target_s_logits_are_made_of_its_last_states(job: Job) -> None:
     """Negative control: what is put together wrongly gives other tokens, and is refused."""
     training = begun(job, Path(job.out).with_name("logits"))
-    layers, entries = training.lessons.layers, states.read_entries(Path(job.states))
+    layers, entries = training.lessons.layers, training.shown
     layers.find_form(Path(job.states), entries)
     assert layers.form == FORMS[0]
     layers.norm = layers.norm - 1

@@ -105,7 +105,12 @@ def test_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_head_comes_back_nearly_as_it_was(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 90}
+    config: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 90,
+    }
     config |= {"hidden_size": 32, "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
     config |= {"draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
     head = Head(config)

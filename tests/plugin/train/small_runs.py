@@ -38,7 +38,7 @@ def job_of(folder: Path, model: Path = SHIPPED / "target", **settings: Any) -> J
         "passes": 3,
         "batch_tokens": 512,
         "rate": 3e-3,
-        "steps": 80,
+        "steps": 120,
         "answer_minutes": 5.0,
         "disk_bytes": 2**30,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -36,14 +36,9 @@ def file_of(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.safetensors"
 
 
-def index_of(folder: Path, part: int) -> Path:
-    """The index of one of several engines."""
-    return folder / f"index-{part}.jsonl"
-
-
-def note(index: IO[str], entry: Entry) -> None:
-    """Add a line to an index. A text without a line was not finished."""
-    index.write(json.dumps(asdict(entry)) + "\n")
+def open_index(folder: Path, part: int) -> IO[str]:
+    """The index of one of several engines. A text without a line of it was not finished."""
+    return (folder / f"index-{part}.jsonl").open("a")
 
 
 def read_entries(folder: Path) -> list[Entry]:

@@ -6,6 +6,7 @@ Each engine is a process of its own: ``python -m vllm_graft.train.target_answers
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import sys
 import time
@@ -107,7 +108,7 @@ class Answering:
         (self.folder / OTHER).mkdir(parents=True, exist_ok=True)
         found = states.read_entries(self.folder)
         self.done = {entry.number for entry in found}
-        self.index = states.index_of(self.folder, part).open("a")
+        self.index = states.open_index(self.folder, part)
         # In tokens; what is in flight may become as long as a text may be.
         self.most = job.disk_bytes // Target.load(job.target).token_bytes // parts
         self.taken = sum(entry.tokens for entry in found) // parts
@@ -171,7 +172,8 @@ class Answering:
         while self.unwritten:
             if not states.file_of(self.folder, self.unwritten[0].number).exists():
                 break
-            states.note(self.index, self.unwritten.popleft())
+            done = dataclasses.asdict(self.unwritten.popleft())
+            self.index.write(json.dumps(done) + "\n")
         self.index.flush()
 
     def _settle(self) -> None:

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,6 @@ from vllm_graft.train.lessons import Lesson, Lessons, batches, endless, frequent
 from vllm_graft.train.output_layers import OutputLayers
 from vllm_graft.train.progress import Progress
 from vllm_graft.train.target import Target
-from vllm_graft.train.training_state import TrainingState
 
 DECAY = 0.9
 """Weight of a pass's loss over that of the pass before."""
@@ -53,6 +53,11 @@ RATE, RATE_HIDDEN = 1e-3, 1536
 
 FORM_TEXTS = 8
 """Answers at a temperature that say of which form the target's last norm is."""
+
+CHECKPOINT = "checkpoint.pt"
+"""File with parameters, the optimizer's state, steps, seconds that are over, and those in all."""
+
+_CLOCK = ("step", "passed", "whole")
 
 REPORT = "training.json"
 """File of a head that says how it was trained."""
@@ -132,10 +137,11 @@ class Training:
         # Seconds that are over, and those of the whole run.
         self.step, self.before, self.seconds = 0, 0.0, math.inf
         self.losses: list[float] = []
-        if state := TrainingState.load(job.work, device):
-            self.head.load_state_dict(state.head)
-            self.optimizer.load_state_dict(state.optimizer)
-            self.step, self.before, self.seconds = state.step, state.seconds, state.whole
+        if (file := job.work / CHECKPOINT).exists():
+            state = torch.load(file, map_location=device, weights_only=True)
+            self.head.load_state_dict(state["head"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.before, self.seconds = (state[name] for name in _CLOCK)
 
     def run(self, *, shows: bool = False, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Train until time or steps are over; return whether they are.
@@ -198,15 +204,21 @@ class Training:
         self.losses.append(loss.item())
 
     def _save(self, seconds: float) -> None:
-        if self.rank == 0:
-            state = self.head.state_dict(), self.optimizer.state_dict()
-            try:
-                TrainingState(*state, self.step, seconds, self.seconds).save(self.job.work)
-            except (OSError, RuntimeError) as error:
-                raise ConfigError(
-                    f"--out {self.job.out}: the checkpoint of step {self.step} can't be written: "
-                    f"{error}. Make room, and give the same command again: it goes on."
-                ) from None
+        """Write where training is. Batches and their order follow from the seed and the number of
+        the step, and nothing else is drawn, so that no generator has a state to keep."""
+        if self.rank:
+            return
+        state: dict[str, Any] = dict(zip(_CLOCK, (self.step, seconds, self.seconds), strict=True))
+        state |= {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        part = self.job.work / f"{CHECKPOINT}.part"
+        try:
+            torch.save(state, part)
+            part.replace(part.with_suffix(""))
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"--out {self.job.out}: the checkpoint of step {self.step} can't be written: "
+                f"{error}. Make room, and give the same command again: it goes on."
+            ) from None
 
     def measured(self, temperature: float = 0.0, *, quick: bool = False) -> Agreement:
         """How the head does on held-out answers, or on a batch of them."""

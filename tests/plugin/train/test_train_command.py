@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugin.train.small_runs import target_of
+from tests.plugin.train.small_runs import job_of, target_of
 from tests.support.engines.pair_server import require_cpu_server, server_settings
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.latent_models import write_target as write_latent
@@ -129,6 +129,20 @@ def test_the_ends_of_a_target_are_found_in_its_files(tmp_path: Path) -> None:
     assert ends == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     assert target.files.keys() == {*ends}
     assert target.token_bytes == 4 * 64 * 2
+
+
+def test_engines_share_the_questions(tmp_path: Path) -> None:
+    from vllm_graft.train.target_answers import Questions
+
+    job = job_of(tmp_path)
+    tokenizer = SimpleNamespace(encode=lambda text: [*text.encode()][:60])
+    each = [Questions(job, tokenizer, part, 3) for part in range(3)]
+    whole = Questions(job, tokenizer, 0, 1)
+    for kind in ("own", "written"):
+        alone = sorted(getattr(whole, kind), key=lambda asked: asked[0].number)
+        shared = [asked for one in each for asked in getattr(one, kind)]
+        assert sorted(shared, key=lambda asked: asked[0].number) == alone
+        assert len(alone) == len({entry.number for entry, _ in alone}) > 20
 
 
 @pytest.mark.engine

@@ -20,7 +20,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, shown
-from vllm_graft.train.job import FOLDER, Job
+from vllm_graft.train.job import FILE, FOLDER, Job
 from vllm_graft.train.target import Target, copy_tokenizer
 from vllm_graft.train.texts import read_texts
 
@@ -203,6 +203,9 @@ def _job_of(
         states.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--states {states} can't be made: {error}.") from None
+    if any(states.iterdir()) and not (out / FOLDER / FILE).exists():
+        # It is removed in the end.
+        raise ConfigError(f"--states {states} has files of something else: give another folder.")
     _require_room(out, target, min(read.draft_vocab, target.vocab // 2))
     taken = sum(file.stat().st_size for file in states.iterdir() if file.is_file())
     most = int(DISK_SHARE * (shutil.disk_usage(states).free + taken))

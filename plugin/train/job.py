@@ -13,7 +13,8 @@ from vllm_graft.base.values import shown
 FOLDER = ".train"
 """Folder of a run within that of its head, which goes when the head is written."""
 
-_FILE = "job.json"
+FILE = "job.json"
+"""The job in that folder."""
 
 _ANEW = ("minutes", "answer_minutes", "save_seconds", "disk_bytes", "batch_tokens", "flags", "keep")
 """Settings that a run that goes on may have anew: none of them says what is learned of what."""
@@ -61,12 +62,12 @@ class Job:
     def save(self) -> None:
         """Write it where `load` finds it."""
         self.work.mkdir(parents=True, exist_ok=True)
-        (self.work / _FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (self.work / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, work: Path) -> Job:
         """Read the job of a run's folder."""
-        found = json.loads((work / _FILE).read_text())
+        found = json.loads((work / FILE).read_text())
         tuples = {name: tuple(found[name]) for name in ("texts", "flags", "temperatures")}
         return cls(**{**found, **tuples})
 
@@ -76,13 +77,13 @@ class Job:
         Raises:
             ConfigError: it has one of another job.
         """
-        if not (self.work / _FILE).exists():
+        if not (self.work / FILE).exists():
             return False
         try:
-            before = json.loads((self.work / _FILE).read_text())
+            before = json.loads((self.work / FILE).read_text())
         except ValueError as error:
             raise ConfigError(
-                f"--out {self.out}: {self.work / _FILE} can't be read ({error}): remove "
+                f"--out {self.out}: {self.work / FILE} can't be read ({error}): remove "
                 f"{self.work}, or give another folder."
             ) from None
         for name, new in json.loads(json.dumps(asdict(self))).items():

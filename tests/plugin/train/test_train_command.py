@@ -68,6 +68,11 @@ def test_wrong_options_are_refused(tmp_path: Path, texts: str, more: list[str], 
 def test_folders_of_something_else_are_refused(tmp_path: Path, texts: str) -> None:
     said = refusal(TARGET, "--texts", texts, "--out", str(tmp_path))
     assert "has files of something else ('texts.jsonl')" in said
+    (tmp_path / "states" / "head").mkdir(parents=True)
+    (tmp_path / "states" / "head" / "precious").touch()
+    more = ["--states", str(tmp_path / "states")]
+    said = refusal(TARGET, "--texts", texts, "--out", str(tmp_path / "head"), *more)
+    assert "states/head has files of something else" in said
     assert "is a file" in refusal(TARGET, "--texts", texts, "--out", texts)
 
 

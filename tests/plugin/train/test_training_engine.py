@@ -247,7 +247,8 @@ def test_other_families_give_states_and_learn(kind: str, tmp_path: Path) -> None
     else:
         write_qwen3_moe(model)
     write_tokenizer(model)
-    job = job_of(tmp_path, model, answer_minutes=0.02, max_tokens=12, steps=8, rate=1e-3)
+    small = {"answer_minutes": 0.02, "max_tokens": 12, "longest": 240, "steps": 8, "rate": 1e-3}
+    job = job_of(tmp_path, model, **small)
     answered(job)
     training = begun(job, tmp_path / "head")
     assert training.lessons.layers.form == FORMS[0]

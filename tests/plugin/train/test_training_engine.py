@@ -247,14 +247,14 @@ def test_other_families_give_states_and_learn(kind: str, tmp_path: Path) -> None
     else:
         write_qwen3_moe(model)
     write_tokenizer(model)
-    small = {"answer_minutes": 0.02, "max_tokens": 12, "longest": 240, "steps": 8, "rate": 1e-3}
+    small = {"answer_minutes": 0.02, "max_tokens": 12, "longest": 240, "steps": 24}
     job = job_of(tmp_path, model, **small)
     answered(job)
     training = begun(job, tmp_path / "head")
     assert training.lessons.layers.form == FORMS[0]
     with one_thread():
         assert training.run()
-    assert training.losses[-1] < training.losses[0]
+    assert sum(training.losses[-6:]) < sum(training.losses[:6])
     training.finish()
     with cpu_engine(job.model, **drafting(tmp_path / "head", 2, None)) as llm:
         assert len(greedy(llm, ["def f(x):"], 6)[0]) == 6

@@ -27,6 +27,7 @@ APART = {
     "bench": "vllm_graft.bench",
     "plan": "vllm_graft.plan.command",
     "prove": "vllm_graft.proof.command",
+    "train": "vllm_graft.train.command",
 }
 """Commands that read their own flags, by the module that has their ``main``."""
 
@@ -96,6 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("plan", told)
     told = "show that the parts of such flags work with this vLLM and this device; status 1: not"
     add("prove", told)
+    told = "train a draft head for a model that has none, from texts that it answers"
+    add("train", told)
     told = "ask a running server which parts are on; status 1: one is not as asked, 3: no answer"
     info = add("info", told, _info)
     told = "address of the server (default: %(default)s)"

@@ -35,7 +35,7 @@ SUPPORT = "support"
 """The check whose detail is a value of `Support`."""
 _STATE = {True: "ok     ", False: "PROBLEM"}
 _STYLES = {_STATE[True]: "green", _STATE[False]: "bold red"}
-_NO_PARTS = {"metrics", "plan", "bench", "testing"}
+_NO_PARTS = {"metrics", "plan", "bench", "testing", "train"}
 """Whose rows stop nothing: where they have moved, a tool fails, or a server lacks numbers."""
 NOT_TESTED = 3
 """Exit status where nothing is to mend, but vLLM's version was not tested."""

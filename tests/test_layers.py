@@ -26,7 +26,7 @@ FLOORS = (
     ("graph_runners", "hicache", "spec_decode"),
     ("front door",),
     ("testing",),
-    ("bench", "proof"),
+    ("bench", "proof", "train"),
 )
 """The floors, lowest first. Rooms of one floor don't import each other (see `NEIGHBOURS`)."""
 

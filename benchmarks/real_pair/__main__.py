@@ -1,8 +1,7 @@
 """A real model with a head of its own on a real server, as it is or in the shapes of an 8B model.
 
     python -m benchmarks.real_pair fetch WORK            # with a network: model, conversations
-    python -m benchmarks.real_pair answers WORK          # the model's own answers to them
-    python -m benchmarks.real_pair train WORK            # a head; says what it accepts
+    vllm-graft train WORK/target --texts WORK/train.json --out WORK/eagle3
     python -m benchmarks.real_pair widen WORK WIDE       # both, at an 8B model's cost
     python -m benchmarks.real_pair serve WIDE --json serve.json
     python -m benchmarks.real_pair table serve.json [other.json ...]
@@ -15,13 +14,11 @@ and of HumanEval. `fetch` needs the package `gguf`, and `serve` needs `pandas`.
 
 A machine without a network gets the models in parts: carry `target` and `draft_model` without
 `model.safetensors`, and the files of `parts`, which `join` puts together there. A head comes back
-as `head.safetensors`, of which `expand` makes `eagle3`.
+as `head.safetensors`, which `pack` makes of `eagle3` there, and of which `expand` makes it here.
 
 WORK and WIDE are pairs as `vllm-graft bench trees` takes them, which measures tokens per second
-without a server; `serve` measures what users of one feel, too. `answers` and `widen` need 20 GB of
-a GPU, and `serve` as much for each arm of a widened pair; `train` needs 20 GB, or 50 with 1.5B.
-Several GPUs share `answers` with `--part`, and `train` where `torchrun` starts it (`torchrun
---nproc-per-node 4 -m benchmarks.real_pair train WORK`). On a CPU, give both small numbers.
+without a server; `serve` measures what users of one feel, too. `widen` needs 20 GB of a GPU, and
+`serve` as much for each arm of a widened pair.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,106 +86,16 @@ def write_prompts(work: Path) -> None:
     (work / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
 
 
-def answers(arguments: argparse.Namespace) -> None:
-    """Have the target answer the conversations' questions."""
-    from benchmarks.real_pair import answers, pretrained
-    from benchmarks.real_pair.texts import write_texts
+def pack(arguments: argparse.Namespace) -> None:
+    """Put a pair's `eagle3` into one file that travels."""
+    from benchmarks.real_pair.packing import pack_head
 
-    train, held_out = (
-        pretrained.read_conversations(arguments.work, name) for name in ("train", "held_out")
-    )
-    found = answers.run(
-        arguments.work / "target",
-        train[: arguments.questions],
-        held_out[: arguments.held_out],
-        seconds=arguments.seconds,
-        max_tokens=arguments.max_tokens,
-        longest=arguments.longest,
-        held_out_seconds=arguments.seconds,
-        part=arguments.part,
-    )
-    place, parts = arguments.part
-    name = f"answers-{place}.safetensors" if parts > 1 else "answers.safetensors"
-    write_texts(found, arguments.work / name)
-
-
-def train(arguments: argparse.Namespace) -> None:
-    """Train a head on the answers and the conversations, and measure it."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from benchmarks.real_pair import answers, descent, pretrained, training
-    from benchmarks.real_pair.head import (
-        Head,
-        HeadSizes,
-        expand_head,
-        load_head,
-        pack_head,
-        save_head,
-    )
-    from benchmarks.real_pair.texts import read_texts
-
-    work: Path = arguments.work
-    cuda = torch.cuda.is_available()
-    rank = descent.begin_ranks()
-    device = torch.device("cuda", descent.local_rank()) if cuda else torch.device("cpu")
-    torch.set_float32_matmul_precision("high")
-    run = descent.Run(
-        device,
-        arguments.seconds,
-        arguments.steps,
-        arguments.tokens,
-        arguments.longest,
-        arguments.passes,
-        arguments.rate,
-        reading=arguments.reading,
-        rank=rank,
-    )
-    own = [text for file in sorted(work.glob("answers*.safetensors")) for text in read_texts(file)]
-    learned = [text for text in own if not text.held_out]
-    written = pretrained.read_conversations(work, "train")[: arguments.written]
-    texts = learned + answers.written_texts(
-        written, AutoTokenizer.from_pretrained(str(work / "target"))
-    )
-    config = json.loads((work / "target" / "config.json").read_text())
-    ids, covered = training.frequent_tokens(
-        learned or texts,
-        config["vocab_size"],
-        min(arguments.draft_vocab, config["vocab_size"] // 2),
-    )
-    print(f"{len(texts)} texts; {len(ids)} tokens of the draft cover {covered:.2%} of answers")
-    # A CPU is faster with float32.
-    model = AutoModelForCausalLM.from_pretrained(
-        str(work / "target"), dtype=torch.bfloat16 if cuda else torch.float32
-    )
-    torch.manual_seed(run.seed)
-    sizes = HeadSizes.of(config, len(ids))
-    head, teacher = Head(sizes).to(device), training.Teacher(model.to(device), ids, sizes.aux)
-    training.begin_like_the_target(head, model, ids)
-    losses = training.train(head, teacher, texts, run)
-    descent.end_ranks()
-    if rank:
-        return
-    save_head(head, teacher.ids, work / "eagle3")
-    pack_head(work / "eagle3", work / "head.safetensors")
-    found: dict[str, Any] = {"covered": covered, "steps": len(losses), "losses": losses[::20]}
-    expand_head(work / "head.safetensors", work / "rounded")
-    rounded = load_head(work / "rounded")[0].to(device)
-    for temperature in (0.0, 1.0):
-        shown = [text for text in own if text.held_out and text.temperature == temperature]
-        if not shown:
-            continue
-        shown = shown[: arguments.shown]
-        for name, each in (("", head), (", rounded for the way", rounded)):
-            accepted = training.acceptance(each, teacher, shown, run)
-            print(f"held out, temperature {temperature:g}{name}: {accepted}", flush=True)
-            found[f"temperature {temperature:g}{name}"] = asdict(accepted)
-    report.write_json(str(work / "acceptance.json"), found)
+    pack_head(arguments.work / "eagle3", arguments.work / "head.safetensors")
 
 
 def expand(arguments: argparse.Namespace) -> None:
     """Make a pair's `eagle3` of the head that came back from another machine."""
-    from benchmarks.real_pair.head import expand_head
+    from benchmarks.real_pair.packing import expand_head
 
     expand_head(arguments.file, arguments.work / "eagle3")
 
@@ -250,18 +156,6 @@ def table(arguments: argparse.Namespace) -> None:
     print(cells.headline(runs))
 
 
-def part(text: str) -> tuple[int, int]:
-    """Read ``I/N``.
-
-    Raises:
-        ArgumentTypeError: it is not a part of N.
-    """
-    place, _, parts = text.partition("/")
-    if not (place.isdecimal() and parts.isdecimal() and int(place) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
-    return int(place), int(parts)
-
-
 def workload(text: str) -> str:
     """Read ``NAME`` or ``NAME=FILE``.
 
@@ -291,36 +185,9 @@ def add_join(each: argparse.ArgumentParser) -> None:
     each.add_argument("--seconds", type=float, default=0, help="to wait for others that put parts")
 
 
-def add_answers(each: argparse.ArgumentParser) -> None:
-    """Add the arguments of `answers`."""
+def add_pack(each: argparse.ArgumentParser) -> None:
+    """Add the arguments of `pack`."""
     each.add_argument("work", type=Path)
-    each.add_argument("--seconds", type=float, default=90, help="for each of both kinds at most")
-    each.add_argument("--questions", type=int, default=20000)
-    each.add_argument("--held-out", type=int, default=256)
-    each.add_argument("--max-tokens", type=int, default=384)
-    each.add_argument("--longest", type=int, default=512, help="tokens of a question")
-    each.add_argument(
-        "--part",
-        type=part,
-        default=(0, 1),
-        metavar="I/N",
-        help="each N-th question from the I-th on (0 to N - 1), into a file of its own",
-    )
-
-
-def add_train(each: argparse.ArgumentParser) -> None:
-    """Add the arguments of `train`."""
-    each.add_argument("work", type=Path)
-    each.add_argument("--seconds", type=float, default=240)
-    each.add_argument("--steps", type=int, default=10**9, help="at most")
-    each.add_argument("--reading", type=float, default=0, help="seconds, for a CPU: see Run")
-    each.add_argument("--tokens", type=int, default=16384, help="of a batch")
-    each.add_argument("--longest", type=int, default=768, help="tokens of a text")
-    each.add_argument("--passes", type=int, default=6, help="depth of training-time test")
-    each.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    each.add_argument("--draft-vocab", type=int, default=16384)
-    each.add_argument("--written", type=int, default=20000, help="conversations beside answers")
-    each.add_argument("--shown", type=int, default=192, help="held-out answers of a temperature")
 
 
 def add_expand(each: argparse.ArgumentParser) -> None:
@@ -376,8 +243,7 @@ def add_table(each: argparse.ArgumentParser) -> None:
 COMMANDS: tuple[tuple[Any, Callable[[argparse.ArgumentParser], None]], ...] = (
     (fetch, add_fetch),
     (join, add_join),
-    (answers, add_answers),
-    (train, add_train),
+    (pack, add_pack),
     (expand, add_expand),
     (widen, add_widen),
     (serve, add_serve),

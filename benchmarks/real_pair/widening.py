@@ -293,6 +293,16 @@ def write_target(
             shutil.copy(file, folder / file.name)
 
 
+def head_config(folder: Path) -> dict[str, Any]:
+    """A head's configuration in vLLM's own form; `vllm-graft train` writes that of speculators."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if (layer := found.get("transformer_layer_config")) is None:
+        return found
+    kept = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    names = {"architectures": ["LlamaForCausalLMEagle3"]}
+    return {**layer, **names, **{name: found[name] for name in kept}}
+
+
 def widen_draft(
     pair: Path,
     out: Path,
@@ -302,7 +312,7 @@ def widen_draft(
 ) -> None:
     """Write `out/eagle3`, the head of `pair` in a wide shape."""
     source, folder = pair / "eagle3", out / "eagle3"
-    config = json.loads((source / "config.json").read_text())
+    config = head_config(source)
     target = json.loads((pair / "target" / "config.json").read_text())
     # The head has one layer, and a number of layers of its target is only to be as before or more.
     small = Shape.of(config | {"num_hidden_layers": target["num_hidden_layers"]})

@@ -1,28 +1,22 @@
-"""The real pair's parts on tiny models: conversations, texts, training, widening."""
+"""The real pair's parts on tiny models: conversations and widening."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from benchmarks.real_pair import conversations, training, widening
-from benchmarks.real_pair.descent import Run
-from benchmarks.real_pair.head import Head, HeadSizes, load_head, save_head
-from benchmarks.real_pair.texts import Text, batches, padded, read_texts, write_texts
+from benchmarks.real_pair import conversations, widening
 from benchmarks.tests.small_targets import with_norms, write_target
-from tests.support.engines.shipped_pair import SHIPPED
+from vllm_graft.train.draft_head import Head, load_head, save_head
 
 CPU = torch.device("cpu")
-PROMPTS = SHIPPED / "prompts.json"
 
 
 def conversation(*values: str, first: str = "human", name: str = "a") -> dict[str, Any]:
@@ -74,156 +68,6 @@ def test_questions_come_once_and_on_one_side() -> None:
     assert len(fewer[0] + fewer[1]) == 100
 
 
-# --- texts --------------------------------------------------------------------------------------
-
-
-def some_texts(count: int, seed: int = 0) -> list[Text]:
-    random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(8, 40, (count,), generator=random).tolist()
-    return [
-        Text(torch.arange(100 * i, 100 * i + n, dtype=torch.int32), 3 + i % 4, i % 2, i % 5 == 0)
-        for i, n in enumerate(lengths)
-    ]
-
-
-def test_texts_come_back_from_a_file(tmp_path: Path) -> None:
-    texts = some_texts(7)
-    write_texts(texts, tmp_path / "texts")
-    for wrote, read in zip(texts, read_texts(tmp_path / "texts"), strict=True):
-        assert torch.equal(wrote.tokens, read.tokens)
-        assert replace(wrote, tokens=read.tokens) == read
-
-
-def test_batches_hold_every_text_once_within_their_size() -> None:
-    texts = some_texts(50)
-    found = list(batches(texts, 160, 32, 2, 0))
-    firsts = sorted(row[0].item() for batch in found for row in batch.tokens)
-    assert firsts == [100 * i for i in range(50)]
-    assert all(batch.tokens.numel() <= 160 for batch in found)
-    again = list(batches(texts, 160, 32, 2, 1))
-    assert [batch.tokens.shape for batch in found] != [batch.tokens.shape for batch in again]
-
-
-def test_places_that_count_draft_the_answers_tokens() -> None:
-    batch = padded([Text(torch.arange(10), 4), Text(torch.arange(6), 5)], 9, 2)
-    assert batch.tokens.shape == (2, 9)
-    # Place i drafts the token of place i + 2: the answer's first is the fourth, the last in the
-    # batch the ninth of the first text and the sixth of the second.
-    assert batch.counted.int().tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0, 0]]
-    # Place i of pass p needs a place i - p.
-    assert padded([Text(torch.arange(10), 1)], 9, 4).counted[0].int().tolist()[:4] == [0, 0, 0, 1]
-
-
-# --- training -----------------------------------------------------------------------------------
-
-
-def shipped_teacher(draft_vocab: int) -> tuple[training.Teacher, HeadSizes, list[Text]]:
-    """The tests' own target, and texts that it writes greedily."""
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    folder = str(SHIPPED / "target")
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = [tokenizer(each)["input_ids"] for each in json.loads(PROMPTS.read_text())]
-    tokens = torch.tensor([each[:16] for each in asked if len(each) >= 16][:48])
-    drawn = model.generate(tokens, max_new_tokens=40, do_sample=False, eos_token_id=None)
-    texts = [Text(each.to(torch.int32), 16, 0.0) for each in drawn]
-    config = json.loads((SHIPPED / "target" / "config.json").read_text())
-    ids, covered = training.frequent_tokens(texts, config["vocab_size"], draft_vocab)
-    assert covered > 0.9
-    return training.Teacher(model, ids, (1, 3, 5)), HeadSizes.of(config, len(ids), (1, 3, 5)), texts
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return AutoModelForCausalLM.from_pretrained(str(SHIPPED / "target"), dtype=torch.float32).eval()
-
-
-def test_limited_lessons_come_again(target: Any) -> None:
-    texts = [Text(torch.arange(5 * i, 5 * i + 20, dtype=torch.int32), 4) for i in range(12)]
-    teacher = training.Teacher(target, torch.arange(50), (1, 3, 5))
-    run = Run(CPU, 1000, tokens=64, longest=20, passes=2, reading=1e-9)
-    first, second = islice(training.lessons(teacher, texts, run), 2)
-    assert first is second
-    assert first.wanted.shape == (first.rows.sum().item(), 50)
-    unlimited = islice(training.lessons(teacher, texts, replace(run, reading=0)), 2)
-    assert len({id(each) for each in unlimited}) == 2
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A head after some seconds of training, its losses, and how it does before and after."""
-    folder: Path = tmp_path_factory.mktemp("pair")
-    # Products this small are faster without threads, which wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    teacher, sizes, texts = shipped_teacher(400)
-    run = Run(CPU, 1000, 60, tokens=512, longest=56, passes=3, rate=3e-3)
-    torch.manual_seed(0)
-    head = Head(sizes)
-    before = training.acceptance(head, teacher, texts[:16], run)
-    training.begin_like_the_target(head, teacher.model, teacher.ids)
-    losses = training.train(head, teacher, texts, run)
-    (folder / "target").symlink_to(SHIPPED / "target")
-    (folder / "prompts.json").symlink_to(PROMPTS)
-    save_head(head, teacher.ids, folder / "eagle3")
-    after = training.acceptance(head, teacher, texts[:16], run)
-    torch.set_num_threads(threads)
-    return {
-        "folder": folder,
-        "head": head,
-        "teacher": teacher,
-        "losses": losses,
-        "before": before,
-        "after": after,
-        "texts": texts,
-        "run": run,
-    }
-
-
-@pytest.mark.nightly
-def test_training_lowers_the_loss_at_every_depth(trained: dict[str, Any]) -> None:
-    losses, before, after = trained["losses"], trained["before"], trained["after"]
-    assert len(losses) == 60
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5]), losses
-    # A head that knows nothing agrees by chance.
-    assert max(before.agree) < 0.1
-    assert min(after.agree) > 0.3, after
-    assert min(after.overlap) > 0.25, after
-    assert after.length > before.length + 0.4
-    assert after.rows > 400
-
-
-@pytest.mark.nightly
-def test_a_saved_head_computes_the_same(trained: dict[str, Any]) -> None:
-    head, ids = load_head(trained["folder"] / "eagle3")
-    assert torch.equal(ids, trained["teacher"].ids)
-    torch.manual_seed(1)
-    aux, embeds = torch.randn(1, 9, 3 * head.sizes.hidden), torch.randn(1, 9, head.sizes.hidden)
-    with torch.no_grad():
-        for old, new in zip(trained["head"](aux, embeds, 3), head(aux, embeds, 3), strict=True):
-            torch.testing.assert_close(old, new, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.nightly
-@pytest.mark.engine
-@pytest.mark.timeout(300)
-def test_vllm_accepts_the_drafts_that_the_head_foretells(trained: dict[str, Any]) -> None:
-    from vllm import SamplingParams
-
-    from tests.support.engines.pairs import Pair
-    from vllm_graft.testing import spec_metrics
-
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    asked = [{"prompt_token_ids": t.tokens[: t.prompt].tolist()} for t in trained["texts"][:16]]
-    pair = Pair.load(trained["folder"])
-    with pair.engine(chain=3, dtype="float32", disable_log_stats=False) as llm:
-        llm.generate(asked, params, use_tqdm=False)
-        found = spec_metrics(llm).acceptance_length
-    # Steps begin at other places than all; so the two means differ a little.
-    assert found == pytest.approx(trained["after"].length, rel=0.15), trained["after"]
-
-
 # --- widening -----------------------------------------------------------------------------------
 
 SMALL = widening.Shape(48, 80, 6, 2, 16, 6, 96, 40)
@@ -233,8 +77,13 @@ WIDE = widening.Shape(128, 192, 16, 4, 32, 7, 160, 64)
 def small_pair(folder: Path) -> None:
     """A random target with tied embeddings, and a random head."""
     write_target(folder / "target", SMALL, tied=True)
-    sizes = HeadSizes.of(json.loads((folder / "target/config.json").read_text()), SMALL.draft_vocab)
-    head = Head(sizes)
+    config = json.loads((folder / "target/config.json").read_text())
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": SMALL.draft_vocab,
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 3],
+    }
+    head = Head(config)
     with_norms(head)
     save_head(head, torch.arange(0, 80, 2), folder / "eagle3")
 
@@ -298,8 +147,9 @@ def test_added_tokens_of_the_draft_stand_for_added_tokens(widened: tuple[Path, P
     assert torch.equal(wide_ids[: len(ids)], ids)
     added = wide_ids[len(ids) :].tolist()
     assert added == list(range(SMALL.vocab, SMALL.vocab + len(added)))
-    assert (small.sizes.aux, wide.sizes.aux) == ((2, 3, 3), (2, 3, 3))
-    assert wide.sizes.hidden == WIDE.hidden
+    for head, shape in ((small, SMALL), (wide, WIDE)):
+        assert head.config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3]
+        assert head.config["hidden_size"] == shape.hidden
 
 
 def test_a_head_that_names_no_layers_reads_those_of_the_small_target(
@@ -321,3 +171,14 @@ def test_a_shape_that_does_not_fit_is_refused() -> None:
     for wrong in (replace(WIDE, hidden=40), replace(WIDE, heads=8), replace(WIDE, head=24)):
         with pytest.raises(ValueError, match="can't be widened"):
             widening.Widening(SMALL, wrong, CPU)
+
+
+def test_a_head_in_the_form_of_speculators_is_widened_likewise(
+    widened: tuple[Path, Path], tmp_path: Path
+) -> None:
+    flat = json.loads((widened[0] / "eagle3/config.json").read_text())
+    names = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    form = {"norm_before_residual": False, **{name: flat[name] for name in names}}
+    form["transformer_layer_config"] = {**flat, "architectures": ["None"]}
+    (tmp_path / "config.json").write_text(json.dumps(form))
+    assert widening.head_config(tmp_path) == flat | {"norm_before_residual": False}

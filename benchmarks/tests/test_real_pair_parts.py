@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 
 from benchmarks.real_pair import pretrained, quantised, workloads
 from benchmarks.real_pair.conversations import is_held_out
-from benchmarks.real_pair.head import Head, HeadSizes, expand_head, load_head, pack_head, save_head
+from benchmarks.real_pair.packing import expand_head, pack_head
 from benchmarks.real_pair.quantised import FLOATS, Source
 from benchmarks.real_pair.targets import Target
 from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.train.draft_head import Head, load_head, save_head
 
 SHAPES = {"model.embed_tokens.weight": (40, 6), "model.norm.weight": (6,), "x.weight": (5, 8)}
 
@@ -104,11 +105,19 @@ def test_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_head_comes_back_nearly_as_it_was(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    head = Head(HeadSizes(32, 48, 4, 2, 8, 1e-6, 1e4, 90, 40, (1, 2, 3), 64))
+    config: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 90,
+    }
+    config |= {"hidden_size": 32, "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    config |= {"draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    head = Head(config)
     save_head(head, torch.arange(0, 80, 2), tmp_path / "eagle3")
     pack_head(tmp_path / "eagle3", tmp_path / "head.safetensors")
     expand_head(tmp_path / "head.safetensors", tmp_path / "back")
-    assert load_head(tmp_path / "back")[0].sizes == head.sizes
+    assert load_head(tmp_path / "back")[0].config == head.config
     sent, found = (
         load_file(tmp_path / folder / "model.safetensors") for folder in ("eagle3", "back")
     )

@@ -214,13 +214,6 @@ def test_arms_take_turns_in_either_order(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(order) == 13
 
 
-def test_a_part_of_the_questions() -> None:
-    assert command.parser().parse_args(["answers", "work", "--part", "2/3"]).part == (2, 3)
-    for bad in ("3/3", "-1/3", "1", "a/b"):
-        with pytest.raises(SystemExit):
-            command.parser().parse_args(["answers", "work", f"--part={bad}"])
-
-
 def test_a_workload_is_known_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "edits.jsonl").write_text("{}\n{}\n")
     given = f"edits={tmp_path}/edits.jsonl"

@@ -168,7 +168,7 @@ def _no_hidden_states(vllm_config: Any) -> Iterator[str]:
     model = vllm_config.model_config
     try:
         # The class is asked where it can be imported, as vLLM itself inspects it.
-        supported = registry._run_in_subprocess(functools.partial(_supports_eagle3, model))
+        supported = registry._run_in_subprocess(functools.partial(gives_states, model))
     except Exception:
         return
     if not supported:
@@ -179,7 +179,8 @@ def _no_hidden_states(vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _supports_eagle3(model: Any) -> bool:
+def gives_states(model: Any) -> bool:
+    """Whether the class of a model, of a ``ModelConfig``, hands hidden states to drafts."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_eagle3
 

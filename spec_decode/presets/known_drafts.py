@@ -71,9 +71,14 @@ def no_draft(vllm_config: Any, tokens: int = HEAD_DEPTH) -> str:
     if model is not None and (found := mtp_config(model)) is not None:
         return f"There is no draft, but the checkpoint has an MTP module: add {_flag(found)}."
     head, known = "DRAFT", "There is no draft model"
+    if not getattr(model, "use_mla", False):
+        known += ", and `vllm-graft train` makes one"
     if model is not None and (public := _public_head(model)) is not None:
         head, target = public
-        known += f". For {target}, whose sizes this model has, {head} was public in {DATED}"
+        known = (
+            f"There is no draft model. For {target}, whose sizes this model has, {head} was "
+            f"public in {DATED}"
+        )
     found = {"method": "eagle3", "model": head, "num_speculative_tokens": tokens}
     return f"{known}: add {_flag(found)}."
 

@@ -241,7 +241,8 @@ def test_n_grams_that_are_ruled_out_leave_stock_vllm(
     config.speculative_config = None
     change(config, {path: value})
     off = start(config).off["tree"]
-    assert off.startswith("There is no draft model: add --speculative-config")
+    said = "There is no draft model, and `vllm-graft train` makes one: add --speculative-config"
+    assert off.startswith(said)
     assert "Trees of n-grams, which need none, are off: " in off
     assert words in off
     assert config.speculative_config is None

@@ -12,7 +12,18 @@ import pytest
 from vllm_graft import bench, cli
 from vllm_graft.base.text_table import Table
 
-ORDER = ["doctor", "plan", "prove", "info", "bench", "new-plugin", "support", "hooks", "metrics"]
+ORDER = [
+    "doctor",
+    "plan",
+    "prove",
+    "train",
+    "info",
+    "bench",
+    "new-plugin",
+    "support",
+    "hooks",
+    "metrics",
+]
 
 
 def test_alone_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,332 @@
+"""The command line of ``vllm-graft train``: what is asked for is checked, then processes work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.base.values import human, shown
+from vllm_graft.train.job import FILE, FOLDER, Job
+from vllm_graft.train.target import Target, copy_tokenizer
+from vllm_graft.train.texts import read_texts
+
+ABOUT = """Train an EAGLE-3 head for MODEL. It answers the questions of texts in an engine of vLLM,
+which hands out its hidden states, and a head learns from these. The result is a folder that
+`vllm serve --speculative-config` takes. All visible GPUs work; without one, a CPU does for tiny
+models. A run that was killed goes on with the same command. Flags of `vllm serve` may follow those
+below; they are for the engine that answers."""
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+ANSWER_SHARE, DISK_SHARE = 0.4, 0.8
+"""Of the minutes, for answers, and of what is free, for states, where nothing else is said."""
+
+LEAST_TOKENS = 20_000
+"""Tokens whose states have to have room; some answers."""
+
+_ANSWERED = "answered"
+"""File that says that the answers are complete."""
+
+_ENGINE, _TRAINING = "vllm_graft.train.target_answers", "vllm_graft.train.training"
+
+
+_NUMBERS: dict[str, tuple[float, float, str]] = {
+    "--minutes": (0.01, 60.0, "for all of it"),
+    "--answer-minutes": (0, 0.0, "for the target's answers without its start; 0: 40 %% of all"),
+    "--max-tokens": (2, 512, "of an answer"),
+    "--longest": (16, 1024, "tokens of a question with its answer"),
+    "--draft-vocab": (1, 32000, "tokens that the head can draft, at most half of the target's"),
+    "--passes": (1, 6, "depth of drafts that is trained for"),
+    "--batch-tokens": (16, 8192, "tokens of a step on each device"),
+    "--rate": (0, 0.0, "learning rate; 0: by the target's size"),
+    "--steps": (0, 0, "of training, at most; 0: no limit"),
+    "--seed": (0, 0, "of all draws"),
+    "--save-seconds": (0, 300.0, "between two checkpoints"),
+}
+"""Options that are numbers: the least, the default, and what they mean."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command's own options."""
+    parser = argparse.ArgumentParser(prog="vllm-graft train", description=ABOUT, allow_abbrev=False)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the target: a folder or a name, as `vllm serve` takes it")
+    told = "*.jsonl or *.json with messages, conversations, prompt or text in a row, or plain text"
+    add("--texts", nargs="+", required=True, metavar="FILE", help=told)
+    add("--out", required=True, metavar="HEAD", help="folder of the head, which is made")
+    for name, (_, default, text) in _NUMBERS.items():
+        add(name, type=type(default), default=default, help=f"{text} (default: %(default)g)")
+    told = "of answers, in turns (default: 0 0.6 1)"
+    add("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0], help=told)
+    add("--states", metavar="FOLDER", help="where hidden states wait (default: in HEAD)")
+    told = "most that they may take, as 200GiB (default: 80 %% of what is free)"
+    add("--disk", metavar="SIZE", help=told)
+    add("--keep", action="store_true", help="keep states and checkpoints of a finished run")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    # A signal ends us as Ctrl-C would: processes that work for us are told.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    until = time.time()
+    read, flags = make_parser().parse_known_args(arguments)
+    try:
+        return run(read, flags, until + 60 * read.minutes)
+    except GraftError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("stopped: give the same command again, and it goes on")
+
+
+def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
+    """Check what was asked for, and do it; returns the exit status.
+
+    Raises:
+        GraftError: something about it is wrong.
+    """
+    _require_options(read)
+    texts, notes = read_texts(read.texts, read.longest)
+    out = _folder_of(read.out)
+    tell(f"{len(texts)} questions of {len(read.texts)} files", *notes)
+    tell(f"Reading the configuration of {read.model} with vLLM, whose import takes some time.")
+    engine, model_config = _configured(read.model, flags)
+    target = Target.of(model_config)
+    job = _job_of(read, flags, out, target, model_config.max_model_len)
+    continues = job.continues()
+    job.save()
+    if continues:
+        tell(f"{job.work} has a run of this job, which goes on.")
+    _answer(job, engine)
+    _train(job, until)
+    copied = copy_tokenizer(job.model, model_config.revision, out)
+    if not job.keep:
+        shutil.rmtree(job.states, ignore_errors=True)
+        shutil.rmtree(job.work, ignore_errors=True)
+    report = json.loads((out / "training.json").read_text())
+    print(_summary(job, report, copied))
+    return 0
+
+
+def tell(*lines: str) -> None:
+    """Say what goes on, beside what the command prints."""
+    for each in lines:
+        print(each, file=sys.stderr, flush=True)
+
+
+def _require_options(read: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing."""
+    for flag, (low, _, _) in _NUMBERS.items():
+        value = getattr(read, flag[2:].replace("-", "_"))
+        if not low <= value < float("inf"):
+            raise ConfigError(f"{flag} is {value}: give a number from {low} on.")
+    if any(not 0 <= each <= 2 for each in read.temperatures) or 0.0 not in read.temperatures:
+        raise ConfigError(
+            f"--temperatures is {' '.join(map(str, read.temperatures))}: give numbers from 0 to 2, "
+            "0 among them, because the greedy answers say whether the target's logits are right."
+        )
+    if read.batch_tokens < read.longest:
+        raise ConfigError(
+            f"--batch-tokens is {read.batch_tokens}, and a text may have --longest "
+            f"{read.longest}: raise the first, or lower the second."
+        )
+
+
+def _folder_of(name: str) -> Path:
+    out = Path(name).resolve()
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {name} is a file: give a folder that does not exist yet.")
+    if out.is_dir() and any(out.iterdir()) and not (out / FOLDER).is_dir():
+        raise ConfigError(
+            f"--out {name} has files of something else ({shown(next(out.iterdir()).name)}): give a "
+            "folder that is empty or does not exist yet."
+        )
+    try:
+        (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {name} can't be made: {error}. Give another folder.") from None
+    return out
+
+
+def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
+    """VLLM's ``EngineArgs`` and ``ModelConfig``, of files alone.
+
+    Raises:
+        ConfigError: vLLM refuses them.
+    """
+    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.planning import refused
+    from vllm_graft.plan.request import Request
+
+    for each in flags:
+        name = each.replace("_", "-").partition("=")[0].partition(".")[0]
+        if name in ("--speculative-config", "--kv-transfer-config", "-sc"):
+            raise ConfigError(f"{name} is given, and training sets it: drop it.")
+    try:
+        with inspecting():
+            engine = Request.parse([model, *flags], preset=False).engine
+            return engine, engine.create_model_config()
+    except Exception as error:  # Whatever vLLM refuses it with.
+        raise ConfigError(f"MODEL {model}: {refused(error, '', model).refused}") from None
+
+
+def _job_of(
+    read: argparse.Namespace, flags: Sequence[str], out: Path, target: Target, longest: int
+) -> Job:
+    """The job, if there is room for it.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    states = Path(read.states).resolve() / out.name if read.states else out / FOLDER / "states"
+    try:
+        states.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--states {states} can't be made: {error}.") from None
+    if any(states.iterdir()) and not (out / FOLDER / FILE).exists():
+        # It is removed in the end.
+        raise ConfigError(f"--states {states} has files of something else: give another folder.")
+    _require_room(out, target, min(read.draft_vocab, target.vocab // 2))
+    taken = sum(file.stat().st_size for file in states.iterdir() if file.is_file())
+    most = int(DISK_SHARE * (shutil.disk_usage(states).free + taken))
+    if read.disk is not None:
+        try:
+            most = min(most, TypeAdapter(ByteSize).validate_python(read.disk))
+        except ValidationError:
+            raise ConfigError(f"--disk is {shown(read.disk)}: give a size, as 200GiB.") from None
+    if most < (least := LEAST_TOKENS * target.token_bytes):
+        raise ConfigError(
+            f"--states {states} has {human(most)} for states, and {LEAST_TOKENS} tokens take "
+            f"{human(least)}: give a folder with room, or a larger --disk."
+        )
+    given = {each.name: getattr(read, each.name, None) for each in fields(Job)}
+    found = {
+        "answer_minutes": read.answer_minutes or ANSWER_SHARE * read.minutes,
+        "model": str(Path(read.model).resolve()) if Path(read.model).exists() else read.model,
+        "texts": tuple(str(Path(each).resolve()) for each in read.texts),
+        "out": str(out),
+        "states": str(states),
+        "target": asdict(target),
+        "disk_bytes": most,
+        "flags": tuple(flags),
+        "longest": min(read.longest, longest),
+        "temperatures": tuple(read.temperatures),
+    }
+    return Job(**{**given, **found})
+
+
+def _require_room(out: Path, target: Target, draft_vocab: int) -> None:
+    """Two checkpoints exist while one is written, of three numbers for each parameter."""
+    inside = len(target.aux) * target.hidden + 3 * target.ffn
+    attention = (3 * target.heads + 4 * target.kv_heads) * target.head
+    parameters = target.hidden * (inside + attention + draft_vocab)
+    if (free := shutil.disk_usage(out).free) < (takes := 2 * 3 * 4 * parameters):
+        raise ConfigError(
+            f"--out {out} has {human(free)} free, and checkpoints of this head take "
+            f"{human(takes)}: make room, or give another folder."
+        )
+
+
+def _answer(job: Job, engine: Any) -> None:
+    """Have engines answer, one for each GPU or group of GPUs."""
+    done = job.work / _ANSWERED
+    if done.exists():
+        return
+    cards, size = visible_cards(), engine.tensor_parallel_size * engine.pipeline_parallel_size
+    groups = [cards[start : start + size] for start in range(0, len(cards) // size * size, size)]
+    if cards and not groups:
+        raise ConfigError(
+            f"--tensor-parallel-size and --pipeline-parallel-size ask for {size} GPUs, and "
+            f"{len(cards)} are visible: lower them, or set CUDA_VISIBLE_DEVICES."
+        )
+    parts = max(1, len(groups))
+    tell(f"{job.model} answers for {job.answer_minutes:.3g} minutes, in {parts} engines.")
+    _finished(
+        [
+            (
+                [sys.executable, "-P", "-m", _ENGINE, str(job.work), str(part), str(parts)],
+                {"CUDA_VISIBLE_DEVICES": ",".join(groups[part])} if groups else {},
+            )
+            for part in range(parts)
+        ]
+    )
+    done.touch()
+
+
+def _train(job: Job, until: float) -> None:
+    """Have a process for each GPU train."""
+    count = len(visible_cards())
+    tell(f"A head trains for the {max(0.0, until - time.time()) / 60:.3g} minutes that are left.")
+    command = [sys.executable, "-P", "-m", _TRAINING]
+    if count > 1:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command = [sys.executable, "-P", "-m", *launcher, "-m", _TRAINING]
+    _finished([([*command, str(job.work), str(until)], {})])
+
+
+def visible_cards() -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",") if torch.cuda.is_available() else []
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _finished(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
+    """Run processes side by side until all end.
+
+    Raises:
+        SystemExit: one of them failed; it has said why.
+    """
+    running = [subprocess.Popen(words, env={**os.environ, **more}) for words, more in commands]
+    try:
+        while any(each.poll() is None for each in running):
+            if any(each.returncode for each in running):
+                break
+            time.sleep(0.1)
+    finally:
+        for each in running:
+            if each.poll() is None:
+                each.terminate()
+        for each in running:
+            each.wait()
+    if any(each.returncode for each in running):
+        raise SystemExit(1)
+
+
+def _summary(job: Job, report: Mapping[str, Any], copied: Sequence[str]) -> str:
+    """What came of it, and how it is served."""
+    lines = [f"{job.out}: {report['steps']} steps on {report['tokens']} tokens"]
+    for name, found in report["held out"].items():
+        drafts = " ".join(f"{each:.2f}" for each in found["agree"])
+        overlap = found["overlap"][0]
+        lines.append(
+            f"held out, {name}: acceptance length {found['length']:.2f} of a greedy chain of "
+            f"{job.passes}; by depth {drafts}; first sampled draft accepted {overlap:.2f}"
+        )
+    if not copied:
+        lines.append("The target has no tokenizer files beside it; none is copied.")
+    speculative = json.dumps({"method": "eagle3", "model": job.out, "num_speculative_tokens": 5})
+    serve = ["vllm", "serve", job.model, "--additional-config.graft", "auto"]
+    return "\n".join([*lines, shlex.join([*serve, "--speculative-config", speculative])])

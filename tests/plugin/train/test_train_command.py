@@ -1,0 +1,184 @@
+"""The command: what it refuses before a model loads, and a run from texts to a head."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.plugin.train.small_runs import job_of, target_of
+from tests.support.engines.pair_server import require_cpu_server, server_settings
+from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.models.latent_models import write_target as write_latent
+from tests.support.models.window_models import write_gemma3
+from tests.support.processes import finished
+from vllm_graft.testing.models.llama import write_llama
+from vllm_graft.train import command
+from vllm_graft.train.target import read_layers
+
+TARGET = str(SHIPPED / "target")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(20)))
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be loaded; variables and signals stay as they are."""
+    started: Any = lambda commands: pytest.fail(f"{commands} was started")  # noqa: E731
+    monkeypatch.setattr(command, "_finished", started)
+    monkeypatch.setattr(command, "_QUIET", {})
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+
+
+def refusal(*arguments: str) -> str:
+    """What the command says and ends with."""
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code not in (0, None)
+    return str(ended.value.code)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--minutes", "-1"], "--minutes is -1.0: give a number from 0.01 on"),
+        (["--passes", "0"], "--passes is 0: give a number from 1 on"),
+        (["--temperatures", "0.7"], "--temperatures is 0.7: give numbers from 0 to 2, 0 among"),
+        (["--batch-tokens", "100"], "--batch-tokens is 100, and a text may have --longest 1024"),
+        (["--disk", "much"], "--disk is 'much': give a size, as 200GiB"),
+        (["--disk", "1KiB"], "has 1.0 KiB for states, and 20000 tokens take"),
+        (["--speculative-config", "{}"], "--speculative-config is given, and training sets it"),
+        (["--states", "/dev/null/x"], "can't be made"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, texts: str, more: list[str], says: str) -> None:
+    out = str(tmp_path / "head")
+    assert says in refusal(TARGET, "--texts", texts, "--out", out, *more)
+
+
+def test_folders_of_something_else_are_refused(tmp_path: Path, texts: str) -> None:
+    said = refusal(TARGET, "--texts", texts, "--out", str(tmp_path))
+    assert "has files of something else ('texts.jsonl')" in said
+    (tmp_path / "states" / "head").mkdir(parents=True)
+    (tmp_path / "states" / "head" / "precious").touch()
+    more = ["--states", str(tmp_path / "states")]
+    said = refusal(TARGET, "--texts", texts, "--out", str(tmp_path / "head"), *more)
+    assert "states/head has files of something else" in said
+    assert "is a file" in refusal(TARGET, "--texts", texts, "--out", texts)
+
+
+def test_models_that_no_head_can_be_trained_for_are_refused(tmp_path: Path, texts: str) -> None:
+    def said(model: Path) -> str:
+        return refusal(str(model), "--texts", texts, "--out", str(tmp_path / "head"))
+
+    assert "nothing/here" in said(Path("nothing/here"))
+    assert "whose attention is MLA" in said(write_latent(tmp_path / "latent"))
+    assert "gives drafts no hidden states" in said(write_gemma3(tmp_path / "gemma"))
+    model = write_llama(tmp_path / "model")
+    (model / "model.safetensors").rename(model / "pytorch.bin")
+    assert "has neither model.safetensors.index.json nor model.safetensors" in said(model)
+    index = {"weight_map": {"some.weight": "a.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "no embedding beside a last norm among its tensors" in said(model)
+
+
+def test_a_full_disk_is_told_before(
+    tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(total=2**40, used=2**40, free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    said = refusal(TARGET, "--texts", texts, "--out", str(tmp_path / "head"))
+    assert "1000 B free, and checkpoints of this head take" in said
+
+
+def test_another_job_does_not_go_on(
+    tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(commands: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(command, "_finished", start)
+    given = [TARGET, "--texts", texts, "--out", str(tmp_path / "head")]
+    for more in ([], ["--minutes", "5", "--save-seconds", "7"]):
+        with pytest.raises(Started):
+            command.main([*given, *more])
+    said = refusal(*given, "--passes", "4")
+    assert "begun with other settings: --passes was 6 and is 4" in said
+
+
+def test_layers_that_a_head_reads_are_three() -> None:
+    assert read_layers(32) == (2, 16, 29)
+    assert read_layers(4) == (1, 2, 3)
+    for count in range(2, 40):
+        layers = read_layers(count)
+        assert len({*layers}) == 3
+        assert list(layers) == sorted(layers)
+        assert {*layers} <= {*range(count + 1)}
+
+
+def test_the_ends_of_a_target_are_found_in_its_files(tmp_path: Path) -> None:
+    target = target_of(write_llama(tmp_path / "target"))
+    ends = target.embedding, target.norm, target.output
+    assert ends == ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    assert target.files.keys() == {*ends}
+    assert target.token_bytes == 4 * 64 * 2
+
+
+def test_engines_share_the_questions(tmp_path: Path) -> None:
+    from vllm_graft.train.target_answers import Questions
+
+    job = job_of(tmp_path)
+    tokenizer = SimpleNamespace(encode=lambda text: [*text.encode()][:60])
+    each = [Questions(job, tokenizer, part, 3) for part in range(3)]
+    whole = Questions(job, tokenizer, 0, 1)
+    for kind in ("own", "written"):
+        alone = sorted(getattr(whole, kind), key=lambda asked: asked[0].number)
+        shared = [asked for one in each for asked in getattr(one, kind)]
+        assert sorted(shared, key=lambda asked: asked[0].number) == alone
+        assert len(alone) == len({entry.number for entry, _ in alone}) > 20
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_head_is_made_of_texts(tmp_path: Path) -> None:
+    require_cpu_server()
+    prompts = json.loads((SHIPPED / "prompts.json").read_text())
+    (tmp_path / "texts.json").write_text(json.dumps(prompts))
+    flags, environment = server_settings(SHIPPED, cuda=False)
+    environment |= {"OMP_NUM_THREADS": "1"}
+    own = ["--minutes", "5", "--answer-minutes", "0.1", "--steps", "4", "--max-tokens", "12"]
+    own += ["--longest", "96", "--batch-tokens", "512", "--passes", "2", "--draft-vocab", "300"]
+    out = tmp_path / "head"
+    told = finished(
+        *(sys.executable, "-m", "vllm_graft", "train", flags[0], *own),
+        *("--texts", tmp_path / "texts.json", "--out", out, "--dtype", "float32"),
+        *("--enforce-eager", "--max-num-seqs", "8"),
+        env={**os.environ, **environment},
+    )
+    assert "held out, temperature 0: acceptance length" in told
+    assert f"vllm serve {Path(flags[0]).resolve()} --additional-config.graft auto" in told
+    names = {"config.json", "model.safetensors", "training.json"}
+    assert {each.name for each in out.iterdir()} == {
+        *names,
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+    found = SpeculatorsConfig.from_pretrained(str(out))
+    assert found.architectures == ["Eagle3LlamaForCausalLM"]
+    assert (found.draft_vocab_size, found.eagle_aux_hidden_state_layer_ids) == (300, [2, 3, 5])
+    assert json.loads((out / "training.json").read_text())["steps"] == 4

@@ -18,7 +18,7 @@ from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheRe
 from vllm_graft.hicache.pages.engine_core import Change
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
-from vllm_graft.hicache.pages.page_key import SALT_BYTES
+from vllm_graft.hicache.pages.page_key import SALT_BYTES, PageKey
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, StepClock
 from vllm_graft.hicache.planning.load_planner import LoadPlanner
 from vllm_graft.hicache.planning.request_state import Chosen, Recency, RequestState
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+LOOKED_UP = 256
+"""Keys that a lookup has made at once. Raised, a prompt that nobody has sent takes longer."""
 
 
 class HiCacheScheduler:
@@ -154,9 +157,12 @@ class HiCacheScheduler:
         return int(request.num_tokens) - 1
 
     def _longest(self, state: RequestState, computed: int, limit: int) -> int:
+        known: dict[int, list[PageKey]] = {group.index: [] for group in self.geometry.groups}
+
         def there(group: int, block: int) -> bool:
-            known = state.keys[group]
-            return block < len(known) and self.index.has(known[block])
+            if block >= len(known[group]):
+                known[group] = state.keys[group].leading(block + LOOKED_UP)
+            return block < len(known[group]) and self.index.has(known[group][block])
 
         return longest_hit(self.geometry.groups, computed, limit, there)
 

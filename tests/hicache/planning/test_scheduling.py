@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,11 @@ TOKENS = 16 * BLOCKS
 class Engine:
     """The scheduler's side, with one request at a time of four full blocks."""
 
-    def __init__(self) -> None:
-        geometry = Geometry((GROUP,), PoolShape(32, 4096, 1), None, 1, 1, False, frozenset())
-        index = HostIndex(32, LruPolicy(32), {0: 4096})
-        config = HiCacheConfig.parse({"host_bytes": "128KiB", "load": "async"})
+    def __init__(self, load: str = "async", page_bytes: int = 4096, slots: int = 32) -> None:
+        shape, group = PoolShape(slots, page_bytes, 1), replace(GROUP, page_bytes=page_bytes)
+        geometry = Geometry((group,), shape, None, 1, 1, False, frozenset())
+        index = HostIndex(slots, LruPolicy(slots), {0: page_bytes})
+        config = HiCacheConfig.parse({"host_bytes": "128KiB", "load": load})
         self.scheduler = HiCacheScheduler(config, geometry, index, speculative=False)
         self.requests = 0
 
@@ -262,3 +264,34 @@ def test_keys_are_those_of_full_blocks() -> None:
         keys[2]
     request.block_hashes.append(b"\x05")
     assert keys[2] == PageKey(b"\x05", 3)
+    assert keys[2] is keys[2], "none is made twice"
+    del request.block_hashes[3:]
+    request.block_hashes += [b"\x06", b"\x07", b"\x08"]
+    assert list(keys) == [PageKey(hash_, 3) for hash_ in (b"\x01", b"\x06", b"\x08")]
+
+
+def test_a_long_history_is_loaded_and_ended_quickly() -> None:
+    """What vLLM asks in every step as well, as it may be long until a waiting request fits."""
+    blocks, long = 4096, Engine(slots=4096)
+    scheduler = long.scheduler
+    request = long.request()
+    request.block_hashes = [number.to_bytes(32, "big") for number in range(blocks)]
+    request.num_tokens = 16 * blocks + 1
+    keys = scheduler.state_of(request).keys[0]
+    pages = scheduler.index.reserve(keys[:])
+    assert pages is not None
+    scheduler.index.commit(pages)
+    tables: Any = SimpleNamespace(get_block_ids=lambda: [list(range(1, blocks + 1))])
+
+    def seconds(call: Callable[[], object]) -> float:
+        began = time.thread_time()
+        call()
+        return time.thread_time() - began
+
+    assert min(seconds(lambda: scheduler.lookup(request, 0)) for _ in range(5)) < SECONDS
+    assert scheduler.lookup(request, 0)[0] == 16 * blocks
+    took = seconds(lambda: scheduler.allocated(request, tables, 16 * blocks))
+    assert took < 2 * SECONDS
+    scheduler.controller.report(dict.fromkeys(scheduler.controller.jobs, 1), {})
+    request.num_computed_tokens = 16 * blocks
+    assert seconds(lambda: scheduler.finished(request, tables.get_block_ids())) < 2 * SECONDS

@@ -83,6 +83,7 @@ class RequestState:
     Attributes:
         keys: keys of the request's full blocks, by the group's number.
         stored: number of leading blocks that were considered for a store, by the group's number.
+        computed: number of tokens that the device had at the last lookup.
         sources: number of tokens of the accepted offer from each source.
         suspect: whether a load has failed, so that blocks may be invalid.
         outdated: whether K/V of the request may come from before a reset or from weights that were
@@ -95,6 +96,7 @@ class RequestState:
     keys: dict[int, Keys] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     chosen: Chosen | None = None
+    computed: int = 0
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
     suspect: bool = False
     outdated: bool = False

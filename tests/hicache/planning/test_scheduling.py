@@ -88,6 +88,16 @@ class Engine:
         request.num_computed_tokens = TOKENS
         self.scheduler.finished(request, [list(range(1, BLOCKS + 1))])
 
+    def join(self, tokens: int | None = None) -> HiCacheMetadata:
+        """Let a request begin, one of `tokens` without a hit; return the loads of the next step."""
+        request = self.request()
+        found = self.begin(request) or 0
+        if tokens is not None:
+            request.num_tokens, found = tokens, 0
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: [list(range(1, BLOCKS + 1))])
+        self.scheduler.allocated(request, blocks, found)
+        return self.scheduler._loads._next
+
     def offered(self, lora: bool = False) -> int | None:
         request = self.request(lora)
         found = self.begin(request)
@@ -196,6 +206,44 @@ def test_a_salt_changes_a_hash_and_none_does_not() -> None:
     assert salted(b"x" * 64, b"") == b"x" * 64
     assert salted(b"x", b"s") != salted(b"x", b"t")
     assert len(salted(b"x" * 64, b"s" * 32)) == 32
+
+
+PAGE = 64 << 20
+"""Bytes of a page of which four take 13 ms to load, by the rates that a cost model begins with."""
+
+
+def test_a_load_within_a_step_that_was_built_is_not_waited_for() -> None:
+    """Its step ends before the next one's loads begin, whatever the ranks have reported."""
+    engine = Engine("layerwise", PAGE)
+    engine.fill()
+    scheduler = engine.scheduler
+    assert len(engine.join().sync_loads) == 1
+    assert scheduler._loads.queued_bytes == BLOCKS * PAGE
+    scheduler._loads.take()
+    assert scheduler._loads.queued_bytes == 0
+    assert len(scheduler.controller.jobs) == 1
+
+
+def test_a_load_outside_of_steps_is_waited_for_until_it_is_reported() -> None:
+    engine = Engine("async", PAGE)
+    engine.fill()
+    [load] = engine.join().async_loads
+    engine.scheduler._loads.take()
+    assert engine.scheduler._loads.queued_bytes == BLOCKS * PAGE
+    engine.ended([load])
+    assert engine.scheduler._loads.queued_bytes == 0
+
+
+@pytest.mark.parametrize("tokens", [None, 16, 16_384])
+def test_a_load_is_free_beside_a_prompt_that_takes_longer(tokens: int | None) -> None:
+    engine = Engine("auto", PAGE)
+    engine.fill()
+    engine.scheduler._running = 32
+    if tokens:
+        engine.join(tokens)
+    loads = engine.join()
+    assert bool(loads.sync_loads) == (tokens == 16_384)
+    assert bool(loads.async_loads) == (tokens != 16_384)
 
 
 SECONDS = 0.005

@@ -46,8 +46,8 @@ class Driver:
         self._count = 0
         self.emitted = 0
 
-    def submit(self, prompt: list[int], max_tokens: int) -> str:
-        """Send a greedy request; returns its id."""
+    def submit(self, prompt: list[int], max_tokens: int, came: float | None = None) -> str:
+        """Send a greedy request that ``came`` at a time, by default now; returns its id."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -55,7 +55,7 @@ class Driver:
         )
         self._count += 1
         name = f"bench-{self._count}"
-        self._running[name] = Answer(prompt, time.perf_counter())
+        self._running[name] = Answer(prompt, time.perf_counter() if came is None else came)
         self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return name
 

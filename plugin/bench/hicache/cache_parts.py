@@ -71,12 +71,14 @@ class Parts:
     """An engine that is sent the name of a part, the number of a round, and a size.
 
     Each round has prompts of its own. The answer is figures by name, the one to compare by first.
-    The users of sessions say `talks`, or random tokens without any.
+    The users of sessions say `talks`, or random tokens without any. A `driver` has its own clock.
     """
 
-    def __init__(self, llm: LLM, sizes: Sizes, talks: Sequence[Talk] = ()) -> None:
+    def __init__(
+        self, llm: LLM, sizes: Sizes, talks: Sequence[Talk] = (), driver: Driver | None = None
+    ) -> None:
         self._llm, self._sizes, self._talks = llm, sizes, talks
-        self._driver = Driver(llm)
+        self._driver = driver or Driver(llm)
 
     def __call__(self, wish: tuple[str, int, int]) -> Figures:
         name, number, size = wish
@@ -133,9 +135,9 @@ class Parts:
         driver.forget_device(connector=True)
         opens = isinstance(load, OpenLoad)
         talk = Sessions(load, partial(self._said, number, opens), sizes.turns, sizes.reply)
-        before, began, emitted = self._counted(), time.perf_counter(), driver.emitted
+        before, began, emitted = self._counted(), driver.now(), driver.emitted
         talk.run(driver, sessions, began + sizes.session_seconds)
-        seconds = time.perf_counter() - began
+        seconds = driver.now() - began
         tokens = driver.emitted - emitted
         driver.abort_all()
         later = [answer for turn, answer in talk.answers if turn]

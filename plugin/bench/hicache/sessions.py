@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -73,16 +72,16 @@ class Sessions:
     answers: list[tuple[int, Answer]] = field(default_factory=list)
 
     def run(self, driver: Driver, sessions: int, deadline: float) -> None:
-        """Let the sessions talk until all have ended, or the clock has come to ``deadline``."""
+        """Let the sessions talk until all have ended or the driver's clock says ``deadline``."""
         texts = [self.said(session, 0) for session in range(sessions)]
         turns, talking = [0] * sessions, sessions
         session_of: dict[str, int] = {}
-        while talking and (now := time.perf_counter()) < deadline:
+        while talking and (now := driver.now()) < deadline:
             for came, session in self.load.due(now):
                 name = driver.submit(texts[session], self.reply, came)
                 session_of[name] = session
             if not session_of:
-                time.sleep(0.001)
+                driver.rest()
                 continue
             for name, answer in driver.step().items():
                 session = session_of.pop(name)

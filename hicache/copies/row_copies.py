@@ -12,7 +12,13 @@ from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies.copy_engine import Pools
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver
 from vllm_graft.hicache.copies.page_kernel import ALIGNMENT
-from vllm_graft.hicache.copies.staged_plan import Buffers, Chunk, StagedCopies, StagedPlanner
+from vllm_graft.hicache.copies.staged_plan import (
+    Batches,
+    Buffers,
+    Chunk,
+    StagedCopies,
+    StagedPlanner,
+)
 from vllm_graft.hicache.copies.strided import HostShard, RangeCopy, StridedCopies, StridedPlanner
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Copies
@@ -133,16 +139,17 @@ class RowCopies:
         self.staged = ring is not None
 
     def prepare(
-        self, operation: CacheOperation, by_layer: bool, staged: bool
+        self, operation: CacheOperation, batches: Batches, staged: bool
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
         """The 2D copies of an operation, and the rest of it, for which they do not pay, or None.
 
-        Call it on the stream of the direction. ``staged`` says whether a load may go through the
+        Call it on the stream of the direction. ``batches`` are the layers that are copied together,
+        if they are copied one after the other. ``staged`` says whether a load may go through the
         ring.
         """
         planned: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
-        plan = self._planner.plan(operation, by_layer) if self.strided else None
+        plan = self._planner.plan(operation, bool(batches)) if self.strided else None
         if plan is not None:
             enqueue = self._driver.prepare(plan.copies, operation.direction)
             copy = self._watched(enqueue, self._no_rows)
@@ -151,7 +158,7 @@ class RowCopies:
         load = operation.direction is Direction.LOAD
         ring = self.ring if load and staged and self.staged and self.strided else None
         if ring is not None and rest is not None:
-            found = self._stager.plan(rest, by_layer)
+            found = self._stager.plan(rest, batches)
             if found is not None:
                 copy = self._through(ring, found.copies)
                 planned.append(PlannedCopy(found.copies, copy, found.ranges))

@@ -4,28 +4,35 @@ A 2D copy (``strided``) needs blocks that ascend along with the slots, but vLLM 
 So 2D copies bring rows of consecutive slots into a contiguous buffer on the device, and from there
 a kernel copies the rows to their blocks. The kernel runs at the speed of the device's own memory,
 while the copy engine fills the next buffer. This module decides where each row lies in a buffer.
+
+Layers that are copied together lie together in a slot, so one row has the pieces of all of them.
+That makes few launches of the kernel, which takes multiprocessors from the step's own kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_graft.hicache.copies import strided
 from vllm_graft.hicache.copies.strided import (
     Columns,
     CopyPlan,
     HostShard,
     PoolColumns,
     StridedCopies,
-    take,
 )
 from vllm_graft.hicache.messages.operation import CacheOperation, PoolTransfer
 from vllm_graft.hicache.pages.layout import Addresses, Copies, stacked
 
 Flags = npt.NDArray[np.bool_]
+
+Batches = Sequence[Sequence[str]]
+"""The names of layers that are copied together, batch after batch."""
 
 
 @dataclass(frozen=True)
@@ -116,33 +123,54 @@ class StagedCopies:
 StagedPlan = CopyPlan[StagedCopies]
 
 
+Band = Sequence[int]
+"""Columns that follow each other in a slot and are copied as one row, by their places."""
+
+
 @dataclass(frozen=True)
 class _Rows:
-    """``n`` rows to copy, column by column, and within a column in the order of slots.
+    """``n`` rows to copy, band by band, and within a band in the order of slots.
 
     Attributes:
-        device, host: int64 ``[n]``, addresses.
+        host: int64 ``[n]``, addresses.
         width: int64 ``[n]``, bytes.
         begins: bool ``[n]``, whether a 2D copy has to begin here.
-        parts: bool ``[n]``, whether a chunk has to begin here. If layers are copied one by one,
-            each layer begins with a chunk.
+        parts: bool ``[n]``, whether a chunk has to begin here.
+        pieces: int64 ``[n]``, number of the row's pieces, which go to as many places on the device.
+        device: int64 ``[pieces]``, address of each piece.
+        offset: int64 ``[pieces]``, bytes from the start of the row to the piece.
+        sizes: int64 ``[pieces]``, bytes.
     """
 
-    device: Addresses
     host: Addresses
     width: Addresses
     begins: Flags
     parts: Flags
+    pieces: Addresses
+    device: Addresses
+    offset: Addresses
+    sizes: Addresses
 
     @classmethod
-    def of(cls, columns: Columns, rows: SlotRows, shard: HostShard) -> _Rows:
-        shape = len(columns), len(rows)
-        parts = np.zeros(shape, bool)
-        parts[[0, *(first for first, _ in columns.layers.values())], 0] = True
-        begins = np.broadcast_to(rows.begins, shape)
-        width = np.broadcast_to(columns.width[:, None], shape)
-        device, host = columns.addresses(rows.blocks, rows.slots, shard)
-        return cls(device, host, width.ravel(), begins.ravel(), parts.ravel())
+    def of(
+        cls, columns: Columns, band: Band, opens: bool, rows: SlotRows, shard: HostShard
+    ) -> _Rows:
+        """The rows of one band. ``opens`` says whether a chunk has to begin with it."""
+        place, count = np.array(band, np.int64), len(rows)
+        sizes, offset = columns.width[place], columns.host[place] - columns.host[place[0]]
+        device = columns.device[place] + columns.pitch[place] * rows.blocks[:, None]
+        parts = np.zeros(count, bool)
+        parts[0] = opens
+        return cls(
+            host=shard.address + columns.host[place[0]] + shard.slot_bytes * rows.slots,
+            width=np.full(count, sizes.sum()),
+            begins=rows.begins,
+            parts=parts,
+            pieces=np.full(count, len(place), np.int64),
+            device=device.ravel(),
+            offset=np.tile(offset, count),
+            sizes=np.tile(sizes, count),
+        )
 
 
 class StagedPlanner:
@@ -157,39 +185,78 @@ class StagedPlanner:
         self._shard = shard
         self._buffers = buffers
         self._columns = {
-            key: (found, least)
-            for key, (found, least) in columns.items()
+            key: found
+            for key, (found, _) in columns.items()
             if found.width.max() <= buffers.bytes and _aligned(found, alignment)
         }
-        widths = [found.width for found, _ in self._columns.values()]
-        if widths:
-            # A chunk contains all rows that start within its length, and rows start at multiples
-            # of the unit. The length is such that the last of these rows still fits the buffer.
-            self._unit = int(np.gcd.reduce(np.concatenate(widths)))
-            widest = int(np.concatenate(widths).max())
-            self._length = buffers.bytes // self._unit * self._unit + self._unit - widest
 
     @property
     def serves(self) -> bool:
         """Whether the rows of any pool fit into the buffers."""
         return bool(self._columns)
 
-    def plan(self, load: CacheOperation, by_layer: bool = False) -> StagedPlan | None:
-        """Plan the staged copies of ``load``; None if none pays."""
-        taken = take(load, by_layer, self._columns, self._shard.pinned_slots, split_by_slot)
-        if not taken.copies:
+    def plan(self, load: CacheOperation, batches: Batches = ()) -> StagedPlan | None:
+        """Plan the staged copies of ``load``; None if none pays.
+
+        ``batches`` are the names of the layers that are copied together, if they are copied one
+        after the other. The plan's range of a batch's first layer has the copies of all.
+        """
+        found: list[_Rows] = []
+        ranges: dict[str, tuple[int, int]] = {}
+        rest: list[PoolTransfer] = []
+        end = 0
+        for transfer in load.transfers:
+            columns = self._columns.get((transfer.group, bool(batches)))
+            if columns is not None:
+                bands = self._bands(columns, batches)
+                count = sum(map(len, bands.values()))
+                least = -(-strided.LEAST_BYTES * count // int(columns.width.sum()))
+                rows, transfer = split_by_slot(transfer, least, self._shard.pinned_slots)
+                if rows is not None:
+                    for name, together in bands.items():
+                        for place, band in enumerate(together):
+                            found.append(_Rows.of(columns, band, place == 0, rows, self._shard))
+                        begin, end = end, end + len(together) * len(rows)
+                        ranges[name] = begin, end
+            if len(transfer):
+                rest.append(transfer)
+        if not found:
             return None
-        rows = [_Rows.of(columns, rows, self._shard) for columns, rows in taken.copies]
-        copies, starts = self._in_buffers(stacked(rows))
-        edges = np.searchsorted(
-            starts, np.array(list(taken.ranges.values()), np.int64).reshape(-1, 2)
-        )
-        ranges = {name: (begin, end) for name, (begin, end) in zip(taken.ranges, edges.tolist())}
-        return CopyPlan(copies, ranges, taken.rest)
+        copies, starts = self._in_buffers(stacked(found))
+        edges = np.searchsorted(starts, np.array(list(ranges.values()), np.int64))
+        spans = {name: (begin, stop) for name, (begin, stop) in zip(ranges, edges.tolist())}
+        return CopyPlan(copies, spans, replace(load, transfers=rest) if rest else None)
+
+    def _bands(self, columns: Columns, batches: Batches) -> dict[str, list[list[int]]]:
+        """The bands of each batch that has columns, by the name of its first layer.
+
+        Without batches each column is a band, and all of them are together under no name.
+        """
+        if not batches:
+            return {"": [[place] for place in range(len(columns))]}
+        found: dict[str, list[list[int]]] = {}
+        for batch in batches:
+            names = [name for name in batch if name in columns.layers]
+            places = [place for name in names for place in range(*columns.layers[name])]
+            ends, bands = columns.host + columns.width, list[list[int]]()
+            for place in places:
+                band = bands[-1] if bands else [place]
+                follows = ends[band[-1]] == columns.host[place]
+                if follows and ends[place] - columns.host[band[0]] <= self._buffers.bytes:
+                    band.append(place)
+                else:
+                    bands.append([place])
+            if names:
+                found[names[0]] = bands
+        return found
 
     def _in_buffers(self, rows: _Rows) -> tuple[StagedCopies, Addresses]:
         """The copies, and the first row of each chunk as int64 ``[chunks]``."""
-        begins, offset = chunked(rows.width, rows.parts, self._length, self._unit)
+        # A chunk contains all rows that start within its length, and rows start at multiples of the
+        # unit. The length is such that the last of these rows still fits the buffer.
+        unit, widest = int(np.gcd.reduce(rows.width)), int(rows.width.max())
+        length = self._buffers.bytes // unit * unit + unit - widest
+        begins, offset = chunked(rows.width, rows.parts, length, unit)
         starts = np.flatnonzero(begins)
         lengths = np.diff(starts, append=len(begins))
         buffer = np.arange(len(starts)) % self._buffers.count
@@ -201,14 +268,16 @@ class StagedPlanner:
         width = rows.width[at]
         fills = StridedCopies(staged[at], rows.host[at], width, slot_bytes, width, height)
         fill_edges = [*np.searchsorted(at, starts).tolist(), len(at)]
-        empty_edges = [*starts.tolist(), len(begins)]
+        pieces = np.concatenate(([0], np.cumsum(rows.pieces)))
+        empty_edges = [*pieces[starts].tolist(), len(rows.sizes)]
         chunks = [
             Chunk(number, fill, empty)
             for number, fill, empty in zip(
                 buffer.tolist(), pairwise(fill_edges), pairwise(empty_edges), strict=True
             )
         ]
-        return StagedCopies(fills, Copies(rows.device, staged, rows.width), chunks), starts
+        empties = Copies(rows.device, np.repeat(staged, rows.pieces) + rows.offset, rows.sizes)
+        return StagedCopies(fills, empties, chunks), starts
 
 
 def chunked(width: Addresses, parts: Flags, length: int, unit: int) -> tuple[Flags, Addresses]:

@@ -37,7 +37,7 @@ from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResul
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver
 from vllm_graft.hicache.copies.page_kernel import fits, load_runs
 from vllm_graft.hicache.copies.row_copies import PlannedCopy, RowCopies, StagingRing
-from vllm_graft.hicache.copies.staged_plan import StagedCopies
+from vllm_graft.hicache.copies.staged_plan import Batches, StagedCopies
 from vllm_graft.hicache.copies.strided import HostShard, RangeCopy, StridedCopies
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction
 from vllm_graft.hicache.pages.layout import Addresses, Copies
@@ -293,24 +293,25 @@ class StreamCopyEngine(CopyEngine):
         return start, planned
 
     def _enqueue_layers(self, operation: CacheOperation, first: Collection[str]) -> Enqueued:
-        planned = self._prepare(operation, self._by_kernel, by_layer=True)
-        start = self._begin(operation.direction)
         names = self._layers(operation, first)
-        for batch in layer_batches(len(names)):
+        batches = [[names[place] for place in batch] for batch in layer_batches(len(names))]
+        planned = self._prepare(operation, self._by_kernel, batches)
+        start = self._begin(operation.direction)
+        for batch in batches:
             for copy in planned:
-                copy.enqueue(names[place] for place in batch)
+                copy.enqueue(batch)
             event = torch.cuda.Event()
             stream = self._streams[Direction.LOAD]
             event.record(stream if self._rows is None else self._rows.behind(planned, stream))
             # A stream runs in order, so the event comes after earlier loads of these layers too.
-            self._layer_events |= {names[place]: event for place in batch}
+            self._layer_events |= dict.fromkeys(batch, event)
         return start, planned
 
     def _prepare(
         self,
         operation: CacheOperation,
         prepare_rest: PrepareRest,
-        by_layer: bool = False,
+        batches: Batches = (),
         staged: bool = True,
     ) -> list[PlannedCopy]:
         """Prepare the copies of an operation, on its direction's stream.
@@ -319,7 +320,7 @@ class StreamCopyEngine(CopyEngine):
         """
         if self._rows is None:
             return [prepare_rest(operation)]
-        planned, rest = self._rows.prepare(operation, by_layer, staged)
+        planned, rest = self._rows.prepare(operation, batches, staged)
         return planned if rest is None else [*planned, prepare_rest(rest)]
 
     def _by_kernel(self, load: CacheOperation) -> PlannedCopy:

@@ -8,7 +8,7 @@ engine copies such rows in one call: a 2D copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -180,10 +180,6 @@ def split(
 PoolColumns = Mapping[tuple[int, bool], tuple[Columns, int]]
 """Maps a group's number, and whether layers are copied one by one, to columns and least rows."""
 
-LongRuns = TypeVar("LongRuns", bound=Sized)
-Split = Callable[[PoolTransfer, int, int], tuple[LongRuns | None, PoolTransfer]]
-"""Splits a transfer into its long runs and the rest, as :func:`split` does."""
-
 PlannedCopies = TypeVar("PlannedCopies")
 
 
@@ -197,36 +193,6 @@ class CopyPlan(Generic[PlannedCopies]):
     copies: PlannedCopies
     ranges: Mapping[str, tuple[int, int]]
     rest: CacheOperation | None
-
-
-def take(
-    operation: CacheOperation,
-    by_layer: bool,
-    pools: PoolColumns,
-    pinned_slots: int,
-    split: Split[LongRuns],
-) -> CopyPlan[list[tuple[Columns, LongRuns]]]:
-    """Split every transfer of an operation whose pool is among ``pools``.
-
-    The plan has for each pool its columns, with the runs that each column copies. Ranges count
-    these copies pool by pool, column by column.
-    """
-    found: list[tuple[Columns, LongRuns]] = []
-    ranges: dict[str, tuple[int, int]] = {}
-    rest: list[PoolTransfer] = []
-    end = 0
-    for transfer in operation.transfers:
-        if (pool := pools.get((transfer.group, by_layer))) is not None:
-            columns, least = pool
-            runs, transfer = split(transfer, least, pinned_slots)
-            if runs is not None:
-                found.append((columns, runs))
-                for name, (first, last) in columns.layers.items():
-                    ranges[name] = end + first * len(runs), end + last * len(runs)
-                end += len(columns) * len(runs)
-        if len(transfer):
-            rest.append(transfer)
-    return CopyPlan(found, ranges, replace(operation, transfers=rest) if rest else None)
 
 
 StridedPlan = CopyPlan[StridedCopies]
@@ -252,8 +218,22 @@ class StridedPlanner:
 
     def plan(self, operation: CacheOperation, by_layer: bool = False) -> StridedPlan | None:
         """Plan the 2D copies of ``operation``; None if none pays."""
-        taken = take(operation, by_layer, self.columns, self._shard.pinned_slots, split)
-        if not taken.copies:
+        copies: list[StridedCopies] = []
+        ranges: dict[str, tuple[int, int]] = {}
+        rest: list[PoolTransfer] = []
+        end = 0
+        for transfer in operation.transfers:
+            if (pool := self.columns.get((transfer.group, by_layer))) is not None:
+                columns, least = pool
+                runs, transfer = split(transfer, least, self._shard.pinned_slots)
+                if runs is not None:
+                    copies.append(columns.copies(runs, self._shard))
+                    for name, (first, last) in columns.layers.items():
+                        ranges[name] = end + first * len(runs), end + last * len(runs)
+                    end += len(columns) * len(runs)
+            if len(transfer):
+                rest.append(transfer)
+        if not copies:
             return None
-        copies = [columns.copies(runs, self._shard) for columns, runs in taken.copies]
-        return CopyPlan(stacked(copies), taken.ranges, taken.rest)
+        left = replace(operation, transfers=rest) if rest else None
+        return CopyPlan(stacked(copies), ranges, left)

@@ -88,12 +88,11 @@ class HybridCacheController:
 
         The result is None, with nothing held, if the host does not have all of the pages.
         """
-        pages: list[Page] = []
-        for key, _ in source:
-            page = self.index.get(key)
-            if page is None or not page.ready:
-                return None
-            pages.append(page)
+        pages = [
+            page for key, _ in source if (page := self.index.get(key)) is not None and page.ready
+        ]
+        if len(pages) < len(source):
+            return None
         self.index.hold(pages)
         blocks = [block for _, block in source]
         return self._issue(Direction.LOAD, pages, blocks, 0, [request_id])
@@ -147,16 +146,14 @@ class HybridCacheController:
         priority: int,
         request_ids: list[str],
     ) -> CacheOperation:
-        transfers: dict[int, PoolTransfer] = {}
+        pairs: dict[int, tuple[list[int], list[int]]] = {page.key.pool: ([], []) for page in pages}
         for page, block in zip(pages, blocks):
-            pool = page.key.pool
-            transfer = transfers.setdefault(pool, PoolTransfer(pool, [], []))
-            transfer.host_indices.append(page.slot)
-            transfer.device_indices.append(block)
+            host, device = pairs[page.key.pool]
+            host.append(page.slot)
+            device.append(block)
+        transfers = [PoolTransfer(pool, *indices) for pool, indices in pairs.items()]
         number, self._next_job = self._next_job, self._next_job + 1
-        operation = CacheOperation(
-            [number], direction, list(transfers.values()), priority, request_ids
-        )
+        operation = CacheOperation([number], direction, transfers, priority, request_ids)
         self.jobs[number] = Job(operation, pages, self._num_workers)
         return operation
 

@@ -94,7 +94,7 @@ class Hit:
         rest_tokens: number of tokens that the request has to compute in any case.
         others: number of other running requests. They wait while a step waits for copies.
         queued_bytes: bytes of loads that are before this one on the link.
-        step_tokens: number of tokens that the next step computes for requests in that queue.
+        step_tokens: number of tokens that the next step computes for other requests that begin.
     """
 
     tokens: int
@@ -162,8 +162,9 @@ class CostModel:
         rest = max(step, self.seconds_to_compute(hit.rest_tokens))
         shared = max(step, self.seconds_to_compute(hit.rest_tokens + hit.step_tokens))
         seconds = {
-            # The request is scheduled in a step after the one in which the load ended.
-            LoadMode.ASYNC: load + step + rest,
+            # The request is scheduled in a step after the one in which the load ended. It waits for
+            # what the others compute in the step to come, just as if it took part in that step.
+            LoadMode.ASYNC: max(load, self.seconds_to_compute(hit.step_tokens)) + step + rest,
             # Copies overlap with computation. If they take longer, every request waits for them.
             LoadMode.LAYERWISE: max(load, shared) + max(0.0, load - shared) * hit.others,
             # Every request waits while the device recomputes.

@@ -8,7 +8,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.host.controller import HybridCacheController
-from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
@@ -31,7 +31,21 @@ class LoadPlanner:
         self._controller, self._stats = controller, stats
         self._next = HiCacheMetadata()
         self.step_tokens = 0
-        """Number of tokens that the next step computes for requests whose loads it reads."""
+        """Number of tokens that the next step computes for requests that it begins with."""
+        self._queued: dict[int, int] = {}
+        """Bytes of the loads, by their jobs, that a load of the next step would come behind."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of loads that are before a load of the next step on the link.
+
+        Those within steps are not among them once their step was built, although the ranks have not
+        reported them: a load begins when the work of earlier steps has ended, and that waits for
+        its own loads.
+        """
+        jobs = self._controller.jobs
+        self._queued = {job: size for job, size in self._queued.items() if job in jobs}
+        return sum(self._queued.values())
 
     def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Issue the load of the state's offer, of which vLLM has accepted ``external`` tokens.
@@ -44,18 +58,23 @@ class LoadPlanner:
             self._fail_load(state, {block for ids in block_ids for block in ids})
             return
         end = chosen.start + external
-        source = list(self._to_load(state, block_ids, chosen.start, end))
+        source = self._to_load(state, block_ids, chosen.start, end)
         operation = self._controller.load(source, state.request.request_id)
         if operation is None:
             self._fail_load(state, {block for _, block in source} if chosen.layerwise else set())
             return
+        self._queued[operation.ids[0]] = sum(
+            len(transfer) * self._controller.groups[transfer.group].page_bytes
+            for transfer in operation.transfers
+        )
         self._index.touch(key for key, _ in reversed(source))
         if chosen.layerwise:
             self._next.sync_loads.append(operation)
             self.step_tokens += state.request.num_tokens - end
         else:
             self._next.async_loads.append(operation)
-        self._count_load(state, source, external, chosen.layerwise)
+        pages = self._controller.jobs[operation.ids[0]].pages
+        self._count_load(state, pages, external, chosen.layerwise)
 
     def blocks(self) -> Iterator[int]:
         """Yield the device blocks that the next step's loads write."""
@@ -67,32 +86,30 @@ class LoadPlanner:
         """Return a step's work for the ranks: the loads, also those that are impossible."""
         work, self._next = self._next, HiCacheMetadata()
         self.step_tokens = 0
+        for operation in work.sync_loads:
+            del self._queued[operation.ids[0]]
         return work
 
     def _to_load(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], start: int, end: int
-    ) -> Iterator[tuple[PageKey, int]]:
-        """Yield the pages to load, with their blocks. Null blocks are left out."""
+    ) -> list[tuple[PageKey, int]]:
+        """The pages to load, with their blocks. Null blocks are left out."""
+        source: list[tuple[PageKey, int]] = []
         for group in self._geometry.groups:
-            keys, blocks = state.keys[group.index], block_ids[group.index]
-            for number in group.needed(start, end):
-                if blocks[number] != NULL_BLOCK:
-                    yield keys[number], blocks[number]
+            numbers = group.needed(start, end)
+            part = slice(numbers.start, numbers.stop)
+            pairs = zip(state.keys[group.index][part], block_ids[group.index][part], strict=True)
+            source += [pair for pair in pairs if pair[1] != NULL_BLOCK]
+        return source
 
     def _count_load(
-        self,
-        state: RequestState,
-        source: Sequence[tuple[PageKey, int]],
-        tokens: int,
-        layerwise: bool,
+        self, state: RequestState, pages: Sequence[Page], tokens: int, layerwise: bool
     ) -> None:
-        stored = 0
-        for key, _ in source:
-            if (page := self._index.get(key)) is not None:
-                stored += page.from_storage
-                # Later hits on the page count as hits in host memory.
-                page.from_storage = False
-        from_storage = tokens * stored // max(1, len(source))
+        stored = [page for page in pages if page.from_storage]
+        for page in stored:
+            # Later hits on the page count as hits in host memory.
+            page.from_storage = False
+        from_storage = tokens * len(stored) // max(1, len(pages))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
         state.sources = {source: count for source, count in split.items() if count}
         self._stats.add("hit_tokens_storage", from_storage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, overload
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -29,14 +30,18 @@ class Chosen:
 
 
 class Keys(Sequence[PageKey]):
-    """The keys of a request's full blocks in one group, each made when it is asked for.
+    """The keys of a request's full blocks in one group, made when they are first asked for.
 
-    So a long prompt takes no longer than the pages that are looked at.
+    So a long prompt takes no longer than the pages that are looked at, and no key is made twice,
+    although vLLM looks a waiting request up in every step.
     """
 
     def __init__(self, request: Request, group: Group, salt: bytes) -> None:
         self._request, self._salt = request, salt
         self._pool, self._step = group.index, group.hashes_per_block
+        self._made: list[PageKey] = []
+        self._last: bytes | None = None
+        """Hash of the last block whose key was made."""
 
     def __len__(self) -> int:
         return len(self._request.block_hashes) // self._step
@@ -49,9 +54,26 @@ class Keys(Sequence[PageKey]):
 
     def __getitem__(self, block: int | slice) -> PageKey | list[PageKey]:
         if isinstance(block, slice):
-            return [self[each] for each in range(len(self))[block]]
-        last = (range(len(self))[block] + 1) * self._step - 1
-        return PageKey(salted(bytes(self._request.block_hashes[last]), self._salt), self._pool)
+            places = range(len(self))[block]
+            return self.leading(max(places.start, places.stop))[block] if places else []
+        place = range(len(self))[block]
+        return self.leading(place + 1)[place]
+
+    def leading(self, count: int) -> list[PageKey]:
+        """The keys of at least the first ``count`` blocks, as far as they are full.
+
+        The list is the one that is kept. It is not to be changed.
+        """
+        hashes, step, made = self._request.block_hashes, self._step, self._made
+        # A session that goes on replaces its last blocks. Each hash covers all blocks before.
+        if made and hashes[len(made) * step - 1 : len(made) * step] != [self._last]:
+            made.clear()
+        count = min(count, len(self))
+        if count > len(made):
+            fresh = hashes[(len(made) + 1) * step - 1 : count * step : step]
+            made += [PageKey(salted(bytes(each), self._salt), self._pool) for each in fresh]
+            self._last = fresh[-1]
+        return made
 
 
 @dataclass
@@ -61,6 +83,7 @@ class RequestState:
     Attributes:
         keys: keys of the request's full blocks, by the group's number.
         stored: number of leading blocks that were considered for a store, by the group's number.
+        computed: number of tokens that the device had at the last lookup.
         sources: number of tokens of the accepted offer from each source.
         suspect: whether a load has failed, so that blocks may be invalid.
         outdated: whether K/V of the request may come from before a reset or from weights that were
@@ -73,6 +96,7 @@ class RequestState:
     keys: dict[int, Keys] = field(default_factory=dict)
     stored: dict[int, int] = field(default_factory=dict)
     chosen: Chosen | None = None
+    computed: int = 0
     sources: dict[CacheHitSource, int] = field(default_factory=dict)
     suspect: bool = False
     outdated: bool = False
@@ -132,14 +156,14 @@ class Recency:
         ``keys`` are those of its full blocks, by the group's number.
         """
         pages = [
-            (number * group.block_tokens, key)
+            (number * group.block_tokens, key, page.ready)
             for group in self._groups
             for number, key in enumerate(keys[group.index][: max(0, tokens) // group.block_tokens])
-            if self._index.get(key) is not None
+            if (page := self._index.get(key)) is not None
         ]
-        pages.sort(key=lambda page: page[0], reverse=True)
-        ordered = [key for _, key in pages]
-        self._waiting.append((ordered, [key for key in ordered if not self._index.has(key)]))
+        pages.sort(key=itemgetter(0), reverse=True)
+        coming = [key for _, key, ready in pages if not ready]
+        self._waiting.append(([key for _, key, _ in pages], coming))
         self.poll()
 
     def poll(self) -> None:

@@ -18,7 +18,7 @@ from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheRe
 from vllm_graft.hicache.pages.engine_core import Change
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, alignment, longest_hit
-from vllm_graft.hicache.pages.page_key import SALT_BYTES
+from vllm_graft.hicache.pages.page_key import SALT_BYTES, PageKey
 from vllm_graft.hicache.planning.cost import CostModel, Hit, LoadMode, StepClock
 from vllm_graft.hicache.planning.load_planner import LoadPlanner
 from vllm_graft.hicache.planning.request_state import Chosen, Recency, RequestState
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+LOOKED_UP = 256
+"""Keys that a lookup has made at once. Raised, a prompt that nobody has sent takes longer."""
 
 
 class HiCacheScheduler:
@@ -99,6 +102,7 @@ class HiCacheScheduler:
             # vLLM looks up requests whose K/V will be computed from the start.
             state.begin(self._salt_of(request))
         state.chosen = None
+        state.computed = computed
         # vLLM counts computed tokens anew for each lookup.
         state.suspect = False
         if request.skip_reading_prefix_cache or computed % self._align:
@@ -113,9 +117,17 @@ class HiCacheScheduler:
         return (0, False) if chosen is None else (chosen.end - computed, not chosen.layerwise)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Issue the load of an offer of which vLLM has accepted ``external`` tokens."""
+        """Issue the load of an offer of which vLLM has accepted ``external`` tokens.
+
+        Without any, the next step computes the request as it is.
+        """
+        state = self.state_of(request)
         if external:
-            self._loads.issue(self.state_of(request), blocks.get_block_ids(), external)
+            self._loads.issue(state, blocks.get_block_ids(), external)
+        else:
+            # Of a request whose load has ended, vLLM knows the tokens. It was not looked up again.
+            computed = request.num_computed_tokens or state.computed
+            self._loads.step_tokens += request.num_tokens - computed
 
     def hit_sources(self, request: Request, external: int) -> dict[CacheHitSource, int]:
         """The number of tokens of the accepted offer from each source; the sum is ``external``."""
@@ -154,9 +166,12 @@ class HiCacheScheduler:
         return int(request.num_tokens) - 1
 
     def _longest(self, state: RequestState, computed: int, limit: int) -> int:
+        known: dict[int, list[PageKey]] = {group.index: [] for group in self.geometry.groups}
+
         def there(group: int, block: int) -> bool:
-            known = state.keys[group]
-            return block < len(known) and self.index.has(known[block])
+            if block >= len(known[group]):
+                known[group] = state.keys[group].leading(block + LOOKED_UP)
+            return block < len(known[group]) and self.index.has(known[group][block])
 
         return longest_hit(self.geometry.groups, computed, limit, there)
 
@@ -171,11 +186,7 @@ class HiCacheScheduler:
             num_bytes=self._bytes(start, end),
             rest_tokens=state.request.num_tokens - end,
             others=self._running,
-            queued_bytes=sum(
-                self._operation_bytes(job.operation)
-                for job in self.controller.jobs.values()
-                if job.operation.request_ids
-            ),
+            queued_bytes=self._loads.queued_bytes,
             step_tokens=self._loads.step_tokens,
         )
         plan = self.cost.choose(hit)
@@ -191,12 +202,6 @@ class HiCacheScheduler:
     def _bytes(self, start: int, end: int) -> int:
         return sum(
             len(group.needed(start, end)) * group.page_bytes for group in self.geometry.groups
-        )
-
-    def _operation_bytes(self, operation: CacheOperation) -> int:
-        return sum(
-            len(transfer) * self.controller.groups[transfer.group].page_bytes
-            for transfer in operation.transfers
         )
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:

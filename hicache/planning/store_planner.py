@@ -115,9 +115,12 @@ class StorePlanner:
                 continue
             keys, blocks = state.keys[group.index], block_ids[group.index]
             end = min(tokens // group.block_tokens, len(keys), len(blocks))
-            for number in range(state.stored[group.index], end):
-                if blocks[number] != NULL_BLOCK and self._admits(key := keys[number]):
-                    source.append((key, blocks[number]))
+            new = slice(state.stored[group.index], end)
+            source += [
+                (key, block)
+                for key, block in zip(keys[new], blocks[new])
+                if block != NULL_BLOCK and self._admits(key)
+            ]
             state.stored[group.index] = max(state.stored[group.index], end)
         return self._controller.store(source, 1 if flush else 0, state.volatile)
 

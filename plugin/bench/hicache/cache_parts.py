@@ -6,10 +6,12 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.bench.common.arm import percentile
-from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
+from vllm_graft.bench.hicache.prompt_driver import Driver, random_prompt
+from vllm_graft.bench.hicache.sessions import ClosedLoad, OpenLoad, Sessions, length_between
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -42,6 +44,15 @@ class Sizes:
     turn_tokens: int = _size(384, "tokens of the user per turn")
     reply: int = _size(64, "tokens of an answer in a session")
     session_seconds: float = _size(60.0, "longest time of a round of sessions")
+    rate: float = _size(2.0, "turns a second of an open load, all sessions together")
+    sticky: float = _size(0.5, "share of its turns that follow the last answer; others are of any")
+    history: int = _size(8192, "least tokens of a session's first turn in an open load")
+    history_max: int = _size(32_768, "most tokens of it; each octave between is as likely")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a session of an open load has in the end."""
+        return self.history_max + (self.turns - 1) * self.turn_tokens + self.turns * self.reply
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +71,14 @@ class Parts:
     """An engine that is sent the name of a part, the number of a round, and a size.
 
     Each round has prompts of its own. The answer is figures by name, the one to compare by first.
-    The users of sessions say `talks`, or random tokens without any.
+    The users of sessions say `talks`, or random tokens without any. A `driver` has its own clock.
     """
 
-    def __init__(self, llm: LLM, sizes: Sizes, talks: Sequence[Talk] = ()) -> None:
+    def __init__(
+        self, llm: LLM, sizes: Sizes, talks: Sequence[Talk] = (), driver: Driver | None = None
+    ) -> None:
         self._llm, self._sizes, self._talks = llm, sizes, talks
-        self._driver = Driver(llm)
+        self._driver = driver or Driver(llm)
 
     def __call__(self, wish: tuple[str, int, int]) -> Figures:
         name, number, size = wish
@@ -100,49 +113,58 @@ class Parts:
         return {"tokens_per_second": (driver.emitted - emitted) / seconds}
 
     def load(self, number: int, sessions: int) -> Figures:
-        """Turns per second of all sessions at once; each sends its next turn behind its answer.
+        """Turns per second of all sessions at once; each sends its next turn behind its answer."""
+        seconds, firsts, found = self._converse(number, sessions, ClosedLoad(sessions))
+        return {"turns_per_second": len(firsts) / seconds, **found}
 
-        Both caches are empty at the beginning. It stops after the seconds of `Sizes`.
+    def open_load(self, number: int, sessions: int) -> Figures:
+        """First tokens while turns of sessions with long histories come at random times."""
+        sizes = self._sizes
+        load = OpenLoad(sessions, sizes.rate, sizes.sticky, f"open{number}")
+        _, firsts, found = self._converse(number, sessions, load)
+        return {"first_token_ms": percentile(firsts or [0.0], 0.5), **found}
+
+    def _converse(
+        self, number: int, sessions: int, load: ClosedLoad
+    ) -> tuple[float, list[float], Figures]:
+        """Let all sessions talk, from empty caches on, for at most the seconds of `Sizes`.
+
+        Returns the seconds, the milliseconds to each first token, and figures of both loads.
         """
-        driver = self._driver
+        driver, sizes = self._driver, self._sizes
         driver.forget_device(connector=True)
-        before, began = self._counted(), time.perf_counter()
-        answers = self._converse(sessions, began + self._sizes.session_seconds)
-        seconds = time.perf_counter() - began
+        opens = isinstance(load, OpenLoad)
+        talk = Sessions(load, partial(self._said, number, opens), sizes.turns, sizes.reply)
+        before, began, emitted = self._counted(), driver.now(), driver.emitted
+        talk.run(driver, sessions, began + sizes.session_seconds)
+        seconds = driver.now() - began
+        tokens = driver.emitted - emitted
         driver.abort_all()
-        later = [answer for turn, answer in answers if turn]
+        later = [answer for turn, answer in talk.answers if turn]
         prompts = sum(len(answer.prompt) for answer in later)
-        firsts = [1e3 * answer.ttft for _, answer in answers]
-        return {
-            "turns_per_second": len(answers) / seconds,
-            "first_token_p99_ms": percentile(firsts, 0.99) if firsts else 0.0,
-            "hit_rate": sum(answer.cached for answer in later) / max(1, prompts),
-            "errors": float(sum(answer.reason != "length" for _, answer in answers)),
-            **self._since(before),
-        }
+        firsts = [1e3 * answer.ttft for _, answer in talk.answers]
+        return (
+            seconds,
+            firsts,
+            {
+                "first_token_p99_ms": percentile(firsts or [0.0], 0.99),
+                "hit_rate": sum(answer.cached for answer in later) / max(1, prompts),
+                "tokens_per_second": tokens / seconds,
+                "errors": float(sum(answer.reason != "length" for _, answer in talk.answers)),
+                **self._since(before),
+            },
+        )
 
-    def _converse(self, sessions: int, deadline: float) -> list[tuple[int, Answer]]:
-        """The turn and the answer of every turn that ended before `deadline`."""
-        sizes, driver = self._sizes, self._driver
-        session_of: dict[str, tuple[int, int]] = {}
-        for session in range(sessions):
-            session_of[driver.submit(self._said(session, 0), sizes.reply)] = session, 0
-        answers = []
-        while driver.busy and time.perf_counter() < deadline:
-            for name, answer in driver.step().items():
-                session, turn = session_of.pop(name)
-                answers.append((turn, answer))
-                if turn + 1 < sizes.turns:
-                    said = self._said(session, turn + 1)
-                    follow = driver.submit(answer.prompt + answer.tokens + said, sizes.reply)
-                    session_of[follow] = session, turn + 1
-        return answers
-
-    def _said(self, session: int, turn: int) -> list[int]:
-        if not self._talks:
-            return self._prompt(f"session{session}-{turn}", self._sizes.turn_tokens)
-        talk = self._talks[session % len(self._talks)]
-        return talk[turn % len(talk)]
+    def _said(self, number: int, opens: bool, session: int, turn: int) -> list[int]:
+        """What a user says in a round, of which no other round has a word without a dataset."""
+        if self._talks and not opens:
+            talk = self._talks[session % len(self._talks)]
+            return talk[turn % len(talk)]
+        sizes, seed = self._sizes, f"session{number}-{session}-{turn}"
+        length = sizes.turn_tokens
+        if opens and not turn:
+            length = length_between(sizes.history, sizes.history_max, seed)
+        return self._prompt(seed, length)
 
     def _counted(self) -> Figures:
         """Our connector's counters; empty for the other arms."""

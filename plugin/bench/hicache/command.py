@@ -1,4 +1,4 @@
-"""Host KV caches side by side: none, vLLM's own (`native`) and ours.
+"""Host KV caches side by side: none, vLLM's own (`native`), `lmcache` if it is there, and ours.
 
     vllm-graft bench hicache MODEL --dataset conversations.json --seconds 900
 
@@ -7,7 +7,8 @@ Each part is measured `--rounds` times; the table has the medians. Parts are
 - `first_token`, time to the first token of a prompt whose long prefix (`--prefix`, several lengths
   if you like) only the host still has, with a new suffix;
 - `decode`, tokens per second while K/V is written back;
-- `load`, concurrent sessions of several turns with more K/V than the device holds.
+- `load`, sessions of several turns with more K/V than the device holds: all at once, or with
+  `--load open` at random times, with histories that the host does not hold either if you like.
 
 So that the device holds little, all arms have `--gpu-tokens` of K/V there; the printed command
 leaves that to vLLM. JSON behind an arm's name goes into its connector's extra configuration:
@@ -18,6 +19,7 @@ weights; with `--dataset`, a JSON file of conversations as ShareGPT's, its users
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -41,8 +43,9 @@ PARTS = {
     "first_token": "first token of a host hit, ms",
     "decode": "decoding, tokens per second",
     "load": "load, turns per second",
+    "open_load": "open load, median of first tokens, ms",
 }
-TAIL = "load, p99 of first tokens, ms"
+TAIL = "p99 of first tokens, ms"
 
 TRANSFER = "--kv-transfer-config"
 _CONNECTOR = (TRANSFER, "--kv-offloading-size", "--kv-offloading-backend")
@@ -52,7 +55,10 @@ _CONNECTOR = (TRANSFER, "--kv-offloading-size", "--kv-offloading-backend")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this benchmark; those of `vllm serve` are read apart."""
     parser.add_argument("--arms", nargs="+", default=["none", "native", "ours"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parts = ["first_token", "decode", "load"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    told = "each session sends its next turn behind its answer, or turns come at random times"
+    parser.add_argument("--load", choices=["closed", "open"], default="closed", help=told)
     parser.add_argument("--prefix", nargs="+", type=int, default=[8192], help="known tokens")
     told = "JSON file of conversations; of each user's turn, --turn-tokens at most"
     parser.add_argument("--dataset", type=Path, metavar="FILE", help=told)
@@ -79,9 +85,14 @@ def read_arm(name: str, sizes: Sizes, given: Serving) -> Arm:
     elif kind == "ours":
         extra = {"host_bytes": size, **_own_keys(given), **extra}
         flags = adding(flags, TRANSFER, _connector("HiCacheConnector", extra))
+    elif kind == "lmcache":
+        if importlib.util.find_spec("lmcache") is None:
+            raise BenchmarkError(f"{told}: LMCache is not there, pip install lmcache")
+        own = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": sizes.host_gib}
+        flags = adding(flags, TRANSFER, _connector("LMCacheConnectorV1", own | extra))
     elif kind != "none":
         raise BenchmarkError(
-            f"{told}: say none, native or ours, or one of them with :JSON behind it"
+            f"{told}: say none, native, lmcache or ours, or one of them with :JSON behind it"
         )
     arm = Serving.read(flags, told).arm(name)
     return replace(arm, options=held_alike(arm.options, sizes))
@@ -145,15 +156,16 @@ def take_turns(
 
 
 def rows_of(part: str, size: int, found: Mapping[str, list[Figures]]) -> list[Row]:
-    """A row for each arm; `load` has a second one for its first tokens."""
+    """A row for each arm; loads have a second one for the last of their first tokens."""
     rows = [
         median_row(arm, {"part": PARTS[part], "size": size}, rounds)
         for arm, rounds in found.items()
     ]
-    if part == "load":
-        name = "first_token_p99_ms"
+    name = "first_token_p99_ms"
+    if all(name in each for rounds in found.values() for each in rounds):
+        tail = f"{PARTS[part].partition(',')[0]}, {TAIL}"
         rows += [
-            median_row(arm, {"part": TAIL, "size": size}, [{name: each[name]} for each in rounds])
+            median_row(arm, {"part": tail, "size": size}, [{name: each[name]} for each in rounds])
             for arm, rounds in found.items()
         ]
     return rows
@@ -165,7 +177,8 @@ def compare(
     """Start the arms, let them take turns, and return a row for each arm and part."""
     told = partial(Parts, sizes=sizes, talks=read_talks(arguments.dataset, given, sizes))
     asked = {"first_token": arguments.prefix, "decode": [sizes.requests], "load": [sizes.sessions]}
-    cases = [(part, size) for part in arguments.parts for size in asked[part]]
+    opens = {"load": "open_load"} if arguments.load == "open" else {}
+    cases = [(opens.get(part, part), size) for part in arguments.parts for size in asked[part]]
     parted = groups(arms, sizes.gpu_tokens)
     limit = TimeLimit(arguments.seconds, len(parted))
     rows: list[Row] = []
@@ -192,6 +205,12 @@ def cell(row: Row) -> str:
 def run(arguments: argparse.Namespace, flags: list[str]) -> int:
     """Measure, print the table, write the files; status 1 if a request failed."""
     sizes, given = read_sizes(arguments), Serving.read(flags)
+    room = min(sizes.gpu_tokens, given.config.model_config.max_model_len)
+    if arguments.load == "open" and sizes.longest > room:
+        raise BenchmarkError(
+            f"--load open: a session may have {sizes.longest} tokens, and the engine has room for "
+            f"{room}: raise --gpu-tokens and --max-model-len, or lower --history-max."
+        )
     arms = [read_arm(name, sizes, given) for name in arguments.arms]
     rows = compare(arms, given, sizes, arguments)
     commands = {column: text for arm in arms for column, text in arm.commands.items()}

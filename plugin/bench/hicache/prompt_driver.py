@@ -46,8 +46,16 @@ class Driver:
         self._count = 0
         self.emitted = 0
 
-    def submit(self, prompt: list[int], max_tokens: int) -> str:
-        """Send a greedy request; returns its id."""
+    def now(self) -> float:
+        """The driver's clock, in seconds."""
+        return time.perf_counter()
+
+    def rest(self) -> None:
+        """Let a little time pass in which the engine has nothing to do."""
+        time.sleep(0.001)
+
+    def submit(self, prompt: list[int], max_tokens: int, came: float | None = None) -> str:
+        """Send a greedy request that ``came`` at a time, by default now; returns its id."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -55,7 +63,7 @@ class Driver:
         )
         self._count += 1
         name = f"bench-{self._count}"
-        self._running[name] = Answer(prompt, time.perf_counter())
+        self._running[name] = Answer(prompt, self.now() if came is None else came)
         self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return name
 

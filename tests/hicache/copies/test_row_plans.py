@@ -158,6 +158,7 @@ def _drawn(data: st.DataObject) -> Pairs:
     least=st.integers(2, 12),
     capacity=st.integers(1, 20),
     count=st.integers(1, 3),
+    together=st.integers(1, 4),
 )
 @settings(max_examples=200, deadline=None)
 def test_straight_staged_and_the_rest_are_all_bytes_once(
@@ -167,6 +168,7 @@ def test_straight_staged_and_the_rest_are_all_bytes_once(
     least: int,
     capacity: int,
     count: int,
+    together: int,
 ) -> None:
     slot_bytes = max(map(pages_bytes, pools.values())) + 1
     transfers = []
@@ -176,14 +178,19 @@ def test_straight_staged_and_the_rest_are_all_bytes_once(
     load = CacheOperation([3], Direction.LOAD, transfers, 5, ["r"])
     expected, by_name = pages_of(pools, load, slot_bytes)
     buffers = Buffers(STAGING, capacity, count)
+    shard = HostShard(HOST, slot_bytes, pinned)
+    names = data.draw(st.permutations(list(by_name)))
+    some = [names[at : at + together] for at in range(0, len(names), together)]
+    batches: list[list[list[str]]] = [[], some]
     with mock.patch.object(strided, "LEAST_BYTES", least):
-        shard = HostShard(HOST, slot_bytes, pinned)
         planner = StridedPlanner(pools, shard, NO_LIMIT)
         stager = StagedPlanner(planner.columns, shard, 1, buffers)
-    for by_layer in (False, True):
-        part = planner.plan(load, by_layer)
-        rest = load if part is None else part.rest
-        staged = None if rest is None else stager.plan(rest, by_layer)
+        plans = []
+        for each in batches:
+            part = planner.plan(load, bool(each))
+            rest = load if part is None else part.rest
+            plans.append((part, rest, None if rest is None else stager.plan(rest, each)))
+    for each, (part, rest, staged) in zip(batches, plans):
         rest = rest if staged is None else staged.rest
         found = [] if part is None else bytes_of(part.copies)
         found += [] if staged is None else _through(staged.copies, buffers)
@@ -197,11 +204,16 @@ def test_straight_staged_and_the_rest_are_all_bytes_once(
         assert staged.copies.num_bytes == len(_through(staged.copies, buffers))
         if rest is not None:
             assert (rest.ids, rest.request_ids, rest.priority) == ([3], ["r"], 5)
-        for name in by_name if by_layer else ():
-            straight = [] if part is None else bytes_of(part.copies, *part.ranges.get(name, (0, 0)))
-            span = staged.ranges.get(name, (0, 0))
-            layer = straight + _through(staged.copies, buffers, *span)
-            assert sorted(layer + left_by_name.get(name, [])) == by_name[name]
+        for batch in each:
+            bytes_there, expected_there = [], []
+            for name in batch:
+                span = (0, 0) if part is None else part.ranges.get(name, (0, 0))
+                bytes_there += [] if part is None else bytes_of(part.copies, *span)
+                span = staged.ranges.get(name, (0, 0))
+                bytes_there += _through(staged.copies, buffers, *span)
+                bytes_there += left_by_name.get(name, [])
+                expected_there += by_name[name]
+            assert sorted(bytes_there) == sorted(expected_there)
 
 
 def _check_pieces(copies: StridedCopies, piece: int) -> None:
@@ -262,7 +274,9 @@ def test_chunks_are_whole_rows_and_fit(widths: list[list[int]], unit: int, spare
         assert begins.sum() == sum(-(-len(part) // rows) for part in widths)
 
 
-def _staged(pairs: Pairs, layers: int = 2, **changes: int) -> StagedCopies | None:
+def _staged(
+    pairs: Pairs, layers: int = 2, together: int = 1, **changes: int
+) -> StagedCopies | None:
     """Plan copies of pairs of a block and a slot, by layers that lie apart."""
     at = {"address": 0, "capacity": 16 << 20, "pitch": LAYER} | changes
     pools = {
@@ -276,7 +290,9 @@ def _staged(pairs: Pairs, layers: int = 2, **changes: int) -> StagedCopies | Non
     buffers = Buffers(STAGING, at["capacity"], 3)
     stager = StagedPlanner(planner.columns, shard, 16, buffers)
     transfer = PoolTransfer(0, [slot for _, slot in pairs], [block for block, _ in pairs])
-    part = stager.plan(CacheOperation([0], Direction.LOAD, [transfer]), by_layer=True)
+    names = [layer.name for layer in pools[0]]
+    batches = [names[n : n + together] for n in range(0, layers, together)]
+    part = stager.plan(CacheOperation([0], Direction.LOAD, [transfer]), batches)
     assert stager.serves or part is None
     if part is None:
         return None
@@ -290,6 +306,19 @@ def test_reversed_blocks_are_a_few_calls_a_layer() -> None:
     assert copies.fills.rows.tolist() == [256] * 64
     assert [chunk.buffer for chunk in copies.chunks] == [at % 3 for at in range(64)]
     assert [len(range(*chunk.empty)) for chunk in copies.chunks] == [256] * 64
+
+
+def test_layers_that_are_copied_together_are_one_row_of_a_slot() -> None:
+    pairs = [(900 - at, 40 + at) for at in range(24)]
+    assert _staged(pairs, layers=32) is None, "too short to pay"
+    copies = _staged(pairs, layers=32, together=4)
+    assert copies is not None
+    assert copies.fills.rows.tolist() == [24] * 8
+    assert copies.fills.width.tolist() == [4 * LAYER] * 8
+    assert [len(range(*chunk.empty)) for chunk in copies.chunks] == [4 * 24] * 8
+    assert copies.empties.device[:5].tolist() == [
+        (n << 30) + block * LAYER for block, n in ((900, 0), (900, 1), (900, 2), (900, 3), (899, 0))
+    ]
 
 
 def test_runs_of_slots_share_a_chunk() -> None:

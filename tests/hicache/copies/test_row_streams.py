@@ -13,6 +13,7 @@ from tests.support.host_cache.simulated_copies import LAYERS, ROW, Rig, run_copy
 from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
+from vllm_graft.hicache.copies import streams as streams_module
 from vllm_graft.hicache.copies.cuda_driver import (
     DESCRIPTOR,
     CudaDriver,
@@ -319,6 +320,20 @@ def test_layers_are_there_once_they_are_waited_for(chunk_rows: int, pairs: Pairs
         assert all(rig.arrived(name, pairs)), "straight, by way of a buffer, and for itself"
     assert rig.engine.wait_all_layers() == 0
     assert (rig.cuda.copied == [(Direction.LOAD, 4)] * LAYERS) is (pairs is ROWS)
+
+
+def test_layers_that_are_copied_together_share_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "layer_batches", lambda count: [range(2), range(2, count)])
+    rig = _Rows(chunk_rows=2 * CHUNK_ROWS)
+    rig.fill_all()
+    rig.engine.begin_step()
+    rig.engine.load_layers(rig.load_of(DOWN), first=())
+    rig.engine.wait_layer("layers.1.attn")
+    assert [all(rig.arrived(name, DOWN)) for name in rig.caches] == [True, True, False]
+    rig.engine.drain()
+    assert rig.all_arrived(DOWN)
+    # A chunk has room for three pages of a layer in any case.
+    assert [rows for _, rows in rig.cuda.copied] == [2, 1, 2, 1, 2, 3, 3, 2]
 
 
 def test_without_its_wait_a_buffer_is_overwritten(rig: _Rows) -> None:

@@ -143,6 +143,14 @@ def test_requests_of_one_step_share_its_time() -> None:
     assert model.choose(together) == Plan(LoadMode.LAYERWISE, 2048)
 
 
+def test_a_small_load_does_not_leave_a_full_step() -> None:
+    """Many turns that come at once are loaded in the step that computes them, not one by one."""
+    turn = Hit(432, 432 * KIB_A_TOKEN, 400, others=22)
+    for before in range(16):
+        hit = replace(turn, queued_bytes=before * turn.num_bytes, step_tokens=before * 400)
+        assert _model(prefill=38_000.0).choose(hit) == Plan(LoadMode.LAYERWISE, 432)
+
+
 def test_the_environment_makes_all_hits_worth_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, num_bytes = 64, 64 << 20
     assert not CostModel().worth_reading(tokens, num_bytes, 0)

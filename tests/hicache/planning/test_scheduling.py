@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,11 @@ TOKENS = 16 * BLOCKS
 class Engine:
     """The scheduler's side, with one request at a time of four full blocks."""
 
-    def __init__(self) -> None:
-        geometry = Geometry((GROUP,), PoolShape(32, 4096, 1), None, 1, 1, False, frozenset())
-        index = HostIndex(32, LruPolicy(32), {0: 4096})
-        config = HiCacheConfig.parse({"host_bytes": "128KiB", "load": "async"})
+    def __init__(self, load: str = "async", page_bytes: int = 4096, slots: int = 32) -> None:
+        shape, group = PoolShape(slots, page_bytes, 1), replace(GROUP, page_bytes=page_bytes)
+        geometry = Geometry((group,), shape, None, 1, 1, False, frozenset())
+        index = HostIndex(slots, LruPolicy(slots), {0: page_bytes})
+        config = HiCacheConfig.parse({"host_bytes": "128KiB", "load": load})
         self.scheduler = HiCacheScheduler(config, geometry, index, speculative=False)
         self.requests = 0
 
@@ -85,6 +87,16 @@ class Engine:
     def finish(self, request: Any) -> None:
         request.num_computed_tokens = TOKENS
         self.scheduler.finished(request, [list(range(1, BLOCKS + 1))])
+
+    def join(self, tokens: int | None = None) -> HiCacheMetadata:
+        """Let a request begin, one of `tokens` without a hit; return the loads of the next step."""
+        request = self.request()
+        found = self.begin(request) or 0
+        if tokens is not None:
+            request.num_tokens, found = tokens, 0
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: [list(range(1, BLOCKS + 1))])
+        self.scheduler.allocated(request, blocks, found)
+        return self.scheduler._loads._next
 
     def offered(self, lora: bool = False) -> int | None:
         request = self.request(lora)
@@ -196,6 +208,44 @@ def test_a_salt_changes_a_hash_and_none_does_not() -> None:
     assert len(salted(b"x" * 64, b"s" * 32)) == 32
 
 
+PAGE = 64 << 20
+"""Bytes of a page of which four take 13 ms to load, by the rates that a cost model begins with."""
+
+
+def test_a_load_within_a_step_that_was_built_is_not_waited_for() -> None:
+    """Its step ends before the next one's loads begin, whatever the ranks have reported."""
+    engine = Engine("layerwise", PAGE)
+    engine.fill()
+    scheduler = engine.scheduler
+    assert len(engine.join().sync_loads) == 1
+    assert scheduler._loads.queued_bytes == BLOCKS * PAGE
+    scheduler._loads.take()
+    assert scheduler._loads.queued_bytes == 0
+    assert len(scheduler.controller.jobs) == 1
+
+
+def test_a_load_outside_of_steps_is_waited_for_until_it_is_reported() -> None:
+    engine = Engine("async", PAGE)
+    engine.fill()
+    [load] = engine.join().async_loads
+    engine.scheduler._loads.take()
+    assert engine.scheduler._loads.queued_bytes == BLOCKS * PAGE
+    engine.ended([load])
+    assert engine.scheduler._loads.queued_bytes == 0
+
+
+@pytest.mark.parametrize("tokens", [None, 16, 16_384])
+def test_a_load_is_free_beside_a_prompt_that_takes_longer(tokens: int | None) -> None:
+    engine = Engine("auto", PAGE)
+    engine.fill()
+    engine.scheduler._running = 32
+    if tokens:
+        engine.join(tokens)
+    loads = engine.join()
+    assert bool(loads.sync_loads) == (tokens == 16_384)
+    assert bool(loads.async_loads) == (tokens != 16_384)
+
+
 SECONDS = 0.005
 
 
@@ -262,3 +312,34 @@ def test_keys_are_those_of_full_blocks() -> None:
         keys[2]
     request.block_hashes.append(b"\x05")
     assert keys[2] == PageKey(b"\x05", 3)
+    assert keys[2] is keys[2], "none is made twice"
+    del request.block_hashes[3:]
+    request.block_hashes += [b"\x06", b"\x07", b"\x08"]
+    assert list(keys) == [PageKey(hash_, 3) for hash_ in (b"\x01", b"\x06", b"\x08")]
+
+
+def test_a_long_history_is_loaded_and_ended_quickly() -> None:
+    """What vLLM asks in every step as well, as it may be long until a waiting request fits."""
+    blocks, long = 4096, Engine(slots=4096)
+    scheduler = long.scheduler
+    request = long.request()
+    request.block_hashes = [number.to_bytes(32, "big") for number in range(blocks)]
+    request.num_tokens = 16 * blocks + 1
+    keys = scheduler.state_of(request).keys[0]
+    pages = scheduler.index.reserve(keys[:])
+    assert pages is not None
+    scheduler.index.commit(pages)
+    tables: Any = SimpleNamespace(get_block_ids=lambda: [list(range(1, blocks + 1))])
+
+    def seconds(call: Callable[[], object]) -> float:
+        began = time.thread_time()
+        call()
+        return time.thread_time() - began
+
+    assert min(seconds(lambda: scheduler.lookup(request, 0)) for _ in range(5)) < SECONDS
+    assert scheduler.lookup(request, 0)[0] == 16 * blocks
+    took = seconds(lambda: scheduler.allocated(request, tables, 16 * blocks))
+    assert took < 2 * SECONDS
+    scheduler.controller.report(dict.fromkeys(scheduler.controller.jobs, 1), {})
+    request.num_computed_tokens = 16 * blocks
+    assert seconds(lambda: scheduler.finished(request, tables.get_block_ids())) < 2 * SECONDS

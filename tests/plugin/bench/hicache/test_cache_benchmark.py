@@ -21,11 +21,12 @@ from vllm_graft.bench.hicache import command
 from vllm_graft.bench.hicache.cache_parts import Parts, Sizes, read_sizes
 from vllm_graft.bench.hicache.conversations import read_talks
 from vllm_graft.bench.hicache.prompt_driver import random_prompt
+from vllm_graft.bench.hicache.sessions import OpenLoad, length_between
 from vllm_graft.testing import cpu_engine, write_llama
 
 SMALL = Sizes(
     vocab=500, block=32, gpu_tokens=1024, host_gib=2**-6, suffix=32, requests=2, prompt=64,
-    tokens=4, sessions=2, turns=2, turn_tokens=64, reply=4,
+    tokens=4, sessions=2, turns=2, turn_tokens=64, reply=4, rate=50.0, history=64, history_max=128,
 )  # fmt: skip
 
 
@@ -64,7 +65,11 @@ def test_arms_differ_in_their_connector_only(model: str, monkeypatch: pytest.Mon
         assert {**arm.options, "kv_transfer_config": 0} == {**none.options, "kv_transfer_config": 0}
         # They go to a process of the arm's own.
         assert pickle.loads(pickle.dumps(arm.options)) == arm.options
-    for name, words in (("theirs", "say none, native or ours"), ("ours:{", "no JSON")):
+    for name, words in (
+        ("theirs", "say none, native, lmcache or ours"),
+        ("ours:{", "no JSON"),
+        ("lmcache", "LMCache is not there, pip install lmcache"),
+    ):
         with pytest.raises(BenchmarkError, match=words):
             command.read_arm(name, sizes, plain)
     with pytest.raises(BenchmarkError, match=r"host_byte: unknown key\. Did you mean 'host_bytes'"):
@@ -107,7 +112,8 @@ def test_users_say_what_a_file_has(tmp_path: Path) -> None:
     assert [len(turn) for turn in talk] == [2, 3]
     llm: Any = SimpleNamespace(llm_engine=None)
     parts = Parts(llm, sizes, [talk])
-    assert [parts._said(session, turn) for session, turn in ((0, 0), (5, 1), (0, 2))] == [
+    asked = ((0, 0), (5, 1), (0, 2))
+    assert [parts._said(1, False, session, turn) for session, turn in asked] == [
         talk[0],
         talk[1],
         talk[0],
@@ -129,6 +135,66 @@ def test_sizes_are_flags() -> None:
     assert held == 4 * default.gpu_tokens
     assert held * 131072 < default.host_gib * 2**30
     assert default.requests * (default.prompt + default.tokens) < default.gpu_tokens
+
+
+def test_a_history_has_to_fit_into_the_device(model: str) -> None:
+    plain = [model, "--skip-tokenizer-init"]
+    with pytest.raises(BenchmarkError, match=r"may have 34176 tokens, .* room for \d+: raise"):
+        command.run(given("--load", "open"), plain)
+
+
+def test_turns_of_an_open_load_come_whatever_is_in_flight() -> None:
+    load = OpenLoad(1000, rate=100.0, sticky=0.5, seed="a")
+    assert list(load.due(5.0)) == [], "the clock starts with the first call"
+    came = [time for time, _ in load.due(9.0)]
+    assert came == sorted(came)
+    assert came[0] > 5.0
+    assert came[-1] <= 9.0
+    assert 320 < len(came) < 480
+    assert list(load.due(9.0)) == []
+    again = OpenLoad(1000, 100.0, 0.5, "a")
+    assert [*again.due(5.0), *again.due(9.0)] != []
+    assert [time for time, _ in again.due(10.0)] == [time for time, _ in load.due(10.0)]
+
+
+@pytest.mark.parametrize("sticky", [0.0, 1.0])
+def test_a_sticky_turn_is_of_the_session_that_was_answered_last(sticky: float) -> None:
+    load, seen = OpenLoad(8, 1000.0, sticky, "b"), []
+    list(load.due(0.0))
+    for step in range(1, 200):
+        for _, session in load.due(float(step)):
+            seen.append(session)
+            load.ready(session)
+            break
+    assert set(seen) == ({7} if sticky else set(range(8)))
+
+
+def test_a_turn_without_a_session_waits_and_that_counts() -> None:
+    load = OpenLoad(1, 10.0, 0.0, "c")
+    list(load.due(0.0))
+    [(first, session)] = load.due(1.0)
+    assert list(load.due(2.0)) == []
+    load.ready(session)
+    [(second, _)] = load.due(3.0)
+    assert first < second < 1.0
+
+
+def test_lengths_are_spread_by_octaves() -> None:
+    lengths = [length_between(8192, 32_768, str(seed)) for seed in range(2000)]
+    assert min(lengths) >= 8192
+    assert max(lengths) <= 32_768
+    assert 0.45 < sum(length < 16_384 for length in lengths) / 2000 < 0.55
+    assert length_between(5, 5, "x") == 5
+
+
+def test_no_round_says_what_another_has_said() -> None:
+    llm: Any = SimpleNamespace(llm_engine=None)
+    parts = Parts(llm, SMALL)
+    texts = [parts._said(number, opens, 0, 0) for number in (1, 2) for opens in (False, True)]
+    assert texts[0] != texts[2]
+    assert texts[1] != texts[3]
+    assert [len(text) for text in texts[::2]] == [64, 64]
+    assert all(64 <= len(text) <= 128 for text in texts[1::2])
 
 
 def test_prompts_depend_on_their_seed() -> None:
@@ -193,11 +259,15 @@ def test_the_parts_of_a_tiny_engine(model: str) -> None:
         parts = Parts(llm, SMALL)
         hit = parts(("first_token", 1, 256))
         decode, load = parts(("decode", 1, 2)), parts(("load", 1, 2))
+        opened = parts(("open_load", 1, 2))
         del parts
     assert hit["cached"] == 256
     assert hit["first_token_ms"] > 0
     assert hit["loads_layerwise"] + hit["loads_async"] + hit["recomputed"] >= 1
     assert decode["tokens_per_second"] > 0
     assert load["turns_per_second"] > 0
-    assert load["errors"] == 0
-    assert 0 < load["hit_rate"] < 1
+    assert opened["first_token_p99_ms"] >= opened["first_token_ms"] > 0
+    for each in (load, opened):
+        assert each["errors"] == 0
+        assert 0 < each["hit_rate"] < 1
+        assert each["tokens_per_second"] > 0

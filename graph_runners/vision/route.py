@@ -10,7 +10,6 @@ from enum import Enum, auto
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.rate import TimeShare
-from vllm_graft.graph_runners.vision.cut_gain import CutGain, CutVerdict
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,
@@ -19,6 +18,7 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     VisionBatch,
 )
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
+from vllm_graft.graph_runners.vision.startup_captures import StartupCaptures
 
 
 class Answer(Enum):
@@ -28,8 +28,6 @@ class Answer(Enum):
     """Exact and padded graphs."""
     CAPTURE = auto()
     """The eager pass, from which the exact graph of the whole batch is then captured."""
-    MEASURE_CUT = auto()
-    """The eager pass, which the replays of the cut batch are then compared with."""
     FUSED = auto()
     """The model's pass with fused blocks and no graph."""
     DECLINE = auto()
@@ -41,15 +39,13 @@ class Route:
     """The way of one batch.
 
     Attributes:
-        replays: the graphs for `REPLAY` and `MEASURE_CUT`; together they hold each item once.
-        cut: whether the batch is larger than any graph.
+        replays: the graphs for `REPLAY`; together they hold each item once.
         due: a group whose exact graph is captured once the batch is answered.
         reason: the word that a declined batch is counted by.
     """
 
     answer: Answer
     replays: Sequence[Replay] = ()
-    cut: bool = False
     due: ExactReplay | None = None
     reason: Reason = ""
 
@@ -62,46 +58,38 @@ class Router:
         store: GraphStore,
         admission: Admission[LayoutKey],
         rate: TimeShare,
-        cuts: CutGain,
+        startup: StartupCaptures,
         max_items: int,
     ) -> None:
         self.rate = rate
-        self._store, self._admission, self._cuts = store, admission, cuts
+        self._store, self._admission, self._startup = store, admission, startup
         self._max_items = max_items
 
-    def route(self, batch: VisionBatch, max_rows: int) -> Route:
-        """Decide about a batch, and count its layouts; the largest graph has `max_rows` patches."""
-        cut = batch.rows > max_rows
-        verdict = self._cuts.verdict(batch, max_rows) if cut else None
-        if verdict is CutVerdict.WHOLE:
-            return self._whole()
-        groups = replay_plan.groups(batch.items, max_rows)
+    @property
+    def fused(self) -> bool:
+        """Whether batches that are larger than any graph take a pass with fused blocks."""
+        return self._startup.fused_pays and bool(self._store.tower.fused)
+
+    def route(self, batch: VisionBatch) -> Route:
+        """Decide about a batch, and count its layouts."""
+        if batch.rows > self._startup.max_rows:
+            return Route(Answer.FUSED) if self.fused else Route(Answer.DECLINE, reason="too_large")
+        groups = replay_plan.groups(batch.items, self._startup.max_rows)
         self._admission.see(group.key for group in groups)
         if any(self._admission.refused.get(group.key) == "no_gain" for group in groups):
             # A padded graph would be slower still than the exact one that was refused.
             return Route(Answer.DECLINE, reason="no_gain")
-        replays = self.replays(groups, batch, cut)
-        if replays and verdict is CutVerdict.MEASURE:
-            return Route(Answer.MEASURE_CUT, replays)
+        buckets = sorted(self._store.buckets)
+        replays = replay_plan.choose(
+            batch.items, groups, self._store.exact, buckets, self._max_items
+        )
         due = self._due(groups)
         if due is not None and len(due.indices) == len(batch.items):
             # The eager pass over the batch is needed to capture it, so it is also the answer.
             return Route(Answer.CAPTURE, due=due)
         if replays is None:
-            return Route(Answer.DECLINE, due=due, reason="too_large" if cut else "no_graph")
-        return Route(Answer.REPLAY, replays, cut, due)
-
-    def replays(
-        self, groups: Sequence[ExactReplay], batch: VisionBatch, cut: bool
-    ) -> list[Replay] | None:
-        """The cheapest replays that hold the whole batch; None if there are none.
-
-        `groups` are its exact replays. With `cut`, items that no bucket holds may go to several.
-        """
-        buckets = sorted(self._store.buckets)
-        return replay_plan.choose(
-            batch.items, groups, self._store.exact, buckets, self._max_items, cut
-        )
+            return Route(Answer.DECLINE, due=due, reason="no_graph")
+        return Route(Answer.REPLAY, replays, due)
 
     def _due(self, groups: Sequence[ExactReplay]) -> ExactReplay | None:
         """The first group whose exact graph should be captured now."""
@@ -114,8 +102,3 @@ class Router:
             if self.rate.plenty or self._admission.is_hottest(group.key, live):
                 return group
         return None
-
-    def _whole(self) -> Route:
-        if self._cuts.fused:
-            return Route(Answer.FUSED)
-        return Route(Answer.DECLINE, reason="too_large")

@@ -18,7 +18,6 @@ from vllm_graft.graph_runners.vision.bucket_plan import plan_buckets
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend
 from vllm_graft.graph_runners.vision.capture.rate import TimeShare
-from vllm_graft.graph_runners.vision.cut_gain import CutGain
 from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
@@ -67,10 +66,8 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         self.store = self._make_store(device, sharded)
         rate = TimeShare(0 if sharded else self.options.capture_share)
         self.captures = ExactCaptures(self.store, self.admission, rate, self.stats)
-        self.cuts = CutGain(self.store, self.stats, rate, self.options.min_hits)
-        self.router = Router(self.store, self.admission, rate, self.cuts, self.max_batch_size)
         self.startup = self._plan_startup(vllm_config, sharded)
-        self.max_rows = self.startup.max_rows
+        self.router = Router(self.store, self.admission, rate, self.startup, self.max_batch_size)
         idle = sharded and not self.startup.number
         reads_device = self.store.backend.reads_device
         self._obstacle = find_obstacle(vllm_config, model, self.tower, reads_device, idle)
@@ -134,8 +131,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
         if self._obstacle is None:
             with self.store.backend.stream():
                 self.startup.capture()
-            self.max_rows = self.startup.max_rows
-            self.cuts.fused_pays = self.startup.fused_pays
         self._hold_rest()
         self._captured = True
         self.router.rate.start(time.monotonic())
@@ -215,7 +210,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return None
 
     def _answer(self, batch: VisionBatch) -> Outputs | None:
-        route = self.router.route(batch, self.max_rows)
+        route = self.router.route(batch)
         match route.answer:
             case Answer.REPLAY:
                 return self._replay(route, batch)
@@ -224,9 +219,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
                 eager = self.store.measure(batch, batch.indices)
                 self.captures.capture_due(route.due, batch, eager)
                 return eager.outputs
-            case Answer.MEASURE_CUT:
-                self._count_miss("eager", batch)
-                return self.cuts.measure(route.replays, batch)
             case Answer.FUSED:
                 outputs = self.tower.eager_fused(batch.inputs, batch.indices)
                 self._count_miss("fused", batch)
@@ -241,8 +233,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             return self._decline(route, batch, "segments")
         for replay in route.replays:
             self._count_replay(replay)
-        if route.cut:
-            self.stats.cuts += 1
         self.captures.capture_due(route.due, batch)
         return outputs
 
@@ -277,11 +267,11 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             **self.stats.report(),
             "tower": type(self.tower).__name__,
             "fused": self.tower.fused or f"no: {self.tower.why_not_fused}",
-            "fused_passes": self.cuts.fused,
+            "fused_passes": self.router.fused,
             "graphs": {"exact": len(store.exact), "bucket": len(store.buckets)},
             "buckets": sorted(store.buckets),
             "refused": len(self.admission.refused),
-            "max_patches": self.max_rows,
+            "max_patches": self.startup.max_rows,
             "metadata": store.metadata.report(),
             "bytes": store.budget.used,
             "bytes_of": dict(store.budget.owners),
@@ -294,7 +284,6 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
             "items": stats.items,
             "replays": stats.replays,
             "declines": stats.declines,
-            "cut_batches": stats.cuts,
             "captures": stats.captures,
             "dropped_graphs": stats.dropped,
             "capture_seconds": stats.capture_seconds,

@@ -17,7 +17,6 @@ METRICS = PartMetrics((
     _row("items", _C, "Images and videos, by what encoded them: an exact graph, a padded one (bucket), fused blocks without a graph, or the model's own pass (eager).", label="tier", values=TIERS),
     _row("replays", _C, "Replays of graphs, by their kind.", label="kind", values=GRAPHS),
     _row("declines", _C, "Batches that were left to vLLM's own path, by reason.", label="reason", values=("no_graph", "too_large", "error")),
-    _row("cut_batches", _C, "Batches larger than any graph that several graphs encoded."),
     _row("captures", _C, "Graphs that were captured and kept, by their kind.", label="kind", values=GRAPHS),
     _row("dropped_graphs", _C, "Graphs that were not kept, by reason.", label="reason", values=("evicted",)),
     _row("capture_seconds", _C, "Time that captures and measurements took while the engine served, in seconds."),

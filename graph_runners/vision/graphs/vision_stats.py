@@ -20,7 +20,6 @@ class VitStats:
         items: images and videos, by what served them: exact, bucket, fused, eager.
         replays: by kind of graph: exact, bucket.
         declines: batches left to the engine's own path, by reason.
-        cuts: batches larger than any graph that several graphs served.
         captures: graphs that were captured and kept, by kind.
         dropped: graphs that were not kept, by reason.
         failures: the causes of the latest failures, as text.
@@ -32,7 +31,6 @@ class VitStats:
     items: Counter[str] = field(default_factory=Counter)
     replays: Counter[str] = field(default_factory=Counter)
     declines: Counter[str] = field(default_factory=Counter)
-    cuts: int = 0
     captures: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)

@@ -38,7 +38,7 @@ def random_batch(kind: str, seed: int) -> Any:
 def assert_bitwise(runner: Any, inputs: Any, found: Any) -> None:
     """Compare with eager passes over the same groups, as other numbers of rows may differ."""
     tower = runner.tower
-    for step in plan.groups(tower.items(inputs), runner.max_rows):
+    for step in plan.groups(tower.items(inputs), runner.startup.max_rows):
         with torch.inference_mode():
             expected = tower.eager(inputs, step.indices)
         assert towers.agree([found[index] for index in step.indices], expected, exact=True)

@@ -101,10 +101,7 @@ BOUNDED = {
     "Sizes of images that a capture or a measurement was tried for, at a limited rate.": """
         graph_runners/vision/capture/admission.py:Admission._for_now
         graph_runners/vision/capture/admission.py:Admission.refused
-        graph_runners/vision/cut_gain.py:CutGain.pays
         graph_runners/vision/graphs/graph_store.py:GraphStore._needs""",
-    "An entry per class of sizes, of which an image's limit leaves few.": """
-        graph_runners/vision/cut_gain.py:CutGain._seen""",
     "An entry per engine and scheduler of the process, which goes with it.": """
         hicache/pages/engine_core.py:._listeners hicache/pages/engine_core.py:._unreset""",
     "An entry per request, job or step under way, which goes with it.": """

@@ -114,27 +114,14 @@ def make_runner(
 def prewarm(runner: ViTCudaGraphRunner, inputs: Any) -> dict[Any, str]:
     """Capture the exact graphs of these inputs now, whatever their counts and the rate.
 
-    Returns ``captured`` per exact graph, or why there is none. A batch larger than any graph also
-    has an entry ``("too_large", 0)``: ``cut``, or why it is not cut.
+    Returns ``captured`` per exact graph, or why there is none.
     """
     batch = VisionBatch.read(runner.tower, inputs)
-    large = batch.rows > runner.max_rows
-    if large and not runner.cuts.possible(batch, runner.max_rows):
-        return {("too_large", 0): "too_large"}
-    groups = replay_plan.groups(batch.items, runner.max_rows)
+    groups = replay_plan.groups(batch.items, runner.startup.max_rows)
     for group in groups:
         if group.key not in runner.store.exact and group.key not in runner.admission.refused:
             runner.captures.capture(group, batch)
-    found: dict[Any, str] = {
-        group.key: runner.admission.refused.get(group.key, "captured") for group in groups
-    }
-    if large:
-        found["too_large", 0] = "too_large"
-        if replays := runner.router.replays(groups, batch, cut=True):
-            runner.cuts.measure(replays, batch)
-            pays = runner.cuts.pays[replay_plan.size_class(batch.items)]
-            found["too_large", 0] = "cut" if pays else "no_gain"
-    return found
+    return {group.key: runner.admission.refused.get(group.key, "captured") for group in groups}
 
 
 def batch(kind: str, grids: Sequence[Grid], modality: str = "image", seed: int = 0) -> Any:

@@ -401,27 +401,6 @@ def test_a_failed_fused_pass_is_the_engines(wide: Any, kind: str, monkeypatch: A
     assert "out of something" in runner.report()["failures"][0]
 
 
-def test_a_pass_that_is_no_more_does_not_count(wide: Any, kind: str, monkeypatch: Any) -> None:
-    runner, _ = fused_passes(wide, monkeypatch, (*2 * GAIN, OTHER, OURS, OURS, OTHER))
-    runner.tower.unfuse("a graph had other bits")
-    inputs = towers.batch(kind, [(1, 8, 8), (1, 4, 8), (1, 8, 4)])
-    assert [runner.execute(dict(inputs)) is not None for _ in range(3)] == [False, True, True]
-    assert list(runner.cuts.pays.values()) == [True]
-    assert runner.stats.cuts == 1
-
-
-@pytest.mark.parametrize("cut", [0.85, 0.95])
-def test_a_cut_has_to_beat_a_fused_pass(wide: Any, kind: str, monkeypatch: Any, cut: float) -> None:
-    runner, _ = fused_passes(wide, monkeypatch, (*2 * GAIN, OTHER, cut, cut, OTHER, OURS))
-    inputs = towers.batch(kind, [(1, 8, 8), (1, 4, 8), (1, 8, 4)])
-    for _ in range(3):
-        assert runner.execute(dict(inputs)) is not None
-    assert list(runner.cuts.pays.values()) == [cut < OURS]
-    assert runner.stats.cuts == (cut < OURS)
-    # The first batch was not measured yet; the second one was measured.
-    assert runner.stats.items["fused"] == 3 * (2 - (cut < OURS))
-
-
 @BOTH
 def test_padded_graphs_are_fused(wide: Any, kind: str, monkeypatch: Any) -> None:
     runner = fused_runner(wide, monkeypatch, buckets=[32])

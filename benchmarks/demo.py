@@ -23,7 +23,7 @@ from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from tests.support.engines.pair_server import MODEL, server_settings, settled_counters, speculate
 from tests.support.engines.shipped_pair import SHIPPED as PAIR
-from vllm_graft.testing.vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
+from tests.support.engines.vllm_server import VLLM, ServerError, SpecDecodeCounters, VllmServer
 
 COMMAND = VLLM
 PROMPTS = 4

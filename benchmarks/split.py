@@ -38,8 +38,8 @@ from tests.support.engines.pair_server import (
     speculate,
 )
 from tests.support.engines.pairs import Pair
+from tests.support.engines.vllm_server import VllmServer, free_port
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing.vllm_server import VllmServer, free_port
 
 FAULT = """
 def plant():

@@ -39,7 +39,7 @@ from benchmarks.fuzz.requests import FuzzRequest, World, flood, generate
 from benchmarks.fuzz.targets import TARGETS
 from benchmarks.fuzz.trouble import call, disturbing, reload
 from benchmarks.fuzz.watch import FILE, plugin_path
-from vllm_graft.testing.vllm_server import VLLM, ServerError, VllmServer
+from tests.support.engines.vllm_server import VLLM, ServerError, VllmServer
 
 COMMAND = VLLM
 WARM_UP = 2_000_000

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from vllm_graft.testing.vllm_server import ServerError
+from tests.support.engines.vllm_server import ServerError
 
 SECONDS = 1.5
 """Pause between two disturbances."""

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import demo
 from benchmarks.demo import Answers
 from tests.support.engines import pair_server
-from vllm_graft.testing.vllm_server import ServerError, SpecDecodeCounters
+from tests.support.engines.vllm_server import ServerError, SpecDecodeCounters
 
 # Stands in for `vllm`: answers a prompt with the integers from the sum of its bytes on; with
 # `--salt`, at temperature 1, from one more.

@@ -25,7 +25,7 @@ from tests.support.engines.pair_server import (
 )
 from tests.support.engines.pairs import Answer, Request
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.testing.vllm_server import ServerError, VllmServer
+from tests.support.engines.vllm_server import ServerError, VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

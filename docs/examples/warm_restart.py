@@ -12,19 +12,26 @@ has the pages of a model open: give servers that run at once folders of their ow
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import socket
+import subprocess
+import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_graft.metrics.server_info import ask as info
-from vllm_graft.testing.vllm_server import VllmServer
 
 WRITTEN = "vllm:graft_hicache_written_pages_total"
 READ = "vllm:graft_hicache_hit_tokens_storage_total"
 PATIENCE = 60.0
+# A proxy of the environment must not see the loopback interface.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def parse() -> argparse.Namespace:
@@ -38,8 +45,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def with_cache(arguments: argparse.Namespace, name: str) -> VllmServer:
-    """A server that has not been started yet."""
+@contextlib.contextmanager
+def serving(arguments: argparse.Namespace, name: str) -> Iterator[str]:
+    """A server with the cache, ready to answer at the address that is yielded."""
     storage = {"backend": "segments", "path": str(arguments.store)}
     storage["max_bytes"] = arguments.max_bytes
     transfer = {
@@ -51,53 +59,68 @@ def with_cache(arguments: argparse.Namespace, name: str) -> VllmServer:
             **arguments.cache,
         },
     }
-    flags = [arguments.model, "--served-model-name", "model", *arguments.flags]
-    flags += ["--kv-transfer-config", json.dumps(transfer)]
-    return VllmServer(flags, arguments.store / f"{name}.log")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", arguments.model]
+    command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", port]
+    command += [*arguments.flags, "--kv-transfer-config", json.dumps(transfer)]
+    address, log = f"http://127.0.0.1:{port}", arguments.store / f"{name}.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while True:
+            with contextlib.suppress(urllib.error.URLError):
+                OPENER.open(f"{address}/health", timeout=10).close()
+                break
+            if server.poll() is not None:
+                raise SystemExit(f"the server ended while starting; see {log}")
+            time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
 
 
-def ask(server: VllmServer, prompt: str) -> dict[str, Any]:
+def ask(address: str, prompt: str) -> dict[str, Any]:
     """Send a completion."""
     body = {"model": "model", "prompt": prompt, "max_tokens": 16, "temperature": 0}
     request = urllib.request.Request(
-        f"{server.address}/v1/completions",
+        f"{address}/v1/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=300) as answer:
+    with OPENER.open(request, timeout=300) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
 
 
-def total(server: VllmServer, name: str) -> float:
+def total(address: str, name: str) -> float:
     """A counter of the server, as `vllm-graft info` reads it."""
-    numbers = info(server.address).numbers
+    numbers = info(address).numbers
     return sum(value for key, value in numbers.items() if key.split("{")[0] == name)
 
 
-def wait_until_stored(server: VllmServer) -> None:
+def wait_until_stored(address: str) -> None:
     """Pages are written behind the requests, and counted in the engine's next step."""
     end = time.monotonic() + PATIENCE
     written = -1.0
-    while written in (0, -1) or written != total(server, WRITTEN):
+    while written in (0, -1) or written != total(address, WRITTEN):
         if time.monotonic() > end:
-            raise SystemExit(f"nothing was stored; see {server.log}")
-        written = total(server, WRITTEN)
+            raise SystemExit("nothing was stored; see the logs beside the store")
+        written = total(address, WRITTEN)
         time.sleep(1)
-        ask(server, "Go on.")
+        ask(address, "Go on.")
 
 
 def main() -> None:
     arguments = parse()
     arguments.store.mkdir(parents=True, exist_ok=True)
     prompt = "".join(f"{number} bottles of beer on the wall, " for number in range(20, 0, -1))
-    with with_cache(arguments, "first") as first:
-        first.wait_ready()
+    with serving(arguments, "first") as first:
         answer = ask(first, prompt)
         wait_until_stored(first)
-    with with_cache(arguments, "second") as second:
-        second.wait_ready()
+    with serving(arguments, "second") as second:
         again = ask(second, prompt)
         tokens = int(total(second, READ))
     told = {

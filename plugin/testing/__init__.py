@@ -10,24 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_graft.testing.compiling import compiled, kernels_of, launches_in
     from vllm_graft.testing.contracts.cache_contracts import (
         EvictionPolicyContract,
         StorageBackendContract,
     )
     from vllm_graft.testing.contracts.tree_contracts import DrafterContract, TreePolicyContract
-    from vllm_graft.testing.cuda.cuda_graphs import CaptureError, recording
-    from vllm_graft.testing.cuda.simulated_streams import simulated
+    from vllm_graft.testing.cuda_graphs import CaptureError, recording
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
 
 _NAMES = {
-    "compiling": "compiled kernels_of launches_in",
     "contracts.cache_contracts": "EvictionPolicyContract StorageBackendContract",
     "contracts.tree_contracts": "DrafterContract TreePolicyContract",
-    "cuda.cuda_graphs": "CaptureError recording",
-    "cuda.simulated_streams": "simulated",
+    "cuda_graphs": "CaptureError recording",
     "engine": "cpu_engine greedy model_runner running spec_metrics",
     "interpreter.install": "install",
     "models.llama": "TinyShape write_eagle write_eagle3 write_llama",
@@ -41,16 +37,12 @@ __all__ = [
     "StorageBackendContract",
     "TinyShape",
     "TreePolicyContract",
-    "compiled",
     "cpu_engine",
     "greedy",
     "install",
-    "kernels_of",
-    "launches_in",
     "model_runner",
     "recording",
     "running",
-    "simulated",
     "spec_metrics",
     "write_eagle",
     "write_eagle3",

@@ -56,7 +56,7 @@ def cpu_engine(
         attention: ``"cpu"`` is vLLM's C++ back end; ``"triton"`` its Triton back end, interpreted
             (3 to 5 times slower, and what a recorded graph needs).
         graphs: Sizes (numbers of tokens) at which to capture FULL_DECODE_ONLY graphs with
-            :mod:`vllm_graft.testing.cuda.cuda_graphs`. Implies ``attention="triton"``.
+            :mod:`vllm_graft.testing.cuda_graphs`. Implies ``attention="triton"``.
         **llm_options: Passed to ``vllm.LLM`` over the defaults of :func:`default_options`.
     """
     _refuse_gpu()
@@ -267,7 +267,7 @@ def _patch_graphs(patches: contextlib.ExitStack) -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
-    from vllm_graft.testing.cuda import cuda_graphs
+    from vllm_graft.testing import cuda_graphs
 
     pool = cuda_graphs.graph_pool_handle()
     for name, value in {

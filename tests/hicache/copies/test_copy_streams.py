@@ -8,9 +8,9 @@ import torch
 
 from tests.support.host_cache.simulated_copies import LAYERS, Rig, run_copy
 from tests.support.host_cache.third_stores import raising
+from tests.support.simulated_streams import simulated
 from vllm_graft.hicache.copies import streams as stream_engine
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
-from vllm_graft.testing import simulated
 
 HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]
 

@@ -11,6 +11,7 @@ import torch
 from tests.support.host_cache.pretended_cuda import PretendedCuda
 from tests.support.host_cache.simulated_copies import LAYERS, ROW, Rig, run_copy
 from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
+from tests.support.simulated_streams import simulated
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.copies import cuda_driver, page_kernel, strided
 from vllm_graft.hicache.copies import streams as streams_module
@@ -32,7 +33,6 @@ from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.layout import group_layers
 from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 from vllm_graft.hicache.rank.worker import HiCacheWorker
-from vllm_graft.testing import simulated
 
 Pairs = dict[int, int]
 """Slots by block."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.engines.pair_server import MODEL
+from tests.support.engines.vllm_server import VllmServer
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing.vllm_server import VllmServer
 
 SETTLE_SECONDS = 30.0
 

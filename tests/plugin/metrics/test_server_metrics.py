@@ -17,9 +17,9 @@ from tests.support.engines.pair_server import (
     speculate,
 )
 from tests.support.engines.shipped_pair import SHIPPED
+from tests.support.engines.vllm_server import VllmServer
 from vllm_graft.metrics import server_info
 from vllm_graft.metrics.exposition import samples, total
-from vllm_graft.testing.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
 

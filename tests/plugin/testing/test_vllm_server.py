@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines.vllm_server import ServerError, SpecDecodeCounters, VllmServer
 from vllm_graft.metrics.exposition import total
-from vllm_graft.testing.vllm_server import ServerError, SpecDecodeCounters, VllmServer
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

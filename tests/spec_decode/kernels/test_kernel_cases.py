@@ -9,6 +9,7 @@ import torch
 import triton
 
 from tests.support.compiling.compiling_process import printed_by
+from tests.support.compiling.launch_compiler import compiled, launches_in
 from tests.support.launches import (
     attention_calls,
     check_kernels,
@@ -24,7 +25,6 @@ from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, descri
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.testing import compiled, launches_in
 
 _OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in (80, 100)]
 

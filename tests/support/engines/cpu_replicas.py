@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vllm_graft.testing.vllm_server import free_port
+from tests.support.engines.vllm_server import free_port
 
 REPLICAS = "GRAFT_TEST_REPLICAS"
 """Environment variable: the CPU's communicator gets the two collectives of experts."""

@@ -6,7 +6,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from vllm_graft.testing.vllm_server import SpecDecodeCounters, VllmServer
+from tests.support.engines.vllm_server import SpecDecodeCounters, VllmServer
 
 MODEL = "pair"
 """Name of the model in requests."""

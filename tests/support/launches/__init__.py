@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
+from tests.support.compiling.launch_compiler import compiled, kernels_of, launches_in
 from vllm_graft.spec_decode.kernels.listed_launch import Launch
-from vllm_graft.testing.compiling import compiled, kernels_of, launches_in
 
 
 def check_launches(

@@ -17,8 +17,7 @@ from tests.support.vision import standins, towers
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, Region
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
-from vllm_graft.testing import recording
-from vllm_graft.testing.cuda import cuda_graphs
+from vllm_graft.testing import cuda_graphs, recording
 
 
 class RecordingBackend(FakeBackend):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.simulated_streams import simulated
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
@@ -25,7 +26,7 @@ from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
 from vllm_graft.spec_decode.tuning.attention_timing import Geometry, choose_kernels, measure
-from vllm_graft.testing import recording, simulated
+from vllm_graft.testing import recording
 
 Times = dict[Point, dict[Any, float]]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_graft.testing import simulated
+from tests.support.simulated_streams import simulated
 
 if torch.cuda.is_available():
     pytest.skip("stands for CUDA streams where there are none", allow_module_level=True)

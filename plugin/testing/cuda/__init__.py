@@ -1,1 +1,0 @@
-"""Stand-ins for CUDA graphs and streams."""

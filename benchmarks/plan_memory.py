@@ -99,8 +99,7 @@ def write(case: Case, folder: Path) -> Path:
 def compared(model: str, flags: list[str]) -> dict[str, Any]:
     """Plan a server in this process, then start its engine; return the figures of both."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
-    from vllm_graft.plan.inspecting import inspecting
-    from vllm_graft.plan.request import Request
+    from vllm_graft.plan.request import Request, inspecting
 
     began = time.monotonic()
     arguments = [model, *FLAGS, *flags]

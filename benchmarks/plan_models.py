@@ -84,7 +84,7 @@ def row_of(name: str) -> dict[str, Any]:
 def main() -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
     from vllm_graft.plan.gpu import Gpu, pretend
-    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import inspecting
 
     pretend(Gpu.parse(GPU))
     with tempfile.TemporaryDirectory() as folder, inspecting():

@@ -33,7 +33,7 @@ from benchmarks.workloads.sources import EPOCHS
 from vllm_graft.bench.common import arm_processes, report
 from vllm_graft.bench.common.arm import Arm, Row, median_row, table
 from vllm_graft.bench.common.closed_loop import Ask, Case
-from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
+from vllm_graft.bench.common.report import TimeLimit, add_seconds
 from vllm_graft.bench.trees import command
 
 Pipes = Mapping[Arm, Connection]

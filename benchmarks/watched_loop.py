@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.node_counts import Nodes, nodes_used, watch_nodes
-from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
-from vllm_graft.bench.common.requests import Request
+from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured, Request
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
 from vllm_graft.spec_decode.grammars.packed_drafts import send_parents
 from vllm_graft.spec_decode.heads.weight_updates import follow_weights
 from vllm_graft.spec_decode.models.chosen import HOOK, chosen, has_model, is_block
-from vllm_graft.spec_decode.models.experts import draft_has_experts
+from vllm_graft.spec_decode.models.draft_facts import draft_has_experts
 from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.workloads.catalogue import WORKLOADS, requests_of
+from vllm_graft.bench.common.closed_loop import Request
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.trees.prompts import request_of
 
 OWN = "pair"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.rate import TimeShare
+from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     EagerPass,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from vllm_graft.graph_runners.vision import replay_plan
-from vllm_graft.graph_runners.vision.capture.admission import Admission
-from vllm_graft.graph_runners.vision.capture.rate import TimeShare
+from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,

@@ -15,9 +15,8 @@ from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision.bucket_plan import plan_buckets
-from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
 from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend
-from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (

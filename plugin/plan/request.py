@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from vllm_graft.base.options import FLAG, KEY
 
@@ -96,3 +98,17 @@ def _added(engine: Any, arguments: Sequence[str]) -> tuple[str, ...]:
     if dotted or not additional:
         return FLAG, PRESET
     return _OPTION, json.dumps({**additional, KEY: PRESET})
+
+
+def inspecting() -> AbstractContextManager[Any]:
+    """Let this process inspect classes, which then may no longer fork.
+
+    A child process per class takes many seconds, and would not know of a GPU that is pretended.
+    """
+    from vllm.model_executor.models import registry
+
+    return mock.patch.object(registry, "_run_in_subprocess", _here)
+
+
+def _here(function: Callable[[], Any]) -> Any:
+    return function()

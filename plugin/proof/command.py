@@ -122,8 +122,7 @@ def prove(arguments: Sequence[str]) -> Any:
 def _read(arguments: Sequence[str]) -> tuple[Any, Any, set[str], dict[str, Any]]:
     """vLLM's ``EngineArgs`` and configuration, our parts that can be proven, what binds a proof."""
     from vllm_graft.activation import asked_for
-    from vllm_graft.plan.inspecting import inspecting
-    from vllm_graft.plan.request import Request
+    from vllm_graft.plan.request import Request, inspecting
     from vllm_graft.seams.permission import proving
 
     for preset in (False, True):

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.order import NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.topk import NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.order import NONE, ordered
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
+from vllm_graft.spec_decode.kernels.topk import NONE, ordered
 from vllm_graft.spec_decode.trees.candidates import CandidateTable
 from vllm_graft.spec_decode.trees.shape import MAX_NODES, num_candidates
 from vllm_graft.spec_decode.trees.topology import TreeState

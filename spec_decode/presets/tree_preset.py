@@ -24,8 +24,11 @@ from vllm_graft.spec_decode.models.chosen import (
     has_model,
     methods,
 )
-from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, num_candidates_of
-from vllm_graft.spec_decode.models.experts import step_has_experts
+from vllm_graft.spec_decode.models.draft_facts import (
+    draft_vocabulary,
+    num_candidates_of,
+    step_has_experts,
+)
 from vllm_graft.spec_decode.presets import ngram_preset
 from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import wrong_depth

@@ -1,4 +1,4 @@
-"""Tables, JSON files and plots of measurements."""
+"""What a benchmark writes: JSON files, plots, and how much of its time is left."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_graft.base.errors import GraftError
 
@@ -92,3 +93,48 @@ def plot(file: str, panels: Sequence[Panel]) -> None:
         axes.legend()
     figure.savefig(file)
     print(f"wrote {file}", flush=True)
+
+
+T = TypeVar("T")
+
+
+def add_seconds(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the limit."""
+    told = "begin no measurement that would end later than this (default: no limit)"
+    parser.add_argument("--seconds", type=float, metavar="S", help=told)
+
+
+class TimeLimit:
+    """A limit in seconds from now on, None for none, of engines that run one after another."""
+
+    def __init__(self, seconds: float | None, engines: int = 1) -> None:
+        self._end = None if seconds is None else time.perf_counter() + seconds
+        self._engines = engines
+
+    def within(self, cases: Sequence[T]) -> Iterator[T]:
+        """The cases of the next engine, as long as the next one would end in the engine's share.
+
+        Each says on standard error how many there are, and how long all may take.
+        """
+        began, longest = time.perf_counter(), 0.0
+        share = None if self._end is None else began + (self._end - began) / self._engines
+        self._engines -= 1
+        for number, case in enumerate(cases):
+            start = time.perf_counter()
+            if share is not None and start + longest > share:
+                _say(f"no time left for {len(cases) - number} of {len(cases)} measurements")
+                return
+            yield case
+            longest = max(longest, time.perf_counter() - start)
+            each = (time.perf_counter() - began) / (number + 1)
+            left = each * (len(cases) - number - 1 + len(cases) * self._engines)
+            after = f", {self._engines} more engines" if self._engines else ""
+            _say(f"{number + 1} of {len(cases)} measured{after}: about {_clock(left)} left")
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -51,7 +51,7 @@ class Serving:
             raise BenchmarkError(
                 "MODEL comes first, and the flags of vllm serve behind it: give a folder or a name."
             )
-        from vllm_graft.plan.inspecting import inspecting
+        from vllm_graft.plan.request import inspecting
 
         model = arguments[0]
         with inspecting():

@@ -45,14 +45,12 @@ from typing import Any
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.bench.common import arm_processes
-from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.answers import Answer
 from vllm_graft.bench.common.answers import compare as compare_answers
-from vllm_graft.bench.common.arm import Arm, Row, median_row, panels, table, write_files
+from vllm_graft.bench.common.arm import Arm, Row, advice, median_row, panels, table, write_files
 from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured
-from vllm_graft.bench.common.report import BenchmarkError, positive
+from vllm_graft.bench.common.report import BenchmarkError, TimeLimit, add_seconds, positive
 from vllm_graft.bench.common.serve_flags import Serving, groups
-from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 from vllm_graft.bench.trees.arm_flags import read_arms
 from vllm_graft.bench.trees.prompts import add_dataset, most_turns, read_prompts, require_dataset
 from vllm_graft.bench.trees.running_server import RunningServer

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_graft.bench.common.closed_loop import Request
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.requests import Request
 
 SHAREGPT = (
     "https://huggingface.co/datasets/anon8231489123/ShareGPT_Vicuna_unfiltered/resolve/main/"

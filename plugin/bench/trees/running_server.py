@@ -7,9 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.values import reason_of
-from vllm_graft.bench.common.closed_loop import Case, Measured
+from vllm_graft.bench.common.closed_loop import Case, Measured, Request, Waiting
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.requests import Request, Waiting
 from vllm_graft.metrics.exposition import total
 
 if TYPE_CHECKING:

@@ -32,13 +32,20 @@ from typing import Any
 
 from vllm_graft.base.options import KEY
 from vllm_graft.bench.common import arm_processes
-from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.answers import Answer, Comparison
 from vllm_graft.bench.common.answers import compare as compare_answers
-from vllm_graft.bench.common.arm import Arm, Row, is_ours, median_row, panels, table, write_files
-from vllm_graft.bench.common.report import BenchmarkError
+from vllm_graft.bench.common.arm import (
+    Arm,
+    Row,
+    advice,
+    is_ours,
+    median_row,
+    panels,
+    table,
+    write_files,
+)
+from vllm_graft.bench.common.report import BenchmarkError, TimeLimit, add_seconds
 from vllm_graft.bench.common.serve_flags import ADDITIONAL, Serving, adding, bare, groups
-from vllm_graft.bench.common.time_limit import TimeLimit, add_seconds
 
 SUMMARY = "time in a vision encoder: eager, in vLLM's encoder graphs, in ours"
 

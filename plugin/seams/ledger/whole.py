@@ -5,11 +5,10 @@ from __future__ import annotations
 import pkgutil
 
 from vllm_graft.seams.ledger.cache_seams import CACHE
-from vllm_graft.seams.ledger.core_seams import CORE
+from vllm_graft.seams.ledger.core_seams import CORE, METRICS
 from vllm_graft.seams.ledger.drafter_seams import BLOCK, GEMMA4, MTP, NGRAM
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.graph_seams import DRAFT, VISION
-from vllm_graft.seams.ledger.metrics_seams import METRICS
 from vllm_graft.seams.ledger.tool_seams import PLAN, TOOL
 from vllm_graft.seams.ledger.tree_seams import HISTORY, TREE
 

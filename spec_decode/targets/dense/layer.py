@@ -20,11 +20,12 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.targets.dense import plain_attention as reference
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
-from vllm_graft.spec_decode.targets.dense.draft_window import DraftWindow, refuse_window
 from vllm_graft.spec_decode.targets.dense.two_pass import why_not
 from vllm_graft.spec_decode.targets.dense.window import (
+    DraftWindow,
     chunk_of,
     keep_whole_batches,
+    refuse_window,
     whole_batch,
     window_of,
 )

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm_graft.base.errors import SeamError
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
-from vllm_graft.spec_decode.targets.dense.draft_window import refuse_window
+from vllm_graft.spec_decode.targets.dense.window import refuse_window
 from vllm_graft.spec_decode.targets.latent.latent_layer import (
     graft_kimi_latents,
     graft_latents,

@@ -91,7 +91,7 @@ def main() -> None:
     platform, folder = sys.argv[1], Path(sys.argv[2])
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
     from vllm_graft.plan.gpu import Gpu, pretend
-    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import inspecting
 
     if platform == "gpu":
         pretend(Gpu.parse(GPU))

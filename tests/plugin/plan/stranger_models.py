@@ -76,7 +76,7 @@ def main() -> None:
     os.chdir(sys.argv[1])
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
     from vllm_graft.plan.gpu import Gpu, pretend
-    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import inspecting
 
     pretend(Gpu.parse("H100"))
     found: dict[str, list[Any]] = {}

@@ -9,9 +9,8 @@ import pytest
 from tests.plugin.plan import plan_models
 from tests.support.models.latent_models import RANK, ROPE, write_target
 from tests.support.models.window_models import write_gemma4, write_gemma4_assistant
-from vllm_graft.plan.inspecting import inspecting
 from vllm_graft.plan.planning import Plan, make_plan
-from vllm_graft.plan.request import Request
+from vllm_graft.plan.request import Request, inspecting
 from vllm_graft.testing import cpu_engine, greedy
 from vllm_graft.testing.engine import default_options, model_runner
 

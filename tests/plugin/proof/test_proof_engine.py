@@ -16,8 +16,7 @@ from tests.plugin.plan.stranger_models import LLAMA, write_models
 from tests.support.planted_faults import FAULTS, Fault, rounds_until
 from vllm_graft.base.errors import SeamError
 from vllm_graft.base.log import info_once, logger
-from vllm_graft.plan.inspecting import inspecting
-from vllm_graft.plan.request import Request
+from vllm_graft.plan.request import Request, inspecting
 from vllm_graft.proof.arms import Arms, make_arms
 from vllm_graft.proof.engine_process import running
 from vllm_graft.proof.questions import Answer, Asking, Round, rounds

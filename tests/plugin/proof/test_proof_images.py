@@ -16,8 +16,7 @@ from tests.plugin.plan.stranger_models import MODELS
 from tests.support.planted_faults import SIGHT_FAULTS, Fault
 from tests.support.vision import towers, vision_models
 from vllm_graft.base.errors import GraftError
-from vllm_graft.plan.inspecting import inspecting
-from vllm_graft.plan.request import Request
+from vllm_graft.plan.request import Request, inspecting
 from vllm_graft.proof.arms import Arms, make_arms
 from vllm_graft.proof.engine_process import running
 from vllm_graft.proof.questions import Answer, Asking, Round, rounds

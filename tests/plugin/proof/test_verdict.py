@@ -13,8 +13,7 @@ import pytest
 
 from tests.plugin.plan.stranger_models import LLAMA, write_models
 from vllm_graft.base.errors import GraftError
-from vllm_graft.plan.inspecting import inspecting
-from vllm_graft.plan.request import Request
+from vllm_graft.plan.request import Request, inspecting
 from vllm_graft.proof import arms, command, engine_process, questions
 from vllm_graft.proof.engine_process import Outcome
 from vllm_graft.proof.questions import Answer, Question, Round, rounds

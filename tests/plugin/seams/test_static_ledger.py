@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.doctor import difference
 from vllm_graft.seams import versions
 from vllm_graft.seams.compare import SeamReport, ledger_at, provable, vllm_version
-from vllm_graft.seams.difference import difference
 from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
 from vllm_graft.seams.sources import Sources, is_unknown, read_seams
 

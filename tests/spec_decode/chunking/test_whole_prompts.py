@@ -15,7 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.models.latent_models import write_target
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.plan.inspecting import inspecting
+from vllm_graft.plan.request import inspecting
 from vllm_graft.spec_decode import tree_part
 from vllm_graft.testing.models.llama import write_configs
 

@@ -8,7 +8,11 @@ import pytest
 
 from tests.support.processes import finished
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.experts import DENSE_DRAFTS, draft_has_experts, step_has_experts
+from vllm_graft.spec_decode.models.draft_facts import (
+    DENSE_DRAFTS,
+    draft_has_experts,
+    step_has_experts,
+)
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.tuning.scheduling import _levels, tree_policy
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole

@@ -10,7 +10,7 @@ from triton.runtime.interpreter import TensorHandle
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.worker.gpu.sample import gumbel
 
-from vllm_graft.spec_decode.kernels import expand, noise, order, sizes, topk
+from vllm_graft.spec_decode.kernels import expand, noise, sizes, topk
 from vllm_graft.spec_decode.kernels.attention import workspace
 
 ROW = 2048
@@ -18,7 +18,7 @@ ROW = 2048
 
 
 def best_of(left: Any, index: Any, COUNT: Any, COUNT_PAD: Any) -> Any:
-    """Return what `order.best_of` does, by one sort in place of `COUNT` searches."""
+    """Return what `topk.best_of` does, by one sort in place of `COUNT` searches."""
     count, pad = (getattr(each, "value", each) for each in (COUNT, COUNT_PAD))
     places = index.handle.data.astype(np.int64)
     # Larger is better: both numbers have 31 bits and a sign, and no index is negative.
@@ -26,9 +26,9 @@ def best_of(left: Any, index: Any, COUNT: Any, COUNT_PAD: Any) -> Any:
     kept = min(count, len(keys))
     top = np.sort(np.partition(keys, len(keys) - kept)[len(keys) - kept :])[::-1]
     values = -(-top >> 31)
-    best, chosen = np.full(pad, order.NONE.value, np.int32), np.zeros(pad, np.int32)
+    best, chosen = np.full(pad, topk.NONE.value, np.int32), np.zeros(pad, np.int32)
     best[:kept] = values
-    missing = values == order.NONE.value
+    missing = values == topk.NONE.value
     chosen[:kept] = np.where(missing, places.min(), (values << 31) - top)
     kind = tl.block_type(tl.int32, [pad])
     return tuple(tl.tensor(TensorHandle(each, tl.int32), kind) for each in (best, chosen))

@@ -8,9 +8,8 @@ import torch
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import GraftError
 from vllm_graft.config import VitConfig
-from vllm_graft.graph_runners.vision.capture.admission import Admission
+from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
 from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend, no_gc
-from vllm_graft.graph_runners.vision.capture.rate import TimeShare
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.vision import towers
-from vllm_graft.graph_runners.vision.capture.rate import TimeShare
+from vllm_graft.graph_runners.vision.capture.admission import TimeShare
 from vllm_graft.graph_runners.vision.graphs import graph_store
 from vllm_graft.graph_runners.vision.graphs.graph import PaddedGraph
 from vllm_graft.graph_runners.vision.graphs.padding_metadata import MetadataCache, aligned

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.bench.common.advice import advice
-from vllm_graft.bench.common.arm import Row
+from vllm_graft.bench.common.arm import Row, advice
 
 COMMANDS = {name: f"vllm serve {name}" for name in ("none", "chain:3", "graft", "graft --more")}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_graft.bench.common import time_limit
-from vllm_graft.bench.common.time_limit import TimeLimit
+from vllm_graft.bench.common import report
+from vllm_graft.bench.common.report import TimeLimit
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(time_limit, "time", clock)
+    monkeypatch.setattr(report, "time", clock)
     return clock
 
 

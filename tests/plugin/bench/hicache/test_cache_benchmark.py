@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.bench.common.advice import advice
-from vllm_graft.bench.common.arm import Arm, table
+from vllm_graft.bench.common.arm import Arm, advice, table
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving
 from vllm_graft.bench.hicache import command

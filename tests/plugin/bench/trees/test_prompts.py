@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.engines.shipped_pair import SHIPPED
+from vllm_graft.bench.common.closed_loop import Request
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.trees import prompts
 from vllm_graft.cli import main
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.engines.shipped_pair import SHIPPED
-from vllm_graft.bench.common.closed_loop import Case
+from vllm_graft.bench.common.closed_loop import Case, Request
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.requests import Request
 from vllm_graft.bench.trees.running_server import RunningServer
 from vllm_graft.cli import main
 

@@ -15,12 +15,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from tests.support.engines.counting_engine import Clock, Engine, Llm, counters
 from vllm_graft.bench.common import answers, arm_processes, closed_loop, told_lengths
-from vllm_graft.bench.common.advice import advice
 from vllm_graft.bench.common.arm import Arm as NamedArm
-from vllm_graft.bench.common.arm import Row, panels, table
-from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.bench.common.requests import Request
-from vllm_graft.bench.common.time_limit import TimeLimit
+from vllm_graft.bench.common.arm import Row, advice, panels, table
+from vllm_graft.bench.common.closed_loop import Request
+from vllm_graft.bench.common.report import BenchmarkError, TimeLimit
 from vllm_graft.bench.trees import command
 from vllm_graft.bench.trees.command import take_turns
 

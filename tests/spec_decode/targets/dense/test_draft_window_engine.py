@@ -25,7 +25,7 @@ from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.refusals import verification_refusals
-from vllm_graft.spec_decode.targets.dense import draft_window
+from vllm_graft.spec_decode.targets.dense import window
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
@@ -77,12 +77,12 @@ def test_rows_that_see_too_much_are_found(
     pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: one block too many is read, which holds NaN."""
-    stock = draft_window.DraftWindow.__init__
+    stock = window.DraftWindow.__init__
 
     def widened(self: Any, tokens: int, narrow: Any) -> None:
         stock(self, tokens + BLOCK, narrow)
 
-    monkeypatch.setattr(draft_window.DraftWindow, "__init__", widened)
+    monkeypatch.setattr(window.DraftWindow, "__init__", widened)
     with (
         pair.engine(nodes=3, topk=2, steps=2, tree={"draft_window": WINDOW}, **OPTIONS) as llm,
         compared(monkeypatch, WINDOW),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -40,6 +41,11 @@ class AttentionCall(ABC):
     scratch: torch.Tensor | None = None
     ancestors: torch.Tensor | None = None
     level: int = 0
+
+    @classmethod
+    def of(cls, batch: Any, **own: Any) -> Self:
+        """The call of a batch: what both name alike, and what is given of its `own`."""
+        return cls(**{name: getattr(batch, name) for name in _shared(cls, type(batch))} | own)
 
     @abstractmethod
     def most_keys(self) -> int:
@@ -142,6 +148,13 @@ class AttentionCall(ABC):
             # Other devices than NVIDIA's don't know the option.
             **({"launch_pdl": True} if overlapped else {}),
         )
+
+
+@functools.cache
+def _shared(call: type[Any], batch: type[Any]) -> tuple[str, ...]:
+    """The fields of a kind of calls that a kind of batches has, too, maybe as properties."""
+    there = {*dir(batch), *(each.name for each in fields(batch))}
+    return tuple(each.name for each in fields(call) if each.name in there)
 
 
 class UsedSplits(NamedTuple):

@@ -163,50 +163,11 @@ def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None)
 
 def _tree_call(batch: TreeBatch) -> _Call:
     check_masked_rows(batch.max_rows)
-    return _Call(
-        query=batch.query,
-        kv_cache=batch.kv_cache,
-        block_table=batch.block_table,
-        num_reqs=batch.num_reqs,
-        max_rows=batch.max_rows,
-        kv_lens=batch.seq_lens,
-        max_seq_len=batch.max_seq_len,
-        scale=batch.scale,
-        q_scale=batch.q_scale,
-        k_scale=batch.k_scale,
-        v_scale=batch.v_scale,
-        soft_cap=batch.soft_cap,
-        query_start_loc=batch.query_start_loc,
-        row_masks=batch.row_masks,
-        row_depths=batch.row_depths,
-        num_rows=batch.num_rows,
-        mixed=batch.mixed,
-        window=batch.window,
-        chunked=batch.chunked,
-        sinks=batch.sinks,
-    )
+    return _Call.of(batch, kv_lens=batch.seq_lens)
 
 
 def _draft_call(batch: DraftBatch) -> _Call:
-    return _Call(
-        query=batch.query,
-        kv_cache=batch.kv_cache,
-        block_table=batch.block_table,
-        num_reqs=batch.num_reqs,
-        max_rows=batch.topk,
-        kv_lens=batch.prefix_lens,
-        max_seq_len=batch.max_seq_len,
-        scale=batch.scale,
-        q_scale=batch.q_scale,
-        k_scale=batch.k_scale,
-        v_scale=batch.v_scale,
-        soft_cap=batch.soft_cap,
-        window=batch.window,
-        sinks=batch.sinks,
-        scratch=batch.scratch_kv,
-        ancestors=batch.ancestors,
-        level=batch.level,
-    )
+    return _Call.of(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
 
 
 def _launch(

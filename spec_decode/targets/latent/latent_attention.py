@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -107,15 +106,7 @@ def latent_attention(
         ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
     check_masked_rows(batch.max_rows)
-    call = _call(
-        batch,
-        max_rows=batch.max_rows,
-        query_start_loc=batch.query_start_loc,
-        row_masks=batch.row_masks,
-        num_rows=batch.num_rows,
-        mixed=batch.mixed,
-    )
-    _launch(call, out, workspace, num_splits)
+    _launch(_Call.of(batch), out, workspace, num_splits)
 
 
 def latent_draft_attention(
@@ -129,29 +120,7 @@ def latent_draft_attention(
 
     The scratch of `batch` holds the level's own latents; see ``write_scratch``.
     """
-    call = _call(
-        batch,
-        max_rows=batch.topk,
-        scratch=batch.scratch,
-        ancestors=batch.ancestors,
-        level=batch.level,
-    )
-    _launch(call, out, workspace, num_splits)
-
-
-def _call(batch: LatentBatch | LatentDraftBatch, **own: Any) -> _Call:
-    return _Call(
-        query=batch.query,
-        query_rope=batch.query_rope,
-        latents=batch.latents,
-        block_table=batch.block_table,
-        num_reqs=batch.num_reqs,
-        prefix_lens=batch.prefix_lens,
-        max_seq_len=batch.max_seq_len,
-        scale=batch.scale,
-        k_scale=batch.k_scale,
-        **own,
-    )
+    _launch(_Call.of(batch, max_rows=batch.topk), out, workspace, num_splits)
 
 
 def _launch(

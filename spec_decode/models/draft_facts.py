@@ -1,4 +1,4 @@
-"""Facts that configurations tell of a draft: its vocabulary, candidates, K/V, blocks and experts."""
+"""Facts that configurations tell of a draft: vocabulary, candidates, K/V, blocks and experts."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class AttentionCall(ABC):
     @classmethod
     def of(cls, batch: Any, **own: Any) -> Self:
         """The call of a batch: what both name alike, and what is given of its `own`."""
-        return cls(**{name: getattr(batch, name) for name in _shared(cls, type(batch))} | own)
+        kind: Any = type(batch)
+        return cls(**{name: getattr(batch, name) for name in _shared(cls, kind)} | own)
 
     @abstractmethod
     def most_keys(self) -> int:

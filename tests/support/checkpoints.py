@@ -12,6 +12,20 @@ from safetensors.torch import load_file, save_file
 
 from vllm_graft.testing.models.llama import write_checkpoint
 
+_BARE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "torch_dtype": "float32",
+}
+"""A Llama that is configured and never loaded."""
+
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -78,3 +92,13 @@ def write_vocabulary(
     vocabulary = [[token, -1.0] for token in by_id] if form == "list" else tokens
     whole = {"added_tokens": list(added), "model": {"vocab": vocabulary}}
     (folder / "tokenizer.json").write_text(json.dumps(whole))
+
+
+def write_configs(folder: Path) -> tuple[Path, Path]:
+    """Write a target and an EAGLE-3 head without weights; returns their folders."""
+    draft = {**_BARE, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    configs = {"target": _BARE, "draft": {**draft, "draft_vocab_size": 64}}
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder / "target", folder / "draft"

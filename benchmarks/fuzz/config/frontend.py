@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.fuzz.config.inputs import Case
+from tests.support.checkpoints import write_configs
 from vllm_graft import activation
-from vllm_graft.testing.models.llama import write_configs
 
 
 class Frontend:

@@ -7,20 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_BARE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float32",
-}
-"""A Llama that is configured and never loaded."""
-
 
 @dataclass(frozen=True)
 class TinyShape:
@@ -167,16 +153,6 @@ def layer_weights(
         f"{prefix}.mlp.down_proj.weight": randn(hidden, inner),
         f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
     }
-
-
-def write_configs(folder: Path) -> tuple[Path, Path]:
-    """Write a target and an EAGLE-3 head without weights; returns their folders."""
-    draft = {**_BARE, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
-    configs = {"target": _BARE, "draft": {**draft, "draft_vocab_size": 64}}
-    for name, config in configs.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
-    return folder / "target", folder / "draft"
 
 
 def model_config(shape: TinyShape, num_layers: int, architecture: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import write_configs
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.cli import main
 from vllm_graft.plan.gpu import Gpu, pretend
@@ -14,7 +15,6 @@ from vllm_graft.plan.memory import Memory
 from vllm_graft.plan.plan_report import render
 from vllm_graft.plan.planning import PartPlan, Plan, Verdict
 from vllm_graft.plan.request import Request
-from vllm_graft.testing.models.llama import write_configs
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graft.testing.models.llama import write_configs
+from tests.support.checkpoints import write_configs
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)

@@ -13,11 +13,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.support.checkpoints import write_configs
 from tests.support.models.latent_models import write_target
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.plan.request import inspecting
 from vllm_graft.spec_decode import tree_part
-from vllm_graft.testing.models.llama import write_configs
 
 on_cpu = pytest.mark.skipif(current_platform.device_type != "cpu", reason="needs vLLM for CPUs")
 

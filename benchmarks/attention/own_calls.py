@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.attention.shapes import DTYPE
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
 from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, TwoPass
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention

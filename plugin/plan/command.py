@@ -78,8 +78,7 @@ def _planned(arguments: list[str], gpu: Gpu | None, model: str, *, as_json: bool
     # vLLM is imported from here on, when the environment and the platform are set.
     from vllm.platforms import current_platform
 
-    from vllm_graft.plan.plan_report import as_dict, render
-    from vllm_graft.plan.planning import make_plan, refused
+    from vllm_graft.plan.planning import as_dict, make_plan, refused, render
     from vllm_graft.plan.request import Request, inspecting
 
     if current_platform.is_unspecified():

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from vllm_graft.base.errors import GraftError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Part
 from vllm_graft.base.refusal import facts
+from vllm_graft.base.text_table import table
+from vllm_graft.base.values import human
 from vllm_graft.hooks import entries, manager
 from vllm_graft.hooks.feature import Feature
 from vllm_graft.parts import PARTS
-from vllm_graft.plan.memory import Memory, memory_of
+from vllm_graft.plan.memory import HOST, Memory, memory_of
 from vllm_graft.plan.request import Request
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.presets.known_drafts import mtp_config
@@ -278,3 +280,37 @@ def _drafts(vllm_config: Any, on: set[str]) -> str:
         f"trees of {most}{tokens} nodes by {speculative.method!r} "
         f"(topk {tree.topk}, steps {tree.steps}){seen}"
     )
+
+
+_HEADS = {"parts": ("part", "state", "why"), "memory": ("memory", "size", "where it is from")}
+_STYLES = {"on": "green", "off": "dim", "refused": "bold red", "unknown": "yellow"}
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan for programs."""
+    return {**asdict(plan), "verdict": plan.verdict.name.lower(), "status": plan.verdict.value}
+
+
+def render(plan: Plan) -> str:
+    """The plan for people."""
+    lines = [f"planned for {plan.device}"]
+    for name, text in (("target", plan.target), ("drafts", plan.drafts)):
+        lines += [f"{name}: {text}"] if text else []
+    tables = {
+        "parts": [(part.name, part.state, part.reason) for part in plan.parts],
+        "memory": [(row.what, _size(row), row.says) for row in plan.memory],
+    }
+    lines += ["", *(table(_HEADS[name], rows, _STYLES) for name, rows in tables.items() if rows)]
+    if plan.refused:
+        lines += ["refused: the server would not start.", plan.refused]
+    else:
+        lines += ["serve it with:", f"  {plan.command}"]
+    if plan.better:
+        lines += [f"or, for {plan.better[0]}:", f"  {plan.better[1]}"]
+    return "\n".join(lines)
+
+
+def _size(row: Memory) -> str:
+    if row.num_bytes is None:
+        return "unknown"
+    return human(row.num_bytes) + ("" if row.per == HOST else f" per {row.per}")

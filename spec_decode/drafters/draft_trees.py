@@ -16,7 +16,7 @@ from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.drafters.levels import Roots
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.lookup.predictions import UnreadPredictions
 from vllm_graft.spec_decode.startup.clock import StartClock
 from vllm_graft.spec_decode.trees.shape import num_candidates

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
-    from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+    from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
     from vllm_graft.spec_decode.trees.shape import TreeShape
 
 T = TypeVar("T")

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
-from vllm_graft.spec_decode.kernels.attention.workspace import (
+from vllm_graft.spec_decode.kernels.attention.attention_call import (
     MAX_TILE,
     MIN_DRAFT_SPLIT_KEYS,
     MIN_SPLIT_KEYS,
     split_count,
 )
+from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 # For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would

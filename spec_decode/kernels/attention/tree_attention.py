@@ -11,6 +11,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
+    AttentionWorkspace,
     UsedSplits,
     check_last_strides,
     check_masked_rows,
@@ -25,7 +26,6 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     native,
     refuse_without_hardware,
 )
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
 from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.window import first_key
 from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, TreeBatch
 

@@ -9,13 +9,13 @@ import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
+    AttentionWorkspace,
     check_last_strides,
     check_masked_rows,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.latent.latent_kernel import copy_rows_kernel, latent_kernel
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch

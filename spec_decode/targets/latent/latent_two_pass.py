@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, KernelName, Point
 from vllm_graft.spec_decode.targets.dense.samples import random_masks

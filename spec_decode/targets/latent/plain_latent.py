@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     attended,
     cached,

@@ -43,8 +43,7 @@ def flags(folder: Path, name: str, graft: Any, *, drafts: bool) -> list[str]:
 
 
 def planned(folder: Path, name: str, graft: Any, *, drafts: bool) -> dict[str, Any]:
-    from vllm_graft.plan.plan_report import as_dict
-    from vllm_graft.plan.planning import make_plan
+    from vllm_graft.plan.planning import as_dict, make_plan
     from vllm_graft.plan.request import Request
 
     plan = as_dict(make_plan(Request.parse(flags(folder, name, graft, drafts=drafts)), "test"))

@@ -64,8 +64,7 @@ def write_models(folder: Path) -> None:
 
 
 def planned(arguments: list[str]) -> dict[str, Any]:
-    from vllm_graft.plan.plan_report import as_dict
-    from vllm_graft.plan.planning import make_plan
+    from vllm_graft.plan.planning import as_dict, make_plan
     from vllm_graft.plan.request import Request
 
     return as_dict(make_plan(Request.parse(arguments), "test"))

@@ -12,8 +12,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.cli import main
 from vllm_graft.plan.gpu import Gpu, pretend
 from vllm_graft.plan.memory import Memory
-from vllm_graft.plan.plan_report import render
-from vllm_graft.plan.planning import PartPlan, Plan, Verdict
+from vllm_graft.plan.planning import PartPlan, Plan, Verdict, render
 from vllm_graft.plan.request import Request
 
 

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends import triton_attn
 from vllm.v1.worker.gpu.sample import gumbel
 
 from vllm_graft.spec_decode.kernels import expand, noise, sizes, topk
-from vllm_graft.spec_decode.kernels.attention import workspace
+from vllm_graft.spec_decode.kernels.attention import attention_call
 
 ROW = 2048
 """The shipped pair's vocabulary: a program ranks a whole row of it, and not a fourth."""
@@ -79,7 +79,7 @@ def quicken(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(noise, "_hashed", hashed)
     put(gumbel, "murmur3_hash32", hashed)
     put(sizes, "_MIN_BLOCK", ROW)
-    put(workspace, "_device_of", lambda device: (1, (0, 0)))
+    put(attention_call, "_device_of", lambda device: (1, (0, 0)))
     put(triton_attn, "MIN_LAUNCH_GRID_SIZE_2D", 0)
     name = "triton_reshape_and_cache_flash"
     put(triton_attn, name, store_kv(getattr(triton_attn, name)))

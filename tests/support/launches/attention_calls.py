@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from vllm_graft.spec_decode.kernels.attention import e4m3
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
@@ -18,7 +19,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     write_scratch,
 )
 from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.targets.latent.latent_attention import (

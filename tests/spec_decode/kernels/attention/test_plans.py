@@ -11,8 +11,9 @@ from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draf
 from tests.support.crossed import crossed
 from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
 from tests.support.samples.attention_spaces import nan_space
+from vllm_graft.spec_decode.kernels.attention import attention_call
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
-from vllm_graft.spec_decode.kernels.attention import workspace
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     Plan,
     Sizes,
@@ -22,7 +23,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     shared_bytes,
 )
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup.ahead import fingerprint
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
@@ -275,7 +275,7 @@ def test_a_start_foretells_what_the_rule_takes(monkeypatch: pytest.MonkeyPatch) 
         return found
 
     plain = listed()
-    monkeypatch.setattr(workspace, "_device_of", lambda device: (132, (9, 0)))
+    monkeypatch.setattr(attention_call, "_device_of", lambda device: (132, (9, 0)))
     split, combine = listed()
     assert dict(split.arguments)["AHEAD"]
     assert dict(split.arguments)["OVERLAPPED"]

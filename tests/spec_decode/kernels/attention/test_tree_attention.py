@@ -12,15 +12,15 @@ from tests.support.references.tree_reference import (
 )
 from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, draft_problem, untouched
 from tests.support.samples.attention_spaces import nan_space
+from vllm_graft.spec_decode.kernels.attention.attention_call import (
+    MIN_SPLIT_KEYS,
+    AttentionWorkspace,
+    split_count,
+)
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
     write_scratch,
-)
-from vllm_graft.spec_decode.kernels.attention.workspace import (
-    MIN_SPLIT_KEYS,
-    AttentionWorkspace,
-    split_count,
 )
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch

@@ -10,8 +10,8 @@ import torch
 from tests.support.simulated_streams import simulated
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import e4m3
+from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.attention.workspace import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense import two_pass
 from vllm_graft.spec_decode.targets.dense.choice import (
     MAX_KEYS,

@@ -1,4 +1,4 @@
-"""Test harness for hooks of vllm-graft: real engines, kernels and graphs on a machine without GPU.
+"""Test harness for hooks of vllm-graft: real engines and kernels on a machine without GPU.
 
 Nothing heavy is imported until a name is used. A ``conftest.py`` calls :func:`install` before
 anything imports Triton or vLLM; tests then build engines with :func:`cpu_engine`.
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         StorageBackendContract,
     )
     from vllm_graft.testing.contracts.tree_contracts import DrafterContract, TreePolicyContract
-    from vllm_graft.testing.cuda_graphs import CaptureError, recording
     from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
     from vllm_graft.testing.interpreter.install import install
     from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "contracts.cache_contracts": "EvictionPolicyContract StorageBackendContract",
     "contracts.tree_contracts": "DrafterContract TreePolicyContract",
-    "cuda_graphs": "CaptureError recording",
     "engine": "cpu_engine greedy model_runner running spec_metrics",
     "interpreter.install": "install",
     "models.llama": "TinyShape write_eagle write_eagle3 write_llama",
@@ -31,7 +29,6 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "CaptureError",
     "DrafterContract",
     "EvictionPolicyContract",
     "StorageBackendContract",
@@ -41,7 +38,6 @@ __all__ = [
     "greedy",
     "install",
     "model_runner",
-    "recording",
     "running",
     "spec_metrics",
     "write_eagle",

@@ -43,7 +43,6 @@ def cpu_engine(
     *,
     async_scheduling: bool = False,
     attention: Attention = "cpu",
-    graphs: list[int] | None = None,
     **llm_options: Any,
 ) -> Iterator[LLM]:
     """A ``vllm.LLM`` on Model Runner V2 in this process, shut down on exit with its patches.
@@ -54,9 +53,7 @@ def cpu_engine(
         model: Checkpoint folder, see :mod:`vllm_graft.testing.models.llama`.
         async_scheduling: Schedule a step ahead, which vLLM otherwise switches off on a CPU.
         attention: ``"cpu"`` is vLLM's C++ back end; ``"triton"`` its Triton back end, interpreted
-            (3 to 5 times slower, and what a recorded graph needs).
-        graphs: Sizes (numbers of tokens) at which to capture FULL_DECODE_ONLY graphs with
-            :mod:`vllm_graft.testing.cuda_graphs`. Implies ``attention="triton"``.
+            (3 to 5 times slower).
         **llm_options: Passed to ``vllm.LLM`` over the defaults of :func:`default_options`.
     """
     _refuse_gpu()
@@ -71,34 +68,20 @@ def cpu_engine(
     # It replaces parts of torch when it is imported, and for good: so before any patch of ours.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-    if graphs:
-        attention = "triton"
     options = {**default_options(), **llm_options}
     from vllm.plugins import load_general_plugins
 
     # Plugins hook the platform too, once per process: before our patches, which go again.
     load_general_plugins()
     with contextlib.ExitStack() as patches:
-        _patch_config(patches, async_scheduling, graphs)
+        _patch_config(patches, async_scheduling)
         _patch_sampling(patches)
         if attention == "triton":
             _patch_attention(patches)
-        if graphs:
-            _patch_graphs(patches)
-            options["compilation_config"] = {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": graphs,
-                **options.get("compilation_config", {}),
-            }
-            options["enforce_eager"] = False
         # What the process's last engine published would be told, and kept alive, by this one.
         info.clear()
         _keep_out_of_collections(patches)
         with running(model, **options) as llm:
-            if graphs:
-                # CPUWorker warms nothing up; on a GPU the worker makes this call.
-                model_runner(llm).capture_model()
             yield llm
 
 
@@ -181,10 +164,7 @@ def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
     patches.enter_context(mock.patch.object(gc, "collect", collect))
 
 
-def _patch_config(
-    patches: contextlib.ExitStack, async_scheduling: bool, graphs: list[int] | None
-) -> None:
-    from vllm.config import CUDAGraphMode
+def _patch_config(patches: contextlib.ExitStack, async_scheduling: bool) -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
 
@@ -200,11 +180,6 @@ def _patch_config(
         # The environment's size, which is whole GiB, has overwritten it.
         cache.kv_cache_memory_bytes = asked or cache.kv_cache_memory_bytes
         vllm_config.scheduler_config.async_scheduling = async_scheduling
-        if graphs:
-            compilation = vllm_config.compilation_config
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-            compilation.cudagraph_capture_sizes = sorted(graphs)
-            compilation.max_cudagraph_capture_size = max(graphs)
 
     patches.enter_context(
         mock.patch.object(
@@ -260,26 +235,6 @@ def _write_latents(
     places = slots.clamp(min=0)
     kept = torch.where(slots >= 0, rows, flat[places[:, 0]])
     flat.index_copy_(0, places[:, 0], kept)
-
-
-def _patch_graphs(patches: contextlib.ExitStack) -> None:
-    import torch
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
-
-    from vllm_graft.testing import cuda_graphs
-
-    pool = cuda_graphs.graph_pool_handle()
-    for name, value in {
-        "support_static_graph_mode": classmethod(lambda cls: True),
-        "graph_pool_handle": lambda self: cuda_graphs.graph_pool_handle(),
-        "get_global_graph_pool": lambda self: pool,
-    }.items():
-        patches.enter_context(mock.patch.object(CpuPlatform, name, value, create=True))
-    # Capture locks the workspace, which the worker of a GPU makes and CPUWorker does not.
-    init_workspace_manager(torch.device("cpu"))
-    patches.callback(reset_workspace_manager)
-    patches.enter_context(cuda_graphs.recording())
 
 
 def model_runner(llm: LLM) -> Any:

@@ -15,6 +15,7 @@ from tests.support.engines.cache_engines import (
     stored,
     transfer,
 )
+from tests.support.engines.recorded_engine import recorded_engine
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.pool_shape import least_page_bytes
@@ -189,9 +190,9 @@ def _check_early(llm: Any, expected: list[list[int]]) -> None:
 def test_full_graphs(llama: Path) -> None:
     """A hit that leaves one token runs in a FULL graph, where no hook does."""
     batch = prompts(7, 97, 65)
-    with cpu_engine(llama, graphs=[4], max_num_seqs=4) as llm:
+    with recorded_engine(llama, graphs=[4], max_num_seqs=4) as llm:
         tokens = generate(llm, batch, 4)[0]
-    with cpu_engine(
+    with recorded_engine(
         llama, graphs=[4], max_num_seqs=4, kv_transfer_config=transfer(load="layerwise")
     ) as llm:
         assert generate(llm, batch, 4)[0] == tokens

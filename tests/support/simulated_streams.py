@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from vllm_graft.testing.cuda_graphs import tensors_of
+from tests.support.cuda_graphs import tensors_of
 
 
 class Stream:

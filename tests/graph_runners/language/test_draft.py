@@ -12,6 +12,7 @@ from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.support.vllm_configs import captured_config
+from tests.support import cuda_graphs
 from tests.support import simulated_streams as streams
 from vllm_graft.graph_runners.language import draft
 from vllm_graft.graph_runners.language.draft import (
@@ -21,7 +22,6 @@ from vllm_graft.graph_runners.language.draft import (
     one_capture_stream,
 )
 from vllm_graft.graph_runners.language.widths import request_counts
-from vllm_graft.testing import cuda_graphs
 
 TOPK = 4
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_graft.testing import CaptureError, recording
+from tests.support.cuda_graphs import CaptureError, recording
 
 if torch.cuda.is_available():
     pytest.skip("stands for CUDA graphs where there are none", allow_module_level=True)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.support.engines.recorded_engine import recorded_engine
 from vllm_graft.testing import (
     cpu_engine,
     greedy,
@@ -72,7 +73,7 @@ def graphs_of(runner):
 
 def test_full_graphs_of_target_and_speculator(folder, expected):
     config = speculation(folder, "eagle3")
-    with cpu_engine(folder / "target", graphs=[4, 12], speculative_config=config) as llm:
+    with recorded_engine(folder / "target", graphs=[4, 12], speculative_config=config) as llm:
         assert greedy(llm, PROMPTS, TOKENS) == expected
         runner = model_runner(llm)
         graphs = graphs_of(runner)

@@ -51,10 +51,12 @@ class Pair:
     ) -> contextlib.AbstractContextManager[LLM]:
         """An engine in this process: with a tree of `nodes`, a stock chain, or no drafts.
 
-        `ranges` is vLLM's ``num_speculative_tokens_per_batch_size``, one of the keys of
-        ``speculative_config``, of which `speculative` has others.
+        With `graphs` on a CPU it is a `recorded_engine`. `ranges` is vLLM's
+        ``num_speculative_tokens_per_batch_size``, one of the keys of ``speculative_config``, of
+        which `speculative` has others.
         """
         from tests.support.engines.gpu_engines import exact_engine
+        from tests.support.engines.recorded_engine import recorded_engine
         from vllm_graft.testing.engine import cpu_engine
 
         tokens = nodes or chain
@@ -72,7 +74,8 @@ class Pair:
             options["additional_config"] = {"graft": {"tree": keys}}
         if self.device == "cuda":
             return exact_engine(self.target, drafts=tokens, **options)
-        return cpu_engine(self.target, **options)
+        made = recorded_engine if options.get("graphs") else cpu_engine
+        return made(self.target, **options)
 
 
 def crowded(requests: int = 4, *, tokens: int = 72, blocks: int = 0, **more: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def cpu() -> Iterator[None]:
     import torch
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-    from vllm_graft.testing import recording
+    from tests.support.cuda_graphs import recording
 
     with contextlib.ExitStack() as patches:
         for name in ("forward_cpu", "forward_native"):

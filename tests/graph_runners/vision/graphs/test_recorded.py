@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support import cuda_graphs
+from tests.support.cuda_graphs import recording
 from tests.support.vision import standins, towers
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.graph_runners.vision.capture.graph_backend import Captured, Region
 from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
-from vllm_graft.testing import cuda_graphs, recording
 
 
 class RecordingBackend(FakeBackend):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cuda_graphs import recording
 from tests.support.simulated_streams import simulated
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import e4m3
@@ -26,7 +27,6 @@ from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
 from vllm_graft.spec_decode.tuning.attention_timing import Geometry, choose_kernels, measure
-from vllm_graft.testing import recording
 
 Times = dict[Point, dict[Any, float]]
 

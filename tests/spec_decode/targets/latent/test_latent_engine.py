@@ -11,6 +11,7 @@ from tests.support.answers.near_ties import answers, check_near_ties, departures
 from tests.support.engines.latent_engines import PROMPTS as LONG_PROMPTS
 from tests.support.engines.latent_engines import TOKENS as LONG_TOKENS
 from tests.support.engines.latent_engines import latent_engine, near
+from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.models import table_drafter
 from tests.support.models.latent_models import draft_shape, write_deepseek
 from vllm_graft.spec_decode.targets.dense.choice import Point
@@ -107,7 +108,7 @@ def test_trees_answer_as_the_target_alone(
         assert choice.why == "this device has no FlashAttention 3 for latents"
     assert metrics.accepted_tokens > metrics.drafts
     # The backend and the kernels of a GPU, interpreted, in FULL graphs.
-    with cpu_engine(target, graphs=[8, 16], **options) as llm:
+    with recorded_engine(target, graphs=[8, 16], **options) as llm:
         assert greedy(llm, PROMPTS, TOKENS) == expected
         assert grafted(llm) == 4
         assert model_runner(llm).speculator.context.counters.tree_replays
@@ -116,7 +117,7 @@ def test_trees_answer_as_the_target_alone(
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(attention_timing, "_LATENT", plain.kind(attention_timing._LATENT))
         patch.setattr(attention_timing, "measure", lambda *_: MEASURED)
-        llm = stack.enter_context(cpu_engine(target, graphs=[8, 16], **options))
+        llm = stack.enter_context(recorded_engine(target, graphs=[8, 16], **options))
         assert greedy(llm, PROMPTS, TOKENS) == expected
         counters = model_runner(llm).speculator.context.counters
         [choice] = model_runner(llm).speculator.trees.attention_choices

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.answers.text_requests import both_kinds
 from tests.support.engines.kimi_layers import interpreted
+from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.spoilt_rows import first_rows, in_order
 from tests.support.models.kimi_models import RANK, ROPE, write_kimi_linear
 from tests.support.models.recurrent_models import draft_shape
@@ -121,7 +122,7 @@ def test_trees_answer_as_the_target_alone(
 def test_full_graphs_hold_both_kinds_of_layers(
     form: str, target: Path, alone: list[list[int]]
 ) -> None:
-    with cpu_engine(target, **trees(form=form, graphs=[8, 16])) as llm:
+    with recorded_engine(target, **trees(form=form, graphs=[8, 16])) as llm:
         assert greedy(llm, PROMPTS[:2], TOKENS) == alone[:2]
         assert model_runner(llm).speculator.context.counters.tree_replays
         check_layers(llm)

@@ -9,6 +9,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.support.engines.pairs import counter
+from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.recurrent_layers import interpreted
 from tests.support.models.served_qwen import (
     IMAGE_SIDE,
@@ -130,7 +131,7 @@ def test_other_classes_and_graphs(kind: str, tmp_path: Path) -> None:
     more = with_images() if is_served else {"skip_tokenizer_init": True}
     with cpu_engine(target, **options(), **more) as llm:
         alone = answers(llm, requests)
-    with cpu_engine(target, **options(TREE), **more, graphs=[1, 2, 4, 8, 16]) as llm:
+    with recorded_engine(target, **options(TREE), **more, graphs=[1, 2, 4, 8, 16]) as llm:
         assert answers(llm, requests) == alone
         runner = model_runner(llm)
         assert type(runner.model).__name__.startswith("Qwen3_5Moe" if experts else "Qwen3_5For")

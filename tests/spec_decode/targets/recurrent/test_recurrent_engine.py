@@ -25,6 +25,7 @@ from tests.support.engines.one_configuration import one_configuration
 from tests.support.engines.pair_fixtures import ON_CPU, ON_CUDA, params
 from tests.support.engines.pairs import counter, differing
 from tests.support.engines.recurrent_layers import exact_prompts, interpreted
+from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.engines.spoilt_rows import first_rows, in_order
 from tests.support.models.random_models import VOCABULARY
 from tests.support.models.recurrent_models import (
@@ -152,7 +153,8 @@ def engine(
     options = {"skip_tokenizer_init": True, "additional_config": given} | options
     if device == "cpu":
         # Others wait for one of the first two: their prompts meet trees.
-        with cpu_engine(target, **{"max_model_len": 128, "max_num_seqs": 2} | options) as llm:
+        made: Any = recorded_engine if "graphs" in options else cpu_engine
+        with made(target, **{"max_model_len": 128, "max_num_seqs": 2} | options) as llm:
             yield llm
         return
     given["gdn_prefill_backend"] = "triton"

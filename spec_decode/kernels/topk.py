@@ -24,6 +24,7 @@ from vllm_graft.spec_decode.kernels.sizes import (
 @triton.jit
 def _block_kernel(
     logits,
+    biases,
     target_ids,
     temperature,
     seeds,
@@ -34,6 +35,7 @@ def _block_kernel(
     best_orders,
     best_tokens,
     logits_stride,
+    bias_stride,
     vocab_size,
     sharpness,
     BLOCKS: tl.constexpr,
@@ -43,22 +45,26 @@ def _block_kernel(
     NOISY: tl.constexpr,
     ROWS: tl.constexpr,
     OFFSET: tl.constexpr,
+    NODES: tl.constexpr,
+    GROUP: tl.constexpr,
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """One block of ``GROUP`` rows, which share their logits but for a bias.
+
+    What the rows share is read once, and their noise, which depends on the position, drawn once.
+    """
+    first = tl.program_id(0).to(tl.int64) * GROUP
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
-    logit = tl.load(logits + row * logits_stride + token, mask=inside, other=float("-inf"))
-    logit = logit.to(tl.float32)
-    # Padding rows of a graph may hold NaN, which would be chosen by no comparison below.
-    logit = tl.where(logit == logit, logit, float("-inf")) * sharpness
+    shared = logits + first // NODES * logits_stride
+    base = tl.load(shared + token, mask=inside, other=float("-inf")).to(tl.float32)
     if NOISY:
-        logit = with_noise(
-            logit,
+        noise = with_noise(
+            tl.zeros([BLOCK], tl.float32),
             token,
-            row,
+            first,
             target_ids,
             temperature,
             seeds,
@@ -70,77 +76,19 @@ def _block_kernel(
             MAPPED,
             FP64,
         )
-        logit = tl.where(inside, logit, float("-inf"))
-    part = row * BLOCKS + block
-    _store_part(logit, token, inside, part, peaks, sums, best_orders, best_tokens, TOPK, TOPK_PAD)
-
-
-@Kernel
-@triton.jit
-def _biased_block_kernel(
-    biases,
-    shared,
-    target_ids,
-    temperature,
-    seeds,
-    idx_mapping,
-    positions,
-    peaks,
-    sums,
-    best_orders,
-    best_tokens,
-    bias_stride,
-    shared_stride,
-    vocab_size,
-    sharpness,
-    BLOCKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NOISY: tl.constexpr,
-    NODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FP64: tl.constexpr,
-):
-    """Do what `_block_kernel` does, for ``GROUP`` rows that share their logits but for a bias.
-
-    What the rows share is read once, and their noise, which depends on the position, drawn once.
-    """
-    first = tl.program_id(0).to(tl.int64) * GROUP
-    block = tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    common = first // NODES
-    base = tl.load(shared + common * shared_stride + token, mask=inside, other=float("-inf"))
-    base = base.to(tl.float32)
-    heat = 1.0
-    noise = tl.zeros([BLOCK], tl.float32)
-    if NOISY:
-        noise = with_noise(
-            noise,
-            token,
-            first,
-            target_ids,
-            temperature,
-            seeds,
-            idx_mapping,
-            positions,
-            inside,
-            NODES,
-            0,
-            MAPPED,
-            FP64,
-        )
-        slot = tl.load(idx_mapping + common).to(tl.int64)
+        slot = tl.load(idx_mapping + first // ROWS).to(tl.int64)
         found = tl.load(temperature + slot, mask=slot >= 0, other=0.0)
         heat = tl.where(found > 0, found, 1.0)
     for each in range(GROUP):
         row = first + each
-        bias = tl.load(biases + row * bias_stride + token, mask=inside, other=0.0)
-        logit = base + bias.to(tl.float32)
+        logit = base
+        if biases is not None:
+            bias = tl.load(biases + row * bias_stride + token, mask=inside, other=0.0)
+            logit = base + bias.to(tl.float32)
+        # Padding rows of a graph may hold NaN, which would be chosen by no comparison below.
         logit = tl.where(logit == logit, logit, float("-inf")) * sharpness
-        logit = tl.where(inside, logit / heat + noise, float("-inf"))
+        if NOISY:
+            logit = tl.where(inside, logit / heat + noise, float("-inf"))
         part = row * BLOCKS + block
         _store_part(
             logit, token, inside, part, peaks, sums, best_orders, best_tokens, TOPK, TOPK_PAD
@@ -242,29 +190,7 @@ def topk_logprobs(
     Raises:
         ValueError: if `topk` is out of range, or shapes or strides are not these.
     """
-    num_rows, vocab_size = logits.shape
-    logp, tokens = _outputs(logits, topk, out)
-    if num_rows == 0:
-        return logp, tokens
-    check_noise(noise, num_rows)
-    block, block_warps = topk_block(vocab_size)
-    blocks = cdiv(vocab_size, block)
-    parts = _Parts.allocate(num_rows, blocks, topk, logits.device)
-    _block_kernel[(num_rows, blocks)](
-        logits,
-        target_ids,
-        *(noise[:4] if noise is not None else (None, None, None, None)),
-        *parts,
-        logits.stride(0),
-        vocab_size,
-        sharpness,
-        ROWS=1 if noise is None else noise.rows,
-        OFFSET=0 if noise is None else noise.offset,
-        **_constants(parts, block, noise, target_ids),
-        num_warps=block_warps,
-    )
-    _merge(parts, target_ids, logp, tokens)
-    return logp, tokens
+    return _ranked(logits, None, 1, topk, target_ids, out, noise, sharpness)
 
 
 def biased_topk_logprobs(
@@ -288,9 +214,8 @@ def biased_topk_logprobs(
             that share their logits.
     """
     (num_rows, vocab_size), num_shared = biases.shape, len(shared)
-    logp, tokens = _outputs(biases, topk, None)
     if num_rows == 0:
-        return logp, tokens
+        return _outputs(biases, topk, None)
     nodes, rest = divmod(num_rows, max(1, num_shared))
     if rest or not nodes or shared.shape[1] != vocab_size or shared.stride(1) != 1:
         raise ValueError(
@@ -302,27 +227,66 @@ def biased_topk_logprobs(
         raise ValueError(
             f"noise must have rows {nodes} and offset 0, got {noise.rows} and {noise.offset}"
         )
+    return _ranked(shared, biases, nodes, topk, target_ids, None, noise, sharpness)
+
+
+def _ranked(
+    logits: torch.Tensor,
+    biases: torch.Tensor | None,
+    nodes: int,
+    topk: int,
+    target_ids: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor] | None,
+    noise: Noise | None,
+    sharpness: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank the logits, or with biases their sums with the logits that `nodes` rows share."""
+    rows = logits if biases is None else biases
+    num_rows, vocab_size = rows.shape
+    logp, tokens = _outputs(rows, topk, out)
+    if num_rows == 0:
+        return logp, tokens
     check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
-    group = rows_per_program(num_rows, nodes, blocks)
-    parts = _Parts.allocate(num_rows, blocks, topk, biases.device)
-    _biased_block_kernel[(num_rows // group, blocks)](
+    group = 1 if biases is None else rows_per_program(num_rows, nodes, blocks)
+    parts = _Parts.allocate(num_rows, blocks, topk, rows.device)
+    _block_kernel[(num_rows // group, blocks)](
+        logits,
         biases,
-        shared,
         target_ids,
         *(noise[:4] if noise is not None else (None, None, None, None)),
         *parts,
-        biases.stride(0),
-        shared.stride(0),
+        logits.stride(0),
+        0 if biases is None else biases.stride(0),
         vocab_size,
         sharpness,
+        BLOCKS=blocks,
+        TOPK=topk,
+        TOPK_PAD=next_power_of_2(topk),
+        BLOCK=block,
+        NOISY=noise is not None,
+        ROWS=1 if noise is None else noise.rows,
+        OFFSET=0 if noise is None else noise.offset,
         NODES=nodes,
         GROUP=group,
-        **_constants(parts, block, noise, target_ids),
+        MAPPED=target_ids is not None,
+        FP64=noise is not None and noise.fp64,
         num_warps=block_warps,
     )
-    _merge(parts, target_ids, logp, tokens)
+    _merge_kernel[(num_rows,)](
+        *parts,
+        target_ids,
+        logp,
+        tokens,
+        BLOCKS=blocks,
+        BLOCKS_PAD=next_power_of_2(blocks),
+        TOPK=topk,
+        TOPK_PAD=next_power_of_2(topk),
+        ENTRIES_PAD=next_power_of_2(blocks * topk),
+        MAPPED=target_ids is not None,
+        num_warps=topk_merge_warps(blocks * topk),
+    )
     return logp, tokens
 
 
@@ -346,40 +310,6 @@ class _Parts(NamedTuple):
         sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
         bests = torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=device)
         return cls(sums[0], sums[1], bests[0], bests[1])
-
-
-def _constants(
-    parts: _Parts, block: int, noise: Noise | None, target_ids: torch.Tensor | None
-) -> dict[str, int | bool]:
-    _, blocks, topk = parts.tokens.shape
-    return {
-        "BLOCKS": blocks,
-        "TOPK": topk,
-        "TOPK_PAD": next_power_of_2(topk),
-        "BLOCK": block,
-        "NOISY": noise is not None,
-        "MAPPED": target_ids is not None,
-        "FP64": noise is not None and noise.fp64,
-    }
-
-
-def _merge(
-    parts: _Parts, target_ids: torch.Tensor | None, logp: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    num_rows, blocks, topk = parts.tokens.shape
-    _merge_kernel[(num_rows,)](
-        *parts,
-        target_ids,
-        logp,
-        tokens,
-        BLOCKS=blocks,
-        BLOCKS_PAD=next_power_of_2(blocks),
-        TOPK=topk,
-        TOPK_PAD=next_power_of_2(topk),
-        ENTRIES_PAD=next_power_of_2(blocks * topk),
-        MAPPED=target_ids is not None,
-        num_warps=topk_merge_warps(blocks * topk),
-    )
 
 
 def _outputs(

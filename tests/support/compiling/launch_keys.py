@@ -36,9 +36,9 @@ def _expand(level: int, stride: int) -> Call:
 
 def _block(sharpness: float, rows: int) -> Call:
     sizes = {"BLOCKS": 1, "TOPK": 4, "TOPK_PAD": 4, "BLOCK": 512, "NOISY": False, "ROWS": rows}
-    flags = {"OFFSET": 0, "MAPPED": False, "FP64": False, "num_warps": 1}
-    tensors = [ROOM, None, None, None, None, None, ROOM, ROOM, IDS, IDS]
-    return topk._block_kernel, [*tensors, 512, 500, sharpness], {**sizes, **flags}
+    flags = {"OFFSET": 0, "NODES": 1, "GROUP": 1, "MAPPED": False, "FP64": False, "num_warps": 1}
+    tensors = [ROOM, None, None, None, None, None, None, ROOM, ROOM, IDS, IDS]
+    return topk._block_kernel, [*tensors, 512, 0, 500, sharpness], {**sizes, **flags}
 
 
 def _compact(unit: int, stride: int) -> Call:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,10 +27,6 @@ from vllm_graft.spec_decode.targets.dense.two_pass import (
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.trees.batch import LatentBatch
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.batch import LatentBatch
-
 
 _TILE = 64
 """Query rows of a program of FlashAttention 3 with values of 512 numbers, times heads."""

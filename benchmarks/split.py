@@ -39,7 +39,7 @@ from tests.support.engines.pair_server import (
 )
 from tests.support.engines.pairs import Pair
 from tests.support.engines.vllm_server import VllmServer, free_port
-from vllm_graft.metrics.exposition import total
+from tests.support.exposition import total
 
 FAULT = """
 def plant():

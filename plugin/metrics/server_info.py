@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import threading
@@ -15,11 +14,10 @@ from vllm_graft.base.errors import GraftError
 from vllm_graft.base.metric import PREFIX
 from vllm_graft.base.text_table import table
 from vllm_graft.base.values import printable, reason_of, shown
-from vllm_graft.metrics.exposition import samples
 from vllm_graft.metrics.part_states import DECLINED, MISSING, ON
 
 if TYPE_CHECKING:
-    import aiohttp
+    from prometheus_client.samples import Sample
 
 INFO = f"{PREFIX}info"
 PROMPTS = "vllm:prompt_tokens_total"
@@ -114,6 +112,21 @@ class _Refused(Exception):
     """An answer or an address that is not taken, and why."""
 
 
+def samples(text: str, prefix: str | tuple[str, ...] = "") -> Iterator[Sample]:
+    """The samples of a page whose names begin with a prefix, by the parser that vLLM brings.
+
+    Raises:
+        ImportError: where vLLM is not installed.
+        Exception: ValueError and others, if a line with this prefix has another form.
+    """
+    from prometheus_client import parser
+
+    # Python's own splitlines() would also split labels.
+    ours = "\n".join(line for line in text.split("\n") if line.startswith(prefix))
+    for family in parser.text_string_to_metric_families(ours):
+        yield from family.samples
+
+
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     # The parser's time grows with the square of a line.
     if any(len(line) > MAX_LINE for line in text.split("\n") if line.startswith(_READ)):
@@ -127,67 +140,53 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
         raise _Refused(f"it is not in Prometheus' text format: {reason_of(error)}") from None
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    """A loop whose threads nobody waits for: a lookup of a name may take longer than `SECONDS`."""
-
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Any, func: Any, *args: Any
-    ) -> Any:
-        done: Future[Any] = Future()
-        done.set_running_or_notify_cancel()  # From now on, only the call ends it.
-
-        def run() -> None:
-            try:
-                done.set_result(func(*args))
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return asyncio.wrap_future(done, loop=self)
-
-
 def _page(url: str) -> str:
+    """The text at an address, within `SECONDS`."""
     below = re.split(r"[/?#]", url.removeprefix(_scheme(url)), maxsplit=1)[1:]
     if any("@" in each for each in below):
         # What stands before it is then taken for host and port, and shown in errors.
         raise _Refused('an "@" follows a "/", "?" or "#": in a password, write %2F, %3F or %23')
-    with asyncio.Runner(loop_factory=_Loop) as runner:
-        return runner.run(_asked(url.rstrip("/").removesuffix("/metrics") + "/metrics"))
+    address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
+    asked: Future[str] = Future()
 
-
-async def _asked(address: str) -> str:
-    """The text at an address, within `SECONDS` and `MAX_BYTES`. Redirects are not followed."""
-    import aiohttp
-
-    session = aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=SECONDS),
-        headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,
-        trust_env=True,
-    )
-    async with session:
+    def ask() -> None:
         try:
-            async with session.get(address, allow_redirects=False) as answer:
-                if answer.status != 200:
-                    raise _Refused(f"the server answers with status {answer.status}")
-                return await _body(answer.content)
-        except TimeoutError:
-            raise _Refused(f"the server did not answer within {SECONDS:g} s") from None
-        except (ValueError, aiohttp.NonHttpUrlClientError):
-            # The error's text may have the address, with a password.
-            raise _Refused("this is no address") from None
-        except aiohttp.ClientResponseError as error:  # Its text has the address, too.
-            raise _Refused(f"the answer is not in HTTP: {shown(error.message)}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _Refused(reason_of(error)) from None
+            asked.set_result(_asked(address))
+        except Exception as error:
+            asked.set_exception(error)
+
+    # Nobody waits for its end: the lookup of a name, or headers, may take longer.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return asked.result(SECONDS)
+    except TimeoutError:
+        raise _Refused(f"the server did not answer within {SECONDS:g} s") from None
 
 
-async def _body(content: aiohttp.StreamReader) -> str:
+def _asked(address: str) -> str:
+    """The text at an address, within `MAX_BYTES`. Redirects are not followed."""
+    import httpx
+
     found = bytearray()
-    async for chunk in content.iter_any():
-        found += chunk
-        if len(found) > MAX_BYTES:
-            raise _Refused(f"the answer has more than {MAX_BYTES >> 20} MiB")
+    try:
+        with httpx.stream(
+            "GET", address, timeout=SECONDS, headers={"Accept-Encoding": "identity"}
+        ) as answer:
+            if answer.status_code != 200:
+                raise _Refused(f"the server answers with status {answer.status_code}")
+            for chunk in answer.iter_raw():
+                found += chunk
+                if len(found) > MAX_BYTES:
+                    raise _Refused(f"the answer has more than {MAX_BYTES >> 20} MiB")
+    except httpx.TimeoutException:
+        raise TimeoutError from None
+    except (ValueError, httpx.InvalidURL, httpx.UnsupportedProtocol):
+        # The error's text may have the address, with a password.
+        raise _Refused("this is no address") from None
+    except httpx.RemoteProtocolError as error:
+        raise _Refused(f"the answer is not in HTTP: {shown(str(error))}") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise _Refused(reason_of(error)) from None
     return found.decode(errors="replace")
 
 

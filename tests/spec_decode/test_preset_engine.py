@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import exposition
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pair_fixtures import TOKENS
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.metrics import exposition
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics

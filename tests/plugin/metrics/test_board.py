@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.plugin.metrics.stand_ins import ROWS, Logger, Stats
+from tests.support.exposition import total
 from vllm_graft.base import log
 from vllm_graft.base.version import __version__
 from vllm_graft.metrics.board import Board, taken_out
-from vllm_graft.metrics.exposition import total
 from vllm_graft.metrics.relay import KEY
 from vllm_graft.metrics.wiring import counted_rows
 

@@ -15,7 +15,7 @@ from prometheus_client import parser
 
 from tests.plugin.metrics.stand_ins import ROWS, Logger, Stats
 from vllm_graft import cli
-from vllm_graft.metrics import exposition, server_info
+from vllm_graft.metrics import server_info
 from vllm_graft.metrics.board import Board
 from vllm_graft.metrics.relay import KEY
 
@@ -76,7 +76,7 @@ def test_samples_are_those_of_prometheus_parser() -> None:
         for family in parser.text_string_to_metric_families(text)
         for sample in family.samples
     ]
-    found = [(one.name, one.labels, one.value) for one in exposition.samples(text)]
+    found = [(one.name, one.labels, one.value) for one in server_info.samples(text)]
     assert found == expected
     assert len(found) > 20
     assert any(labels.get("detail") == UGLY for _, labels, _ in found)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.vllm_server import ServerError, SpecDecodeCounters, VllmServer
-from vllm_graft.metrics.exposition import total
+from tests.support.exposition import total
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

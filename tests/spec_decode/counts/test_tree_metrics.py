@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from vllm_graft.base import log
-from vllm_graft.metrics.exposition import samples
+from vllm_graft.metrics.server_info import samples
 from vllm_graft.spec_decode.counts.tree_log import TreeLogging
 from vllm_graft.spec_decode.counts.tree_metrics import (
     METRICS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_graft.metrics.exposition import samples
+from vllm_graft.metrics.server_info import samples
 
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "dashboards"
 DASHBOARD = FOLDER / "vllm-graft.json"

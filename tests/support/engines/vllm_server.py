@@ -18,7 +18,7 @@ from types import TracebackType
 
 import httpx
 
-from vllm_graft.metrics.exposition import total
+from tests.support.exposition import total
 
 # What the `vllm` command runs; named this way it is always that of this interpreter. `-P` keeps
 # the current folder, where `plugin` and `spec_decode` would be importable, off sys.path.

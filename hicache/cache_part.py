@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.part import Offer
-from vllm_graft.base.refusal import Refusal, sentences
+from vllm_graft.base.part import Offer, Part
+from vllm_graft.base.refusal import Refusal
 from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, check_names, parse_connectors
 from vllm_graft.hicache.config.connector_options import CONNECTOR, FLAG
 from vllm_graft.hicache.config.nonce import stamp
@@ -27,8 +27,8 @@ NOT_BY_PRESET = (
 )
 
 
-class CachePart:
-    """The host KV cache, which is a KV connector; see `vllm_graft.base.part.Part`.
+class CachePart(Part):
+    """The host KV cache, which is a KV connector.
 
     Its keys are in ``--kv-transfer-config``. vLLM builds the connector by its name in the scheduler
     and in each worker, and fails if it cannot. So there is nothing to verify.
@@ -51,20 +51,13 @@ class CachePart:
         """Why a preset leaves it off: nobody but the user can say how much memory it may take."""
         return NOT_BY_PRESET
 
-    def seams(self, asked: Asked, vllm_config: Any) -> tuple[str, ...]:
-        return "core", self.name
-
     def fill_in(self, asked: Asked, vllm_config: Any) -> None:
         """Give each connector the nonce by which this engine's processes find its host memory."""
         stamp(vllm_config)
 
     def refuses(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
         check_names(asked)
-        yield from sentences(REFUSALS, asked, vllm_config)
-
-    def foresees(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
-        """Yield nothing, because what a worker needs is checked by :meth:`refuses`."""
-        yield from ()
+        yield from super().refuses(asked, vllm_config)
 
     def describe(self, asked: Asked, vllm_config: Any) -> str:
         return "; ".join(
@@ -72,9 +65,6 @@ class CachePart:
             + (f", storage {config.storage['backend']}" if config.storage else "")
             for _, config in asked
         )
-
-    def verify(self, asked: Asked, worker: Any, vllm_config: Any) -> None:
-        """Do nothing, because a worker does not start without the connector."""
 
 
 def register_connectors(module: ModuleType) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag
-from vllm_graft.base.part import Offer
-from vllm_graft.base.refusal import Refusal, sentences
+from vllm_graft.base.part import Offer, Part
+from vllm_graft.base.refusal import Refusal
 from vllm_graft.hooks import manager
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
@@ -26,8 +26,8 @@ _MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _STOCK = "StandaloneARSpeculator"
 
 
-class ChainPart:
-    """Graphs of the passes of a standalone draft model; see `vllm_graft.base.part.Part`."""
+class ChainPart(Part):
+    """Graphs of the passes of a standalone draft model."""
 
     name = NAME
     asks_for = "CUDA graphs of the draft's loop"
@@ -41,10 +41,6 @@ class ChainPart:
     def install(self) -> None:
         after_import(_MODULE, self._hook)
 
-    def section(self, config: Any, vllm_config: Any) -> DraftConfig | None:
-        found: DraftConfig | None = config.draft
-        return found
-
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         speculative = vllm_config.speculative_config
         if speculative is None or speculative.method != "draft_model":
@@ -56,16 +52,11 @@ class ChainPart:
         # The graph runner's symbols stand under the part that had it first.
         return "core", "tree", NAME
 
-    def fill_in(self, asked: DraftConfig, vllm_config: Any) -> None: ...
-
     def refuses(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
         if vllm_config.speculative_config is None:
             yield NO_DRAFT
         else:
-            yield from sentences(REFUSALS, asked, vllm_config)
-
-    def foresees(self, asked: DraftConfig, vllm_config: Any) -> Iterator[str]:
-        yield from ()
+            yield from super().refuses(asked, vllm_config)
 
     def describe(self, asked: DraftConfig, vllm_config: Any) -> str:
         offer = manager.manager().choose(

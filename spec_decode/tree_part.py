@@ -27,7 +27,7 @@ from typing import Any
 from vllm_graft.base.decision import Preset, decision_of, gave_drafts
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
-from vllm_graft.base.part import Offer
+from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.permission import require_seams
@@ -71,8 +71,8 @@ _NODES = 31
 """What a draft model is told to be asked for where there is none."""
 
 
-class TreePart:
-    """Trees of drafts; see `vllm_graft.base.part.Part`."""
+class TreePart(Part):
+    """Trees of drafts."""
 
     name = NAME
     asks_for = "tree drafts"
@@ -94,10 +94,6 @@ class TreePart:
         after_import(_ENGINE, _hook_engine)
         after_import(_STRUCTURED_OUTPUT, follow_trees)
         after_import(_REQUESTS, _hook_requests)
-
-    def section(self, config: Any, vllm_config: Any) -> TreeConfig | None:
-        found: TreeConfig | None = config.tree
-        return found
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         return tree_preset.offer(preset, vllm_config)
@@ -136,7 +132,7 @@ class TreePart:
         if vllm_config.speculative_config is None:
             yield no_draft(vllm_config, tokens=_NODES)
         else:
-            yield from sentences(refusals(), asked, vllm_config)
+            yield from super().refuses(asked, vllm_config)
 
     def foresees(self, asked: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield from sentences(LATE, asked, vllm_config)

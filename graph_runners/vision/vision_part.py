@@ -17,8 +17,8 @@ from vllm_graft.base.decision import Preset, decline_or_raise
 from vllm_graft.base.errors import ConfigError, GraftError, HookError, NotActiveError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import flag, target_of
-from vllm_graft.base.part import Offer
-from vllm_graft.base.refusal import Refusal, sentences
+from vllm_graft.base.part import Offer, Part
+from vllm_graft.base.refusal import Refusal
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
 from vllm_graft.graph_runners.vision.vision_metrics import METRICS
 from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
@@ -35,8 +35,8 @@ _HOOK = "graft_vision_adapters"
 _DROP = f"drop {flag('vit')}, or serve another model"
 
 
-class VisionPart:
-    """Vision-encoder graphs; see `vllm_graft.base.part.Part`."""
+class VisionPart(Part):
+    """Vision-encoder graphs."""
 
     name = NAME
     asks_for = "vision-encoder graphs"
@@ -52,25 +52,12 @@ class VisionPart:
         after_import(_V2_MODULE, _hook_model_state)
         after_import(_V1_MODULE, _hook_v1_runner)
 
-    def section(self, config: Any, vllm_config: Any) -> VitConfig | None:
-        found: VitConfig | None = config.vit
-        return found
-
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         model = target_of(vllm_config)
         if model is not None and model.multimodal_config is None:
             return ""
         says = f"vision graphs in {VitConfig().memory} MiB of the device's memory"
         return Offer(VitConfig(), says)
-
-    def seams(self, asked: VitConfig, vllm_config: Any) -> tuple[str, ...]:
-        return "core", NAME
-
-    def fill_in(self, asked: VitConfig, vllm_config: Any) -> None:
-        """Nothing follows from it so early."""
-
-    def refuses(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
-        yield from sentences(REFUSALS, asked, vllm_config)
 
     def foresees(self, asked: VitConfig, vllm_config: Any) -> Iterator[str]:
         """Yield why no adapter serves the model's class, which is imported to look."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.metric import PartMetrics
 from vllm_graft.base.options import Section
-from vllm_graft.base.refusal import Refusal
+from vllm_graft.base.refusal import Refusal, sentences
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Offer:
 
 
 class Part(Protocol):
-    """One part of vllm-graft.
+    """One part of vllm-graft, with what most parts do.
 
     ``asked`` below is what :meth:`section` has returned, the part's own configuration.
 
@@ -65,6 +65,7 @@ class Part(Protocol):
         Raises:
             ConfigError: for a wrong key or value that stands elsewhere.
         """
+        return getattr(config, self.name)
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """What the part would run for a preset, or a sentence that says why it can't.
@@ -76,15 +77,18 @@ class Part(Protocol):
 
     def seams(self, asked: Any, vllm_config: Any) -> Sequence[str]:
         """Rooms of the ledger that it needs, as far as the configuration tells."""
+        return "core", self.name
 
     def fill_in(self, asked: Any, vllm_config: Any) -> None:
         """Set what follows from the section, before vLLM plans its CUDA graphs."""
+        return None
 
     def refuses(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that rules the part out, with what to do about it.
 
         ``vllm_config`` is complete, or one that vLLM has derived from it for the draft model.
         """
+        yield from sentences(self.refusals, asked, vllm_config)
 
     def foresees(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that a worker would refuse once it has loaded the model.
@@ -92,6 +96,7 @@ class Part(Protocol):
         Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known so early is left
         out.
         """
+        yield from ()
 
     def describe(self, asked: Any, vllm_config: Any) -> str:
         """What will run, in one line for the log.
@@ -106,3 +111,4 @@ class Part(Protocol):
         Raises:
             NotActiveError: names the part, and what runs in its place.
         """
+        return None

@@ -20,7 +20,6 @@ from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 if TYPE_CHECKING:
-    from torch import nn
     from vllm.config import VllmConfig
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig

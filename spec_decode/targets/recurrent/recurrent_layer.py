@@ -30,10 +30,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
 if TYPE_CHECKING:
     import torch
 
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
-        LayerInputs,
-        RecurrentRows,
-    )
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 

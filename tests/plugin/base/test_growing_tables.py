@@ -33,6 +33,7 @@ BOUNDED = {
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing
         plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/models/attention_classes.py:_declared
+        spec_decode/kernels/attention/attention_call.py:_shared
         spec_decode/targets/dense/window.py:_keeping
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches

@@ -39,7 +39,7 @@ from tests.support.engines.pair_server import (
 )
 from tests.support.engines.pairs import Pair
 from tests.support.engines.vllm_server import VllmServer, free_port
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 
 FAULT = """
 def plant():

@@ -13,7 +13,7 @@ from benchmarks.fuzz.rules import STOCK_CHAIN, WITH_DRAFTS
 from benchmarks.fuzz.trouble import ALL
 from tests.support.engines.pair_server import server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

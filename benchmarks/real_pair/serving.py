@@ -26,8 +26,8 @@ from benchmarks.pair_arms import draft_folder, read_arm
 from benchmarks.real_pair import workloads
 from benchmarks.real_pair.cells import Cell, Measured, most_requests
 from tests.support.engines.vllm_server import VLLM, ServerError, VllmServer
-from tests.support.exposition import total
 from vllm_graft.bench.common import report
+from vllm_graft.metrics.server_info import total
 
 MODEL = "real-pair"
 

@@ -127,6 +127,15 @@ def samples(text: str, prefix: str | tuple[str, ...] = "") -> Iterator[Sample]:
         yield from family.samples
 
 
+def total(text: str, name: str, **labels: str) -> float:
+    """The sum of all samples of a name that have these labels; 0 if there is none."""
+    return sum(
+        sample.value
+        for sample in samples(text, name)
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     # The parser's time grows with the square of a line.
     if any(len(line) > MAX_LINE for line in text.split("\n") if line.startswith(_READ)):

@@ -174,9 +174,8 @@ def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
     Raises:
         ConfigError: vLLM refuses them.
     """
-    from vllm_graft.plan.inspecting import inspecting
     from vllm_graft.plan.planning import refused
-    from vllm_graft.plan.request import Request
+    from vllm_graft.plan.request import Request, inspecting
 
     for each in flags:
         name = each.replace("_", "-").partition("=")[0].partition(".")[0]

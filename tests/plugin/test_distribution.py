@@ -20,8 +20,8 @@ from tests.plugin.metrics.served_load import ask
 from tests.support.engines.pair_server import server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.engines.vllm_server import VllmServer
-from tests.support.exposition import total
 from tests.support.processes import finished
+from vllm_graft.metrics.server_info import total
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"

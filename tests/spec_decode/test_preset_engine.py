@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import exposition
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pair_fixtures import TOKENS
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.metrics import server_info
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
@@ -78,14 +78,14 @@ def test_auto_grows_trees_of_the_depth_and_answers_as_the_target(
     assert told["preset"]["off"].keys() == {"hicache"}
     assert told["counters"]["tree"]["nodes_verified"] > 0
     hot = told["counters"]["tree"]["hot_tokens"]
-    assert 0 < exposition.total(page, "vllm:graft_tree_hot_steps_total") == hot["steps"]
-    assert 0.98 < exposition.total(page, "vllm:graft_tree_hot_coverage") <= 1
+    assert 0 < server_info.total(page, "vllm:graft_tree_hot_steps_total") == hot["steps"]
+    assert 0.98 < server_info.total(page, "vllm:graft_tree_hot_coverage") <= 1
     # A user of the server reads the same in /metrics.
     for part, state in (("tree", "on"), ("hicache", "off"), ("vit", "off"), ("draft", "off")):
-        assert exposition.total(page, "vllm:graft_info", part=part, state=state) == 1
+        assert server_info.total(page, "vllm:graft_info", part=part, state=state) == 1
     [why] = [
         one.labels["detail"]
-        for one in exposition.samples(page, "vllm:graft_info")
+        for one in server_info.samples(page, "vllm:graft_info")
         if one.labels["part"] == "hicache"
     ]
     assert why == told["preset"]["off"]["hicache"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.values import reason_of
 from vllm_graft.bench.common.closed_loop import Case, Measured, Request, Waiting
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.metrics.exposition import total
+from vllm_graft.metrics.server_info import total
 
 if TYPE_CHECKING:
     import aiohttp

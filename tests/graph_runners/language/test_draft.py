@@ -11,9 +11,9 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from tests.support.vllm_configs import captured_config
 from tests.support import cuda_graphs
 from tests.support import simulated_streams as streams
+from tests.support.vllm_configs import captured_config
 from vllm_graft.graph_runners.language import draft
 from vllm_graft.graph_runners.language.draft import (
     DraftGraphRunner,

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
-from tests.support.exposition import total
 from tests.support.vision import towers, vision_models
 from vllm_graft.base.errors import ConfigError
+from vllm_graft.metrics.server_info import total
 from vllm_graft.testing import cpu_engine, model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

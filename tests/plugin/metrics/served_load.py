@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.engines.pair_server import MODEL
 from tests.support.engines.vllm_server import VllmServer
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 
 SETTLE_SECONDS = 30.0
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from tests.plugin.metrics.stand_ins import ROWS, Logger, Stats
-from tests.support.exposition import total
 from vllm_graft.base import log
 from vllm_graft.base.version import __version__
 from vllm_graft.metrics.board import Board, taken_out
 from vllm_graft.metrics.relay import KEY
+from vllm_graft.metrics.server_info import total
 from vllm_graft.metrics.wiring import counted_rows
 
 NEWS = {"toy": {"done": 4, "seen": 2, "sizes": {"3": 2}, "no": {"full": 1}, "room": 7}}

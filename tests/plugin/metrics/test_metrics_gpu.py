@@ -9,7 +9,7 @@ from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.gpu_engines import shipped_trees
 from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

@@ -18,9 +18,8 @@ from tests.support.engines.pair_server import (
 )
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.engines.vllm_server import VllmServer
-from tests.support.exposition import total
 from vllm_graft.metrics import server_info
-from vllm_graft.metrics.server_info import samples
+from vllm_graft.metrics.server_info import samples, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.plugin.metrics.stand_ins import METRICS, EngineOutputs, Logger, Output, Stats
-from tests.support.exposition import total
 from vllm_graft.base import log
 from vllm_graft.base.options import KEY as GRAFT
 from vllm_graft.metrics.relay import KEY
+from vllm_graft.metrics.server_info import total
 from vllm_graft.metrics.wiring import Wiring
 
 EXTENSION = "vllm_graft.WorkerExtension"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines.vllm_server import ServerError, SpecDecodeCounters, VllmServer
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

@@ -20,7 +20,7 @@ def target_of(model: Path) -> Target:
     """What training reads of a checkpoint."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_graft.plan.inspecting import inspecting
+    from vllm_graft.plan.request import inspecting
 
     with inspecting():
         return Target.of(EngineArgs(str(model)).create_model_config())

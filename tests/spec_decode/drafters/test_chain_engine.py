@@ -16,7 +16,7 @@ from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.checkpoints import write_likeness
 from tests.support.engines.pairs import Pair
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from tests.support.answers.dashboard import without_data
 from tests.support.answers.metrics_page import metrics_page
 from tests.support.checkpoints import write_likeness
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 from vllm_graft.testing import TinyShape, model_runner, running, write_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]

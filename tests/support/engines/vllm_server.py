@@ -18,7 +18,7 @@ from types import TracebackType
 
 import httpx
 
-from tests.support.exposition import total
+from vllm_graft.metrics.server_info import total
 
 # What the `vllm` command runs; named this way it is always that of this interpreter. `-P` keeps
 # the current folder, where `plugin` and `spec_decode` would be importable, off sys.path.

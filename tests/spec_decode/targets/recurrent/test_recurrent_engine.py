@@ -24,8 +24,8 @@ from tests.support.engines.gpu_engines import exact_engine
 from tests.support.engines.one_configuration import one_configuration
 from tests.support.engines.pair_fixtures import ON_CPU, ON_CUDA, params
 from tests.support.engines.pairs import counter, differing
-from tests.support.engines.recurrent_layers import exact_prompts, interpreted
 from tests.support.engines.recorded_engine import recorded_engine
+from tests.support.engines.recurrent_layers import exact_prompts, interpreted
 from tests.support.engines.spoilt_rows import first_rows, in_order
 from tests.support.models.random_models import VOCABULARY
 from tests.support.models.recurrent_models import (

@@ -30,9 +30,6 @@ from vllm_graft.scaffold.new_plugin import write
 from vllm_graft.testing import cpu_engine, greedy
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-READ = "tree_step.py"
-"""A module that takes no command, and has tests of its own."""
-PROGRAMS = sorted(each for each in EXAMPLES.glob("*.py") if each.name != READ)
 PLUGINS = sorted(each.parent for each in EXAMPLES.glob("plugins/*/pyproject.toml"))
 KUBERNETES = "1.31"
 
@@ -88,7 +85,7 @@ class Read(Exception):
     """A program's arguments were read."""
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.name)
+@pytest.mark.parametrize("program", sorted(EXAMPLES.glob("*.py")), ids=lambda each: each.name)
 def test_each_program_takes_the_command_of_its_page(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

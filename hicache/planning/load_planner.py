@@ -87,7 +87,7 @@ class LoadPlanner:
         work, self._next = self._next, HiCacheMetadata()
         self.step_tokens = 0
         for operation in work.sync_loads:
-            del self._queued[operation.ids[0]]
+            self._queued.pop(operation.ids[0], None)
         return work
 
     def _to_load(

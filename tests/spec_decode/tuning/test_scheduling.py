@@ -12,6 +12,7 @@ from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.rank_agreement import Heard
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
+from vllm_graft.spec_decode.tuning.shares import Share
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
@@ -25,6 +26,7 @@ class Told:
         self.temperatures: list[float] = []
         self.contexts: list[int] = []
         self.verified: list[int] = []
+        self.shares: list[tuple[list[str], list[int], Share | None]] = []
 
     def knows(self, nodes: int) -> bool:
         return True
@@ -41,7 +43,11 @@ class Told:
         same: bool,
         temperature: float,
         context: int,
+        names: list[str],
+        widths: list[int],
+        share: Share | None,
     ) -> None:
+        self.shares.append((names, widths, share))
         self.contexts.append(context)
         self.verified.append(verified)
         self.same.append(same)

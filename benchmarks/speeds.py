@@ -3,8 +3,9 @@
     python -m benchmarks.speeds PAIR --workload edits agent --arms none ngram:5 graft --new-prompts
     python -m benchmarks.speeds PAIR --workload rollout --temperature 1 --arms graft graft+memory
 
-PAIR is a folder as `tests/pair` is, whose own prompts are the workload `pair`; the others are those
-of `python -m benchmarks.workloads`. All arms are up at the same time, and take turns as in
+PAIR is a folder as `tests/pair` is, whose own prompts are the workload `pair`; in `mixed` they run
+at temperature 1 beside greedy edits, half and half. The others are those of
+`python -m benchmarks.workloads`. All arms are up at the same time, and take turns as in
 `vllm-graft bench trees`. Answers of edits, agents, retrieval and summaries are replayed
 (`benchmarks.replay`), unless the target can follow instructions: `--own-answers`.
 
@@ -27,7 +28,7 @@ from typing import Any
 
 from benchmarks import pair_arms
 from benchmarks.workloads.catalogue import WORKLOADS
-from benchmarks.workloads.load import OWN, Load, load_of
+from benchmarks.workloads.load import MIXED, OWN, Load, load_of
 from benchmarks.workloads.repeats import Said, shares
 from benchmarks.workloads.sources import EPOCHS
 from vllm_graft.bench.common import arm_processes, report
@@ -41,7 +42,7 @@ Pipes = Mapping[Arm, Connection]
 
 def told(arguments: argparse.Namespace, name: str) -> argparse.Namespace:
     """The arguments with what a workload's requests add to them."""
-    turns = 1 if name == OWN else WORKLOADS[name].turns
+    turns = WORKLOADS[name].turns if name in WORKLOADS else 1
     return argparse.Namespace(**vars(arguments) | {"turns": turns})
 
 
@@ -119,7 +120,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     pair_arms.add_pair_arguments(parser)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--arms", nargs="+", default=["none", "ngram:5", "graft"])
-    names = [OWN, *WORKLOADS]
+    names = [OWN, MIXED, *WORKLOADS]
     parser.add_argument("--workload", nargs="+", choices=names, default=["edits", OWN])
     command.add_loads(parser)
     parser.add_argument("--json", type=Path)

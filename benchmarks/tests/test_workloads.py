@@ -166,6 +166,22 @@ def test_replayed_answers_are_all_that_is_said(data: Path) -> None:
         load_of(told("--data", str(data)), "code", 999)
 
 
+def test_edits_and_chats_are_in_flight_half_and_half() -> None:
+    arguments = told("--requests-in-flight", "2", "6", "--tokens", "40", "--characters", "300")
+    load = load_of(arguments, "mixed", 12)
+    edits, chats = load.requests[::2], load.requests[1::2]
+    assert [len(edits), len(chats)] == [6, 6]
+    assert {each.temperature for each in edits} == {0.0}
+    assert {each.temperature for each in chats} == {1.0}
+    said = [load.answers[tuple(each.prompt["prompt_token_ids"])] for each in load.requests]
+    assert all(said[::2])
+    assert not any(said[1::2])
+    # As many sessions of each kind as are half of the most requests in flight: one ends, and
+    # another one of its kind follows.
+    assert sorted({str(each.session) for each in edits}) == ["edit 0", "edit 1", "edit 2"]
+    assert sorted({str(each.session) for each in chats}) == ["chat 0", "chat 1", "chat 2"]
+
+
 def test_shares_are_exact() -> None:
     ten = [*range(10)]
     # Three tokens have to come before: of ten that come again, seven follow as they did.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 from benchmarks.workloads.catalogue import WORKLOADS, requests_of
@@ -14,6 +15,9 @@ from vllm_graft.bench.trees.prompts import request_of
 
 OWN = "pair"
 """The name of the pair's own prompts."""
+
+MIXED = "mixed"
+"""The name of edits, greedily, beside the pair's own prompts at temperature 1."""
 
 
 @dataclass
@@ -35,6 +39,8 @@ def load_of(arguments: argparse.Namespace, name: str, count: int) -> Load:
     Raises:
         BenchmarkError: the workload has fewer requests, or one has too many tokens.
     """
+    if name == MIXED:
+        return _mixed(arguments, count)
     load, tokenizer = Load(), tokenizer_of(arguments)
     if name == OWN:
         for text in json.loads((arguments.pair / "prompts.json").read_text()):
@@ -59,6 +65,18 @@ def load_of(arguments: argparse.Namespace, name: str, count: int) -> Load:
             answer += tokenizer.encode(each.answer, add_special_tokens=False)[: arguments.tokens]
             request = replace(request, max_tokens=len(answer))
         load.requests.append(request)
+    return load
+
+
+def _mixed(arguments: argparse.Namespace, count: int) -> Load:
+    """Of each kind half, also of the most requests in flight: where one ends, its kind follows."""
+    half, lanes = (count + 1) // 2, max(1, max(arguments.requests_in_flight) // 2)
+    edits, own = load_of(arguments, "edits", half), load_of(arguments, OWN, 0)
+    load = Load(answers=edits.answers | own.answers)
+    for place, (edit, chat) in enumerate(zip(edits.requests, cycle(own.requests))):
+        lane = place % lanes
+        load.requests.append(replace(edit, session=f"edit {lane}", temperature=0.0))
+        load.requests.append(replace(chat, session=f"chat {lane}", temperature=1.0))
     return load
 
 

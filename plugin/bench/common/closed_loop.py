@@ -149,7 +149,9 @@ class ClosedLoop:
             if case.drafts is not None:
                 more = {**more, DRAFTS: case.drafts}
             params = SamplingParams(
-                temperature=case.temperature,
+                temperature=(
+                    case.temperature if request.temperature is None else request.temperature
+                ),
                 # With one seed, all arms that draw with the target's noise give the same text.
                 seed=number,
                 structured_outputs=StructuredOutputsParams(**bound) if bound else None,
@@ -210,6 +212,7 @@ class Request:
         session: a name. Requests of one session follow each other.
         schema: the JSON schema that the answer is bound to.
         prediction: what the answer will probably be.
+        temperature: None for that of the case.
     """
 
     prompt: Any
@@ -217,6 +220,7 @@ class Request:
     session: str | None = None
     schema: Mapping[str, Any] | None = None
     prediction: str | None = None
+    temperature: float | None = None
 
     def body(self, limit: int) -> dict[str, Any]:
         """What the API's body says of the answer, which has `limit` tokens at most.

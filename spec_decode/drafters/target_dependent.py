@@ -70,8 +70,7 @@ class TargetDependentTrees(TreeDrafting):
         self.decode_cudagraph_manager = None
         graphs, config = self.prefill_cudagraph_manager, self.config
         # Where requests may share rows in each step. Else one layer in a mixed batch is launched.
-        shares = config.shape == "auto" and config.shares and config.topk > 1
-        if graphs is not None and shares and not config.draft_window:
+        if graphs is not None and config.shares:
             plan_mixed_graphs(graphs, config.mixed_graphs, flag(NAME, "mixed_graphs"))
 
     def capture_first_pass(self) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.chunking.handover import ROWS
@@ -263,9 +265,13 @@ def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
         schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests
     )
     together, parts = step_together(vllm_config), PARTS.take(vllm_config)
-    # Ranks that step together have to verify as many nodes, or no CUDA graph fits all of them.
-    shares = config.shares and not together
-    tuner.seed(MEASURED.take(vllm_config) or {}, parts if shares else None)
+    tuner.seed(MEASURED.take(vllm_config) or {}, parts if config.shares else None)
+    if config.shares and tuner.shares is None:
+        raise ConfigError(
+            f"{flag(NAME, 'shares')} is true, but the workers captured no graphs whose rows any "
+            f"requests share: set {flag(NAME, 'mixed_graphs')} to true, which says why there are "
+            f"none, or drop {flag(NAME, 'shares')}"
+        )
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
     shared = share_wishes(scheduler) if together else None
     drafts = SharedDrafts(scheduler, tuner, max_rows(vllm_config)) if tuner.shares else None

@@ -58,7 +58,7 @@ def dice(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 
 def shared(pair: Pair, **options: Any) -> Any:
-    return pair.engine(nodes=15, tree={"shape": "auto"}, **options)
+    return pair.engine(nodes=15, tree={"shape": "auto", "shares": True}, **options)
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -167,9 +167,9 @@ def test_steps_without_drafts_count(watch: Any) -> None:
     assert watch.tuner.besides == [(1, 0), (1, 0), (2, 9)]
 
 
-def make_scheduler(tree: str, replicas: int = 1) -> Any:
+def make_scheduler(tree: str, replicas: int = 1, **keys: Any) -> Any:
     config = SimpleNamespace(
-        additional_config={"graft": {"tree": {"shape": tree}}},
+        additional_config={"graft": {"tree": {"shape": tree, **keys}}},
         model_config=SimpleNamespace(is_moe=replicas > 1),
         parallel_config=SimpleNamespace(data_parallel_size=replicas),
         scheduler_config=SimpleNamespace(max_num_seqs=8, disable_chunked_mm_input=False),

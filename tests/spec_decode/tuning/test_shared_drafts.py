@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.spec_decode.tuning.test_scheduling import Told, make_scheduler, step
-from vllm_graft.spec_decode.tuning import scheduling
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, tune
 from vllm_graft.spec_decode.tuning.shared_drafts import SharedDrafts, verifies_share
@@ -122,19 +122,19 @@ def test_cut_shares_say_nothing() -> None:
     assert told.steps == []
 
 
-@pytest.mark.parametrize(("replicas", "has"), [(1, True), (2, False)])
-def test_a_scheduler_shares_where_the_costs_of_parts_were_measured(
-    replicas: int, has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks that share experts have to verify as many nodes."""
-    scheduler = make_scheduler("auto", replicas)
+def test_a_scheduler_shares_where_the_costs_of_parts_were_measured() -> None:
+    scheduler = make_scheduler("auto", shares=True)
     scheduler.update_draft_token_ids = lambda drafts: None
     PARTS.keep(scheduler.vllm_config, {0: {64: 0.01}, 15: {2: 0.001}})
     tune(scheduler)
-    assert (scheduler.dynamic_sd_lookup.tuner.shares is not None) is has
-    assert hasattr(scheduler.update_draft_token_ids, "__wrapped__") is has
+    assert scheduler.dynamic_sd_lookup.tuner.shares is not None
+    assert hasattr(scheduler.update_draft_token_ids, "__wrapped__")
     assert PARTS.take(scheduler.vllm_config) is None
-    made: list[Any] = []
-    monkeypatch.setattr(scheduling, "SharedDrafts", lambda *args: made.append(args))
-    tune(make_scheduler("auto"))
-    assert not made, "nothing was measured"
+
+
+def test_shares_without_graphs_that_requests_share_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="shares is true, but the workers captured no graphs"):
+        tune(make_scheduler("auto", shares=True))
+    scheduler = make_scheduler("auto")
+    tune(scheduler)
+    assert scheduler.dynamic_sd_lookup.tuner.shares is None

@@ -183,7 +183,7 @@ def test_graphs_whose_rows_any_requests_share(
         "nodes": 15,
         "steps": 3,
         "ranges": [(1, 1, 15), (2, 2, 3), (3, 3, 0)],
-        "tree": {"shape": "auto", "mixed_graphs": True},
+        "tree": {"shape": "auto", "shares": True, "mixed_graphs": True},
         "max_num_seqs": 3,
         "graphs": [1, 2, 4, 8, 16, 24, 32, 48],
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -169,7 +170,8 @@ def test_a_head_is_made_of_texts(tmp_path: Path) -> None:
         env={**os.environ, **environment},
     )
     assert "held out, temperature 0: acceptance length" in told
-    assert f"vllm serve {Path(flags[0]).resolve()} --additional-config.graft auto" in told
+    serve = ["vllm", "serve", str(Path(flags[0]).resolve()), "--additional-config.graft", "auto"]
+    assert shlex.join(serve) in told
     names = {"config.json", "model.safetensors", "training.json"}
     assert {each.name for each in out.iterdir()} == {
         *names,

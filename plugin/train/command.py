@@ -42,6 +42,9 @@ ANSWER_SHARE, DISK_SHARE = 0.4, 0.8
 LEAST_TOKENS = 20_000
 """Tokens whose states have to have room; some answers."""
 
+LEAST_MINUTES = 2.0
+"""Minutes of training below which it is said that the head will be poor."""
+
 _ANSWERED = "answered"
 """File that says that the answers are complete."""
 
@@ -275,7 +278,13 @@ def _answer(job: Job, engine: Any) -> None:
 def _train(job: Job, until: float) -> None:
     """Have a process for each GPU train."""
     count = len(visible_cards())
-    tell(f"A head trains for the {max(0.0, until - time.time()) / 60:.3g} minutes that are left.")
+    left = max(0.0, until - time.time()) / 60
+    tell(f"A head trains for the {left:.3g} minutes that are left.")
+    if left < LEAST_MINUTES:
+        tell(
+            "That is too little for a head that drafts well: stop it, and give the same command "
+            "with more --minutes. The answers stay."
+        )
     command = [sys.executable, "-P", "-m", _TRAINING]
     if count > 1:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,19 @@ def test_another_job_does_not_go_on(
             command.main([*given, *more])
     said = refusal(*given, "--passes", "4")
     assert "begun with other settings: --passes was 6 and is 4" in said
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(30, True), (300, False)])
+def test_too_little_time_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: int,
+    is_told: bool,
+) -> None:
+    monkeypatch.setattr(command, "_finished", lambda commands: None)
+    command._train(job_of(tmp_path, SHIPPED / "target"), time.time() + seconds)
+    assert ("with more --minutes" in capsys.readouterr().err) is is_told
 
 
 def test_layers_that_a_head_reads_are_three() -> None:

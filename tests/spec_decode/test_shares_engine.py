@@ -61,7 +61,7 @@ def shared(pair: Pair, **options: Any) -> Any:
     return pair.engine(nodes=15, tree={"shape": "auto", "shares": True}, **options)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_tokens_hold_when_crowded(
     pair: Pair,
     samples: list[Request],
@@ -100,7 +100,9 @@ def one_row_early(starts: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-@pytest.mark.parametrize("change", [rows_of_neighbours, one_row_early])
+@pytest.mark.parametrize(
+    "change", [rows_of_neighbours, pytest.param(one_row_early, marks=pytest.mark.nightly)]
+)
 def test_controls_where_rows_are_those_of_others_tokens_differ(
     pair: Pair,
     samples: list[Request],
@@ -121,6 +123,7 @@ def test_controls_where_rows_are_those_of_others_tokens_differ(
         assert differing(answers_of(llm, samples[:4]), expected[:4])
 
 
+@pytest.mark.nightly
 def test_controls_a_tree_of_another_request_yields_other_tokens(
     pair: Pair,
     samples: list[Request],
@@ -139,6 +142,7 @@ def test_controls_a_tree_of_another_request_yields_other_tokens(
         assert differing(answers_of(llm, samples[:4]), expected[:4])
 
 
+@pytest.mark.nightly
 def test_shares_that_are_learned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """By costs as an engine of graphs hands them over, and what its requests have accepted."""
     requests = [

@@ -173,7 +173,7 @@ def test_a_killed_process_goes_on_and_ends_as_one_that_was_not(job: Job, trained
     assert all(torch.equal(ours[name], each) for name, each in whole.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_train_one_head(job: Job) -> None:
     out = Path(job.out).with_name("ranks")
     begun(dataclasses.replace(job, steps=12), out)

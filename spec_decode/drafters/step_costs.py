@@ -91,7 +91,7 @@ def _measure(
         whole.setdefault(nodes, {})[desc.num_reqs] = time_all([launch, *launches])
         if narrow is not None:
             hot.setdefault(nodes, {})[desc.num_reqs] = time_all([launch, *narrow])
-        if speculator.config.shares and (levels := launches[1:]):
+        if (levels := launches[1:]) and speculator.config.shares:
             parts.setdefault(nodes, {})[desc.num_reqs] = time_all(levels)
         runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
     for desc, extend in _shared(speculator, graphs.graphs) if parts else ():

@@ -27,7 +27,7 @@ from vllm_graft.train.output_layers import FORMS
 from vllm_graft.train.target_answers import answer_all, engine_options
 from vllm_graft.train.training import CHECKPOINT, REPORT, Training, begin_like_the_target
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_a_killed_process_goes_on_and_ends_as_one_that_was_not(job: Job, trained
     assert all(torch.equal(ours[name], each) for name, each in whole.items())
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_ranks_train_one_head(job: Job) -> None:
     out = Path(job.out).with_name("ranks")
     begun(dataclasses.replace(job, steps=12), out)
@@ -235,7 +235,6 @@ def test_answers_go_on_and_a_lack_of_room_ends_them(job: Job, tmp_path: Path) ->
     assert second[: len(first)] == first
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss", "gemma4"])
 def test_other_families_give_states_and_learn(kind: str, tmp_path: Path) -> None:
     """Experts, sinks and windows, layers of different sizes, and a soft cap of logits."""

@@ -69,7 +69,7 @@ def load_of(arguments: argparse.Namespace, name: str, count: int) -> Load:
 
 
 def _mixed(arguments: argparse.Namespace, count: int) -> Load:
-    """Of each kind half, also of the most requests in flight: where one ends, its kind follows."""
+    """Half of the requests are edits, also in flight: where one ends, one of its kind follows."""
     half, lanes = (count + 1) // 2, max(1, max(arguments.requests_in_flight) // 2)
     edits, own = load_of(arguments, "edits", half), load_of(arguments, OWN, 0)
     load = Load(answers=edits.answers | own.answers)

@@ -42,7 +42,7 @@ def open_index(folder: Path, part: int) -> IO[str]:
 
 
 def read_entries(folder: Path) -> list[Entry]:
-    """All texts that are finished, by their numbers."""
+    """Return all texts that are finished, in the order of their numbers."""
     found = {}
     for index in folder.glob("index-*.jsonl"):
         for line in index.read_text().splitlines():

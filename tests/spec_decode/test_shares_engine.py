@@ -88,13 +88,13 @@ def test_tokens_hold_when_crowded(
 
 
 def rows_of_neighbours(starts: torch.Tensor) -> torch.Tensor:
-    """As if all requests had as many rows."""
+    """Return bounds by which all requests have as many rows."""
     even = torch.linspace(0, float(starts[-1]), len(starts), device=starts.device)
     return even.to(starts.dtype)
 
 
 def one_row_early(starts: torch.Tensor) -> torch.Tensor:
-    """As if the first request had one row less than it has."""
+    """Return bounds by which the first request has one row less than it has."""
     moved = starts.clone()
     moved[1:-1] -= 1
     return moved

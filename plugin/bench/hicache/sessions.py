@@ -14,7 +14,7 @@ Said = Callable[[int, int], list[int]]
 
 
 class ClosedLoad:
-    """All sessions at once. Each sends its next turn as soon as it has its answer."""
+    """All sessions talk at once: each sends its next turn as soon as it has its answer."""
 
     def __init__(self, sessions: int) -> None:
         self._idle = list(range(sessions))

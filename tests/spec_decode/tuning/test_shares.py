@@ -40,7 +40,7 @@ def best_of(chooser: Shares, looks: int = 4) -> Share:
 
 
 def test_a_share_is_the_best_of_all() -> None:
-    """As found by trying everything for one number of nodes and each kind."""
+    """The reference tries every number of nodes for each kind."""
     kinds = {"a": 0, "b": 0, "c": 1, "d": 1}
     share, best = best_of(shares(kinds, 0.5, 0.95)), 0.0
     sums = [np.cumsum([0.0, *(c**n for n in range(1, 64))]) for c in (0.5, 0.95)]

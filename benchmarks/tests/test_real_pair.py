@@ -14,7 +14,8 @@ from torch import Tensor
 
 from benchmarks.real_pair import conversations, widening
 from benchmarks.tests.small_targets import with_norms, write_target
-from vllm_graft.train.draft_head import Head, load_head, save_head
+from tests.support.checkpoints import load_head
+from vllm_graft.train.draft_head import Head, save_head
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,9 @@ from benchmarks.real_pair.conversations import is_held_out
 from benchmarks.real_pair.packing import expand_head, pack_head
 from benchmarks.real_pair.quantised import FLOATS, Source
 from benchmarks.real_pair.targets import Target
+from tests.support.checkpoints import load_head
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.train.draft_head import Head, load_head, save_head
+from vllm_graft.train.draft_head import Head, save_head
 
 SHAPES = {"model.embed_tokens.weight": (40, 6), "model.norm.weight": (6,), "x.weight": (5, 8)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vllm_graft.train.target import SINGLE as WEIGHTS
@@ -217,12 +217,3 @@ def save_head(head: Head, ids: Tensor, folder: Path) -> None:
     # Some versions of safetensors write a file for its owner alone.
     (folder / WEIGHTS).chmod(0o644)
     (folder / "config.json").write_text(json.dumps(head.config, indent=1) + "\n")
-
-
-def load_head(folder: Path) -> tuple[Head, Tensor]:
-    """Read a head in float32, and the target's tokens that it drafts."""
-    head = Head(json.loads((folder / "config.json").read_text()))
-    weights = load_file(folder / WEIGHTS)
-    offsets, _ = weights.pop("d2t"), weights.pop("t2d")
-    head.load_state_dict({name: each.float() for name, each in weights.items()})
-    return head, offsets + torch.arange(len(offsets))

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.plugin.train.small_runs import answered, begun, job_of, one_thread, weights
+from tests.support.checkpoints import load_head
 from tests.support.models.window_models import write_gemma4, write_gpt_oss
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics
 from vllm_graft.testing.models.llama import write_tokenizer
 from vllm_graft.train import states
 from vllm_graft.train.agreement import Agreement, agreement
-from vllm_graft.train.draft_head import Head, load_head, save_head
+from vllm_graft.train.draft_head import Head, save_head
 from vllm_graft.train.job import Job
 from vllm_graft.train.lessons import batches
 from vllm_graft.train.output_layers import FORMS

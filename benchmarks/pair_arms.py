@@ -35,7 +35,7 @@ NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
     "sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, graft-chain:K (a chain in "
     "graft.draft's graphs), tree:N, tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, "
-    "+memory, +fp8head, +whole, +shares, +states, +hotN, +windowW, +topkN or +stepsN behind tree:N "
+    "+memory, +fp8head, +whole, +states, +hotN, +windowW, +topkN or +stepsN behind tree:N "
     "or auto:N"
 )
 _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
@@ -65,7 +65,6 @@ _TREES: dict[str, dict[str, Any]] = {
     "+ngram": {"ngram": True},
     "+memory": {"ngram": True, "memory": True},
     "+whole": {"policy": "whole"},
-    "+shares": {"shares": True},
     "+states": {"recurrent_form": "states"},
 }
 """Suffixes of a tree's name, and the keys of ``graft.tree`` that they add."""

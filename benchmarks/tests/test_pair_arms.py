@@ -126,7 +126,6 @@ def test_a_tree_that_can_t_hold_its_nodes_starts_no_engine() -> None:
         ("tree:31+ngram", "tree:31", {"ngram": True}),
         ("auto:63+fp8+ngram", "tree:31", {"ngram": True, "shape": "auto", "head_dtype": "fp8"}),
         ("auto:63+fp8head+whole", "auto:63+fp8head", {"policy": "whole"}),
-        ("auto:63+ngram+shares", "auto:63+ngram", {"shares": True}),
         ("auto:63+fp8head", "auto:63+fp8", {}),
     ],
 )

@@ -51,12 +51,6 @@ class TreeConfig(GraftSection):
     to these bounds, by the measured cost of a step and the measured acceptance length. Levels of a
     draft with experts are narrower where nodes are few."""
 
-    shares: bool = False
-    """Whether requests of a step may verify different numbers of nodes with shape ``auto``: more
-    where more are accepted, as each request's own trees have told, if that is clearly faster than
-    one number for all. Requests that copy get faster, the others slower. Outputs are the same. It
-    needs graphs of mixed batches (``mixed_graphs``)."""
-
     fallback: Literal["chain", "refuse"] = "chain"
     """For a target with layers on which no tree can be verified: ``chain`` drafts a chain as long
     as the tree is deep, which the target's own layers verify; ``refuse`` stops the start."""

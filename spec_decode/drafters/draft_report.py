@@ -48,7 +48,6 @@ def count(draft: TreeDrafting) -> Numbers:
         "target_launches": {"trees": counted.tree_launches, "mixed": counted.mixed_launches},
         "cut_steps": counted.cut_steps,
         "chunked_steps": counted.chunked_steps,
-        "shared_steps": counted.shared_steps,
         "draft_graphs": len(draft.draft_graphs()),
         "draft_graph_bytes": draft.trees.graph_bytes,
         "draft_window": draft.context.draft_window,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +36,10 @@ StepCosts = dict[int, dict[int, float]]
 
 
 @torch.inference_mode()
-def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts, StepCosts]:
-    """Time a step's graphs that draft from the whole vocabulary, those of hot tokens, and parts.
+def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]:
+    """Time a step's graphs that draft from the whole vocabulary, and those of hot tokens.
 
-    The second are empty where no vocabulary is learned, all if nothing was captured. Parts are the
-    levels of trees; and, as 0 nodes, the other passes by their rows, if both have graphs of rows
-    that any requests share. The sizes are
+    The latter are empty where no vocabulary is learned, both if nothing was captured. The sizes are
     the captured powers of two and each width's largest number of requests; all ranks measure the
     same ones in the same order, and of the replays of a size the fastest counts. The output head is
     timed besides the graphs; the host, the sampler and K/V of long contexts are left out.
@@ -49,7 +47,7 @@ def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts,
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
     if not isinstance(speculator, TreeDrafting) or graphs is None:
-        return {}, {}, {}
+        return {}, {}
     with speculator.trees.clock.part("costs"):
         costs = _measure(runner, speculator, graphs, replays)
     logger.info("vllm-graft timed steps in %.1f s", speculator.trees.clock.seconds["costs"])
@@ -64,19 +62,10 @@ def use_hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
 
 def _measure(
     runner: Any, speculator: TreeDrafting, graphs: Any, replays: int
-) -> tuple[StepCosts, StepCosts, StepCosts]:
-    whole: StepCosts = {}
-    hot: StepCosts = {}
-    parts: StepCosts = {}
+) -> tuple[StepCosts, StepCosts]:
+    found: tuple[StepCosts, StepCosts] = {}, {}
+    vocab = runner.model_config.get_vocab_size()
     tables: Any = LentStates(runner.block_tables, runner.kv_cache_config)
-
-    def time_all(launches: Sequence[Launch]) -> float:
-        return min(time_launches(launches, runner.device) for _ in range(replays))
-
-    def target(desc: Any) -> None:
-        output = graphs.run_fullgraph(desc)
-        runner.model.compute_logits(output[0] if isinstance(output, tuple) else output)
-
     for desc in _chosen(graphs.graphs):
         nodes = desc.uniform_token_count - 1
         launches = draft_launches(speculator, nodes, desc.num_reqs)
@@ -85,48 +74,29 @@ def _measure(
         narrow = None
         if nodes and speculator.trees.narrow_plans:
             narrow = draft_launches(speculator, nodes, desc.num_reqs, narrow=True)
-        _fill_rows(runner, speculator, tables, desc)
+        _pretend(runner, tables, desc)
+        _give_rows(speculator, runner, desc.num_reqs)
+        for owner in (runner, speculator):
+            # N-grams alone have no pass, and so no inputs.
+            if (buffers := getattr(owner, "input_buffers", None)) is not None:
+                draw_tokens(buffers.input_ids[: desc.num_tokens], vocab)
+        # vLLM keeps padding from experts, which are most of what a row costs where there are any.
+        # Every pass that serves writes the mask anew.
+        runner.input_buffers.is_padding[: desc.num_tokens].fill_(False)
         speculator.tell_requests_apart(desc.num_reqs, nodes)
-        launch = functools.partial(target, desc)
-        whole.setdefault(nodes, {})[desc.num_reqs] = time_all([launch, *launches])
-        if narrow is not None:
-            hot.setdefault(nodes, {})[desc.num_reqs] = time_all([launch, *narrow])
-        if (levels := launches[1:]) and speculator.config.shares:
-            parts.setdefault(nodes, {})[desc.num_reqs] = time_all(levels)
+
+        def target(desc: Any = desc) -> None:
+            output = graphs.run_fullgraph(desc)
+            runner.model.compute_logits(output[0] if isinstance(output, tuple) else output)
+
+        for costs, drafts in zip(found, (launches, narrow), strict=True):
+            if drafts is not None:
+                timed = [time_launches([target, *drafts], runner.device) for _ in range(replays)]
+                costs.setdefault(nodes, {})[desc.num_reqs] = min(timed)
         runner.block_tables.get_dummy_block_tables(desc.num_reqs)  # The null block again.
-    for desc, extend in _shared(speculator, graphs.graphs) if parts else ():
-        _fill_rows(runner, speculator, tables, desc)
-        launch = functools.partial(target, desc)
-        parts.setdefault(0, {})[desc.num_tokens] = time_all([launch, extend])
-        runner.block_tables.get_dummy_block_tables(desc.num_reqs)
     speculator.context.rows.clear()
     speculator.treat_requests_alike()
-    return whole, hot, parts
-
-
-def _fill_rows(runner: Any, speculator: TreeDrafting, tables: Any, desc: Any) -> None:
-    """Give each row of a graph a token of its own, and let all of its passes compute it."""
-    _pretend(runner, tables, desc)
-    _give_rows(speculator, runner, desc.num_reqs)
-    for owner in (runner, speculator):
-        # N-grams alone have no pass, and so no inputs.
-        if (buffers := getattr(owner, "input_buffers", None)) is not None:
-            draw_tokens(buffers.input_ids[: desc.num_tokens], runner.model_config.get_vocab_size())
-    # vLLM keeps padding from experts, which are most of what a row costs where there are any. Every
-    # pass that serves writes the mask anew.
-    runner.input_buffers.is_padding[: desc.num_tokens].fill_(False)
-
-
-def _shared(speculator: TreeDrafting, graphs: Any) -> Iterator[tuple[Any, Launch]]:
-    """The target's graphs whose rows any requests share, and the draft's first pass over these."""
-    for desc in graphs:
-        if desc.cg_mode != CUDAGraphMode.FULL or desc.uniform_token_count or desc.num_active_loras:
-            continue
-        first, _ = speculator.first_pass_graph(desc.num_tokens)
-        if first is not None:
-            found = first.dispatch(desc.num_reqs, desc.num_tokens, None, num_active_loras=0)
-            if found.cg_mode == CUDAGraphMode.FULL:
-                yield desc, functools.partial(first.run_fullgraph, found)
+    return found
 
 
 def _chosen(graphs: Any) -> list[Any]:
@@ -216,7 +186,7 @@ def draw_tokens(tokens: torch.Tensor, vocab: int) -> None:
     tokens.copy_(drawn)
 
 
-def time_launches(launches: Sequence[Launch], device: torch.device) -> float:
+def time_launches(launches: list[Launch], device: torch.device) -> float:
     """Device seconds from the first launch to the end of the last. Without CUDA, host seconds."""
     if device.type != "cuda":
         began = time.perf_counter()

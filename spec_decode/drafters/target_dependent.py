@@ -9,9 +9,6 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_graft.base.options import flag
-from vllm_graft.graph_runners.language.mixed import plan_mixed_graphs
-from vllm_graft.spec_decode.config.tree_config import NAME
 from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
@@ -68,10 +65,6 @@ class TargetDependentTrees(TreeDrafting):
         super().init_cudagraph_manager(cudagraph_mode)
         # The chain's decode loop does not run, so its graphs must not be captured.
         self.decode_cudagraph_manager = None
-        graphs, config = self.prefill_cudagraph_manager, self.config
-        # Where requests may share rows in each step. Else one layer in a mixed batch is launched.
-        if graphs is not None and config.shares:
-            plan_mixed_graphs(graphs, config.mixed_graphs, flag(NAME, "mixed_graphs"))
 
     def capture_first_pass(self) -> None:
         steps, self.num_speculative_steps = self.num_speculative_steps, 1

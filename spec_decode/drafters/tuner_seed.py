@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.seams.ranks import gather_replicas
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
-from vllm_graft.spec_decode.tuning.step_times import MEASURED, PARTS, Costs
+from vllm_graft.spec_decode.tuning.step_times import MEASURED, Costs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +26,8 @@ DISTURBED = 0.1
 PATIENCE = 10.0
 """Seconds after which no further pass begins."""
 
-Measured = tuple["StepCosts", "StepCosts", "StepCosts", float]
-"""Costs from the whole vocabulary and from hot tokens, those of parts, and the seconds that
-measuring has taken."""
+Measured = tuple["StepCosts", "StepCosts", float]
+"""Costs from the whole vocabulary and from hot tokens, and the seconds that measuring has taken."""
 
 
 def step_costs(worker: Any, replays: int, seconds: float) -> Measured:
@@ -39,7 +38,7 @@ def step_costs(worker: Any, replays: int, seconds: float) -> Measured:
     """
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
-    measured: tuple[StepCosts, StepCosts, StepCosts] = measure_step_costs(worker, replays)
+    measured: tuple[StepCosts, StepCosts] = measure_step_costs(worker, replays)
     return _slowest_of(gather_replicas((*measured, seconds)))
 
 
@@ -59,11 +58,10 @@ def measure(engine: EngineCore) -> Costs:
     saves. The answer is kept for the scheduler of the same configuration, which is not built yet.
     """
     began = time.monotonic()
-    *known, _ = _slowest_ranks(engine, REPLAYS, 0.0)
-    whole, hot, parts = known
+    whole, hot, _ = _slowest_ranks(engine, REPLAYS, 0.0)
     while True:
-        *again, seconds = _slowest_ranks(engine, 1, time.monotonic() - began)
-        if not (shorter := sum(map(_lower, known, again))):
+        again, again_hot, seconds = _slowest_ranks(engine, 1, time.monotonic() - began)
+        if not (shorter := _lower(whole, again) + _lower(hot, again_hot)):
             break
         if seconds > PATIENCE:
             warning_once(
@@ -78,7 +76,6 @@ def measure(engine: EngineCore) -> Costs:
         engine.collective_rpc(hot_gains, args=(whole, hot))
         costs = HotGains(whole, hot).expected()
     MEASURED.keep(engine.vllm_config, costs)
-    PARTS.keep(engine.vllm_config, parts)
     info_once(f"vllm-graft measured steps of {sum(map(len, costs.values()))} captured sizes")
     return costs
 
@@ -89,8 +86,8 @@ def _slowest_ranks(engine: EngineCore, replays: int, seconds: float) -> Measured
 
 
 def _slowest_of(ranks: Sequence[Measured]) -> Measured:
-    whole, hot, parts, seconds = zip(*ranks, strict=True)
-    return _slowest(whole), _slowest(hot), _slowest(parts), max(seconds)
+    whole, hot, seconds = zip(*ranks, strict=True)
+    return _slowest(whole), _slowest(hot), max(seconds)
 
 
 def _slowest(ranks: Sequence[Costs]) -> StepCosts:

@@ -8,13 +8,12 @@ from typing import Any
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Found, Refusal, Refusals, sentences, setting
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.chosen import grows_by_levels, has_model, is_block
+from vllm_graft.spec_decode.models.chosen import has_model, is_block
 from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
 from vllm_graft.spec_decode.trees.shape import MAX_NODES
 
 _NODES = "speculative_config.num_speculative_tokens"
 _TOPK, _SHAPE = flag("tree", "topk"), flag("tree", "shape")
-_SHARES = flag("tree", "shares")
 
 BUFFERS = "vLLM sizes its buffers for that many rows."
 
@@ -261,28 +260,6 @@ def _auto_scheduler(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     scheduler = vllm_config.scheduler_config.scheduler_cls if tree.shape == "auto" else None
     if scheduler is not None:
         yield f"{_SHAPE} is 'auto' and --scheduler-cls is {scheduler!r}"
-
-
-@ENGINE.row(
-    "`shares` where requests can have none",
-    "Rows of a step are shared between trees that grow by levels from the target's states, by what "
-    "they are worth; ranks that step together have to verify as many nodes, for one CUDA graph.",
-    f"drop `{_SHARES}`",
-)
-def _shares(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if not tree.shares:
-        return
-    speculative, ranks = vllm_config.speculative_config, vllm_config.parallel_config
-    if tree.shape != "auto":
-        yield f"{_SHARES} is true, and {_SHAPE} is {tree.shape!r}"
-    if tree.topk == 1:
-        yield f"{_SHARES} is true, and {_TOPK} is 1"
-    if tree.draft_window is not None:
-        yield f"{_SHARES} is true, and {flag('tree', 'draft_window')} is {tree.draft_window}"
-    if not grows_by_levels(tree, speculative) or speculative.method == "draft_model":
-        yield f"{_SHARES} is true, and speculative_config.method is {speculative.method!r}"
-    if ranks.data_parallel_size > 1:
-        yield f"{_SHARES} is true, and --data-parallel-size is {ranks.data_parallel_size}"
 
 
 def shape_problems(vllm_config: Any) -> list[str]:

@@ -129,8 +129,8 @@ class Acceptance:
     """
 
     def __init__(self, levels: Mapping[int, int]) -> None:
-        self.levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
-        self._seen = {nodes: _Record() for nodes in self.levels}
+        self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
+        self._seen = {nodes: _Record() for nodes in self._levels}
         self._class = 0
         self._deep = {self._class: _DeepPaths()}
         self._texts = {self._class: _MissRate(FIRST_MISS * _PRIOR_LEVELS, _PRIOR_LEVELS)}
@@ -175,7 +175,7 @@ class Acceptance:
             self._recent = _MissRate()
             alike = False
         self._last_trees = len(emitted)
-        depth, seen = self.levels[nodes], self._seen[nodes]
+        depth, seen = self._levels[nodes], self._seen[nodes]
         deep.observe([count - 1 for count in emitted], depth)
         accepted = [min(count - 1, depth) for count in emitted]
         misses = sum(count < depth for count in accepted)
@@ -201,7 +201,7 @@ class Acceptance:
             return 0.0
         seen = self._seen[nodes]
         found = self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
-        return found + self._deep[self._class].beyond(nodes, self.levels[nodes])
+        return found + self._deep[self._class].beyond(nodes, self._levels[nodes])
 
     @property
     def _text(self) -> _MissRate:
@@ -214,12 +214,12 @@ class Acceptance:
 
     def _gain(self, nodes: int) -> float:
         """Misses of a tree's level over those of a chain's, by the rule of `WIDTH_GAIN`."""
-        return float((nodes / self.levels[nodes]) ** -WIDTH_GAIN)
+        return float((nodes / self._levels[nodes]) ** -WIDTH_GAIN)
 
     def _accepted(self, nodes: int, miss: float) -> float:
         """Mean accepted drafts of a tree that misses each level with the same chance."""
         hit = 1 - min(max(miss, 0.001), 1.0)
-        return hit * (1 - hit ** self.levels[nodes]) / (1 - hit)
+        return hit * (1 - hit ** self._levels[nodes]) / (1 - hit)
 
     def _compare(self, nodes: int, misses: float, levels: float, alike: bool) -> None:
         """Compare the first steps of a number of nodes with those just before the change to it."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.seams.wrap import wrap
 from vllm_graft.spec_decode.chunking.prompt_chunks import is_chunked
-from vllm_graft.spec_decode.tuning.shared_drafts import verifies_share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,15 +78,13 @@ def drafted(output: SchedulerOutput) -> int | None:
 
 
 def count_fitted(worker: Any) -> None:
-    """Let a worker, which has loaded its model, count steps with cut trees, chunked prompts, or
-    shares."""
+    """Let a worker, which has loaded its model, count steps with cut trees or chunked prompts."""
     counters = worker.model_runner.speculator.context.counters
 
     def then_count(original: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
             counters.cut_steps += drafted(scheduler_output) is not None
             counters.chunked_steps += is_chunked(scheduler_output)
-            counters.shared_steps += verifies_share(scheduler_output)
             return original(scheduler_output, *args, **kwargs)
 
         return execute_model

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.chunking.handover import ROWS
@@ -21,8 +19,7 @@ from vllm_graft.spec_decode.models.draft_facts import draft_has_experts, step_ha
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
-from vllm_graft.spec_decode.tuning.shared_drafts import SharedDrafts
-from vllm_graft.spec_decode.tuning.step_times import MEASURED, PARTS
+from vllm_graft.spec_decode.tuning.step_times import MEASURED
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 if TYPE_CHECKING:
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
-    from vllm_graft.spec_decode.tuning.shares import Share
 
 MAX_ROWS = 512
 """Most rows of a step without CUDA graphs; with them, the largest captured size is the limit."""
@@ -95,9 +91,8 @@ class TunedLookup(list[int]):
 class StepKind(NamedTuple):
     """The requests of a step, and what they did.
 
-    Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut, or
-    as many as `widths` says. `batch` is the number of all requests, `prompts` the rows of those
-    that do not decode.
+    Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut.
+    `batch` is the number of all requests, `prompts` the rows of those that do not decode.
     """
 
     nodes: int
@@ -105,20 +100,11 @@ class StepKind(NamedTuple):
     decodes: list[str]
     batch: int
     prompts: int
-    widths: Sequence[int] = ()
 
     @classmethod
-    def of(cls, output: SchedulerOutput, share: Share | None = None) -> StepKind | None:
-        """The kind of a step; None if its requests verified different numbers, unless these are
-        shares, or none decoded."""
+    def of(cls, output: SchedulerOutput) -> StepKind | None:
+        """The kind of a step; None if its requests verified different numbers, or none decoded."""
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        if share is not None:
-            decodes = [name for name, tokens in drafts.items() if tokens]
-            widths = [len(drafts[name]) for name in decodes]
-            if not decodes or graph_fit.drafted(output) is not None:
-                return None
-            prompts = sum(scheduled.values()) - len(decodes) - sum(widths)
-            return cls(share.nodes, share.nodes, decodes, len(scheduled), prompts, widths)
         counts = {len(tokens) for tokens in drafts.values() if tokens}
         if len(counts) > 1:
             return None
@@ -145,11 +131,10 @@ class StepWatch:
         tuner: NodeTuner,
         requests: Mapping[str, Request],
         shared: SharedLookup | None = None,
-        shares: SharedDrafts | None = None,
     ) -> None:
-        self.tuner, self._shared, self._shares = tuner, shared, shares
+        self.tuner, self._shared = tuner, shared
         self._requests = requests
-        self._previous: tuple[int, bool] | None = None
+        self._previous: int | None = None
         self._decodes: frozenset[str] = frozenset()
         self._ended = 0.0
         self._last_temperature = 0.0
@@ -157,13 +142,11 @@ class StepWatch:
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
         """Note the end of a step, at a clock of so many seconds, and the tokens of each request."""
-        share, next_share = self._shares.of(output) if self._shares else (None, None)
-        kind = StepKind.of(output, share)
+        kind = StepKind.of(output)
         if kind is not None and not self.tuner.knows(kind.nodes):
             # vLLM has cut the trees, because the context ends behind them.
             kind = None
-        previous = self._previous
-        self._previous = None if kind is None else (kind.nodes, share is not None)
+        previous, self._previous = self._previous, None if kind is None else kind.nodes
         ended, self._ended = self._ended, now
         if kind is None:
             return
@@ -172,8 +155,7 @@ class StepWatch:
             return
         # Between two results lie the draft passes of the earlier step and this step's verification,
         # and maybe this step's draft passes. Their time is known if all have as many nodes.
-        following = output.num_spec_tokens_to_schedule, next_share is not None
-        alike = previous == self._previous == following
+        alike = previous == kind.nodes == output.num_spec_tokens_to_schedule
         before, self._decodes = self._decodes, frozenset(kind.decodes)
         self.tuner.observe(
             kind.nodes,
@@ -186,9 +168,6 @@ class StepWatch:
             same=2 * len(before & self._decodes) >= len(kind.decodes),
             temperature=self._mean_temperature(kind.decodes),
             context=self._context(output.num_scheduled_tokens),
-            names=kind.decodes,
-            widths=kind.widths,
-            share=share,
         )
 
     def _context(self, names: Iterable[str]) -> int:
@@ -264,18 +243,10 @@ def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
     tuner = NodeTuner(
         schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests
     )
-    together, parts = step_together(vllm_config), PARTS.take(vllm_config)
-    tuner.seed(MEASURED.take(vllm_config) or {}, parts if config.shares else None)
-    if config.shares and tuner.shares is None:
-        raise ConfigError(
-            f"{flag(NAME, 'shares')} is true, but the workers captured no graphs whose rows any "
-            f"requests share: set {flag(NAME, 'mixed_graphs')} to true, which says why there are "
-            f"none, or drop {flag(NAME, 'shares')}"
-        )
+    tuner.seed(MEASURED.take(vllm_config) or {})
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
-    shared = share_wishes(scheduler) if together else None
-    drafts = SharedDrafts(scheduler, tuner, max_rows(vllm_config)) if tuner.shares else None
-    watch = StepWatch(tuner, scheduler.requests, shared, drafts)
+    shared = share_wishes(scheduler) if step_together(vllm_config) else None
+    watch = StepWatch(tuner, scheduler.requests, shared)
     stock = scheduler.update_from_output
 
     @functools.wraps(stock)

@@ -87,25 +87,6 @@ Costs = Mapping[int, Mapping[int, float]]
 MEASURED: Handover[Costs] = Handover()
 """Costs that each engine's workers have measured, until the scheduler is built."""
 
-PARTS: Handover[Costs] = Handover()
-"""Likewise of parts of steps: of a draft's levels; and, as those of 0 nodes, of the other passes by
-numbers of rows, which requests may share in any way."""
-
-
-def between(costs: Mapping[int, float] | None, size: int) -> float | None:
-    """Seconds at a size, from those of ascending sizes around it; None above all of them."""
-    if not costs:
-        return None
-    counts = list(costs)
-    place = bisect_left(counts, size)
-    if place == len(counts):
-        return None
-    if place == 0 or counts[place] == size:
-        return costs[counts[place]]
-    below, above = counts[place - 1], counts[place]
-    fraction = (size - below) / (above - below)
-    return costs[below] + fraction * (costs[above] - costs[below])
-
 
 class Rates(NamedTuple):
     """Seconds that a step takes per K/V token: for reading it, and for each row of its request."""
@@ -324,7 +305,18 @@ class StepTimes:
 
     def measured(self, size: int, nodes: int) -> float | None:
         """Seconds as measured at the start, interpolated between numbers of requests."""
-        return between(self.costs.get(nodes), size)
+        costs = self.costs.get(nodes)
+        if not costs:
+            return None
+        counts = list(costs)
+        place = bisect_left(counts, size)
+        if place == len(counts):
+            return None
+        if place == 0 or counts[place] == size:
+            return costs[counts[place]]
+        below, above = counts[place - 1], counts[place]
+        fraction = (size - below) / (above - below)
+        return costs[below] + fraction * (costs[above] - costs[below])
 
     def observe(
         self, size: int, nodes: int, seconds: float, tokens: int = 0, *, prompts: bool = False

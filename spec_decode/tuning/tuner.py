@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
-from vllm_graft.spec_decode.tuning.shares import GAIN, POWER, Share, Shares
 from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 
@@ -32,10 +31,6 @@ UNKNOWN_RATIO = 1.1
 """Seconds of a step with drafts over those of one without, before both were timed. Raised, drafts
 that yield nothing rest sooner."""
 
-LOOK = 4
-"""Choices between two looks whether requests differ enough for shares. Raised, it takes less of the
-host's time."""
-
 _WINDOW = 64
 """Steps over which a batch size's averages go. Raised, prompts that have ended are felt longer."""
 
@@ -51,7 +46,6 @@ class _BatchHistory:
     prompt_rows: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     context: int = 0
     choice: int | None = None
-    share: Share | None = None
     steps_left: int = 0
     ratios: dict[int, float] = field(default_factory=dict)
 
@@ -81,13 +75,6 @@ class NodeTuner:
     step each (`LOSS`); drafts are tried when this pays for a block that yields nothing. What drafts
     lose is taken from it, and what they win is added, up to `MOST`. With `rests` no others are
     drafted at all: estimates of acceptance are hopeful, and most texts have nothing to draft.
-
-    Where requests differ so much that one number for all yields clearly less, each has its own (see
-    `Shares`), as long as the costs of that are known.
-
-    Attributes:
-        shares: chooses them; None if their costs are not known.
-        share: of the step that was begun last; None if all of its requests have as many nodes.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -128,20 +115,11 @@ class NodeTuner:
         # number of nodes, and numbers of nodes by requests.
         self._lengths: dict[int, float] = {}
         self._fitting: dict[int, list[int]] = {}
-        self.shares: Shares | None = None
-        self.share: Share | None = None
-        self._last_size = self._looks = 0
+        self._last_size = 0
         self._steps_of_size = 0
 
-    def seed(self, costs: Costs, parts: Costs | None = None) -> None:
-        """Take in the costs of steps, and of parts of them: of levels by number of nodes, and, as
-        those of 0 nodes, of the other passes by rows. Without the latter requests have no shares.
-        """
+    def seed(self, costs: Costs) -> None:
         self.times.seed(costs)
-        levels = {nodes: dict(sorted(each.items())) for nodes, each in (parts or {}).items()}
-        rows = levels.pop(0, None)
-        if rows and levels and not self._rests:
-            self.shares = Shares(rows, levels, self._acceptance.levels)
 
     @property
     def costs(self) -> Costs:
@@ -167,10 +145,9 @@ class NodeTuner:
         allowed = self.allowed(batch)
         if history.choice not in allowed or history.steps_left <= 0:
             captured = self._captured(history, allowed, batch)
-            history.choice, history.share = self._best(size, captured, batch)
+            history.choice = self._best(size, captured, batch)
             history.steps_left = BLOCK
         history.steps_left -= 1
-        self.share = history.share
         return history.choice
 
     def observe(
@@ -185,9 +162,6 @@ class NodeTuner:
         same: bool = True,
         temperature: float = 0.0,
         context: int = 0,
-        names: Sequence[str] = (),
-        widths: Sequence[int] = (),
-        share: Share | None = None,
     ) -> None:
         """Learn from a step in which every decoding request had `nodes` drafts.
 
@@ -201,23 +175,16 @@ class NodeTuner:
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
             context: K/V tokens of all requests of the step.
-            names: the decoding requests.
-            widths: how many drafts each of them verified, by a share; empty if all did as many.
-            share: of the step, for its time.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
         self._last_size = size
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
         if verified is None or verified == nodes:
-            if not widths:
-                self._lengths.clear()
-                self._acceptance.observe(
-                    nodes, emitted, alike=alike, same=same, temperature=temperature
-                )
-            if self.shares and nodes:
-                levels, each = self._acceptance.levels[nodes], widths or [nodes] * len(names)
-                self.shares.texts.observe(names, each, emitted, levels)
+            self._lengths.clear()
+            self._acceptance.observe(
+                nodes, emitted, alike=alike, same=same, temperature=temperature
+            )
         history = self._batches.setdefault(size, _BatchHistory())
         history.add(emitted, prompts, context)
         if not same:
@@ -225,14 +192,10 @@ class NodeTuner:
             self._saved, history.steps_left = MOST, history.steps_left if nodes else 0
         elif not nodes:
             self._saved = min(self._saved + LOSS, MOST)
-        elif verified in (None, nodes) and not widths:
+        elif verified in (None, nodes):
             won = sum(emitted) / len(emitted) - history.ratios.get(nodes, UNKNOWN_RATIO)
             self._saved = min(max(self._saved + won, 0.0), MOST)
         if seconds is None or seconds <= 0:
-            return
-        if widths:
-            if share and self.shares and not prompts:
-                self.shares.took(size, share, seconds)
             return
         measured = self.times.measured(size, nodes)
         if measured is not None and self._steps_of_size < STEADY:
@@ -259,9 +222,8 @@ class NodeTuner:
                 kept.append(nodes)
         return kept
 
-    def _best(self, size: int, allowed: list[int], batch: int) -> tuple[int, Share | None]:
-        """The number of nodes with the best score, or one whose time is still unknown; and how they
-        are shared."""
+    def _best(self, size: int, allowed: list[int], batch: int) -> int:
+        """The number of nodes with the best score, or one whose time is still unknown."""
         times, added = self._seconds(size, allowed)
         history = self._batches[size]
         history.ratios = {nodes: times[nodes] / times[0] for nodes in times if 0 in times}
@@ -279,36 +241,14 @@ class NodeTuner:
         ]
         if unknown:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
-            return min(unknown, key=lambda nodes: (abs(nodes - start), nodes)), None
+            return min(unknown, key=lambda nodes: (abs(nodes - start), nodes))
         choice = max(scores, key=scores.__getitem__)
         if not choice and (tried := [nodes for nodes in affordable if nodes in scores]):
-            return min(tried, key=times.__getitem__), None
+            return min(tried, key=times.__getitem__)
         rival = None
         if self.costs:
             rival = self._trials.rival(size, scores, times, self.times.judged(size))
-        if rival is not None:
-            return rival, None
-        share = self._share(size, allowed, choice, times)
-        return (share.nodes if share else choice), share
-
-    def _share(
-        self, size: int, allowed: Sequence[int], choice: int, times: Mapping[int, float]
-    ) -> Share | None:
-        """The share that yields clearly more than any one number of nodes, by what the requests'
-        own trees have told. `times` are the seconds of each number."""
-        shares, measured = self.shares, self.times.measured(size, choice)
-        if shares is None or measured is None or not shares.texts.latest:
-            return None
-        used, self._looks = self._batches[size].share, self._looks + 1
-        if used is None and self._looks % LOOK:
-            return None
-        miss = self._acceptance.miss
-        share = shares.best(size, allowed, miss, times[choice] - measured)
-        if share is None:
-            return None
-        rate = share.worth / (share.seconds + shares.beyond(size)) ** POWER
-        least = shares.alike(times, miss) * (1.0 if used else (1 + GAIN) ** POWER)
-        return share if rate > least else None
+        return choice if rival is None else rival
 
     def _affordable(self, history: _BatchHistory, nodes: int) -> bool:
         """Whether a block of drafts that yield nothing is saved for, or as much as ever is."""

@@ -90,8 +90,6 @@ class Counters:
     """Steps with prompts beside trees that were cut, some to their roots, to fit a graph."""
     chunked_steps: int = 0
     """Steps whose prompts were computed in part, so that the step fits a graph."""
-    shared_steps: int = 0
-    """Steps whose requests verified numbers of nodes of their own."""
 
     def count_launch(self, reason: str) -> None:
         self.draft_launches[reason] = self.draft_launches.get(reason, 0) + 1

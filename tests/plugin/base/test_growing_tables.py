@@ -75,16 +75,11 @@ BOUNDED = {
         spec_decode/tuning/step_times.py:StepTimes._seen
         spec_decode/tuning/step_times.py:StepTimes.costs
         spec_decode/tuning/trials.py:Trials._accounts spec_decode/tuning/trials.py:_Account.tried
-        spec_decode/tuning/request_texts.py:RequestTexts._kept
-        spec_decode/tuning/request_texts.py:_shapes spec_decode/tuning/shares.py:Shares._beyond
         spec_decode/tuning/tuner.py:_BatchHistory.ratios
         spec_decode/tuning/trials.py:_Account.wrong spec_decode/tuning/tuner.py:NodeTuner._batches
         spec_decode/tuning/tuner.py:NodeTuner._lengths
         spec_decode/tuning/tuner.py:NodeTuner._fitting
         graph_runners/language/draft.py:VerifyingDraftRunner._equal""",
-    "The latest shares, and the requests of the latest steps.": """
-        spec_decode/tuning/request_texts.py:RequestTexts._means
-        spec_decode/tuning/shared_drafts.py:SharedDrafts._shares""",
     "A local object of one request, which the budget of work bounds.": """
         spec_decode/lookup/forced_text.py:_Pieces.found
         spec_decode/trees/reference.py:Reference.tokens

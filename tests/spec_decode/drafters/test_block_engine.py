@@ -330,7 +330,7 @@ def test_graphs_hold_the_block_and_its_tree(
             assert sorted(desc.num_reqs for desc in graphs) == [1, 2]
         [info] = llm.collective_rpc("graft_info")
         # On a GPU the engine measures before it serves; a CPU's graphs are captured too late.
-        costs, hot, _ = measure_step_costs(SimpleNamespace(model_runner=model_runner(llm)), 1)
+        costs, hot = measure_step_costs(SimpleNamespace(model_runner=model_runner(llm)), 1)
         del graphs, graphs_of, speculator
     assert set(costs) == {6, 7}
     assert not hot, "a block has no learned vocabulary"

@@ -16,17 +16,12 @@ from vllm_graft.spec_decode.drafters.mtp import MtpTrees
 from vllm_graft.spec_decode.drafters.step_costs import LentStates, draw_tokens
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning.step_times import MEASURED, PARTS
+from vllm_graft.spec_decode.tuning.step_times import MEASURED
 from vllm_graft.spec_decode.verification.context import TreeContext
 from vllm_graft.testing.engine import model_runner
 
 
-def engine(
-    *passes: list[Any],
-    hot: list[Any] | None = None,
-    parts: list[Any] | None = None,
-    **tree: Any,
-) -> Any:
+def engine(*passes: list[Any], hot: list[Any] | None = None, **tree: Any) -> Any:
     """Make an engine core whose workers give these answers, the last ones over and over."""
     additional = {"graft": {"tree": tree}} if tree else {}
     config = SimpleNamespace(additional_config=additional, speculative_config=None)
@@ -40,8 +35,8 @@ def engine(
         replays, seconds = args
         asked.append(replays)
         ranks = passes[min(len(asked), len(passes)) - 1]
-        none = [{}] * len(ranks)
-        return list(zip(ranks, hot or none, parts or none, [seconds] * len(ranks), strict=True))
+        whole = hot or [{}] * len(ranks)
+        return list(zip(ranks, whole, [seconds] * len(ranks), strict=True))
 
     return SimpleNamespace(vllm_config=config, collective_rpc=answer, asked=asked, told=told)
 
@@ -59,12 +54,12 @@ def test_the_slowest_rank_is_believed() -> None:
 
 def test_data_parallel_ranks_return_the_slowest_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each decides by what it is told whether to replay passes of all ranks once more."""
-    costs = {0: {1: 0.005}}, {3: {1: 0.007}}, {3: {1: 0.001}}
-    others = {0: {1: 0.009}}, {3: {1: 0.002}}, {3: {1: 0.003}}, 4.0
+    costs = {0: {1: 0.005}}, {3: {1: 0.007}}
+    others = {0: {1: 0.009}}, {3: {1: 0.002}}, 4.0
     monkeypatch.setattr(step_costs, "measure_step_costs", lambda worker, replays: costs)
     monkeypatch.setattr(tuner_seed, "gather_replicas", lambda own: [own, others])
     found = tuner_seed.step_costs(None, 3, 2.0)
-    assert found == ({0: {1: 0.009}}, {3: {1: 0.007}}, {3: {1: 0.003}}, 4.0)
+    assert found == ({0: {1: 0.009}}, {3: {1: 0.007}}, 4.0)
 
 
 def test_all_ranks_are_told_what_hot_tokens_save() -> None:
@@ -77,13 +72,6 @@ def test_all_ranks_are_told_what_hot_tokens_save() -> None:
     assert found == {0: {1: 5.0}, 7: {1: 6.0, 4: 9.0}}
     assert MEASURED.take(core.vllm_config) == found
     assert not engine(ranks).told
-
-
-def test_parts_are_handed_over_as_costs_are() -> None:
-    ranks = [{3: {1: 0.004}, 0: {8: 0.006}}, {3: {1: 0.003}, 0: {8: 0.007}}]
-    core = engine([{3: {1: 0.008}}] * 2, parts=ranks)
-    assert tuner_seed.measure(core) == {3: {1: 0.008}}
-    assert PARTS.take(core.vllm_config) == {3: {1: 0.004}, 0: {8: 0.007}}
 
 
 def test_a_worker_uses_what_it_is_told() -> None:
@@ -121,7 +109,7 @@ def test_passes_end_on_a_gpu_that_is_never_free(
     slow = engine([{3: {1: 0.010}}], [{3: {1: 0.006}}], [{3: {1: 0.001}}])
     answer = slow.collective_rpc
     slow.collective_rpc = lambda *asked, **args: [
-        (*each[:3], 99.0) for each in answer(*asked, **args)
+        (*each[:2], 99.0) for each in answer(*asked, **args)
     ]
     assert tuner_seed.measure(slow) == {3: {1: 0.006}}
     # An engine that captured nothing is asked no more than twice.
@@ -153,7 +141,7 @@ def test_workers_are_asked_what_the_section_needs(
 
         def collective_rpc(self, ask: Any, args: tuple[int, ...] = ()) -> list[Any]:
             self.calls.append(ask)
-            return [({}, {}, {}, 0.0)] if args else [512, 256]
+            return [({}, {}, 0.0)] if args else [512, 256]
 
     tree_part._hook_engine(SimpleNamespace(EngineCore=EngineCore))  # type: ignore[arg-type]
     core = EngineCore()
@@ -228,8 +216,7 @@ def test_experts_compute_the_rows_that_are_timed(
     )
     buffers.is_padding.fill_(True)
     graphs = SimpleNamespace(graphs=sizes, run_fullgraph=run_fullgraph)
-    whole, hot, parts = step_costs._measure(runner, speculator, graphs, 2)
-    assert parts == {}, "what a stand-in drafts has no levels"
+    whole, hot = step_costs._measure(runner, speculator, graphs, 2)
     assert set(whole[3]) == {1, 2}
     assert set(hot.get(3, ())) == ({1, 2} if learns else set())
     times = 4 if learns else 2

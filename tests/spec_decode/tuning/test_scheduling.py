@@ -12,7 +12,6 @@ from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.rank_agreement import Heard
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
-from vllm_graft.spec_decode.tuning.shares import Share
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 
 
@@ -26,7 +25,6 @@ class Told:
         self.temperatures: list[float] = []
         self.contexts: list[int] = []
         self.verified: list[int] = []
-        self.shares: list[tuple[list[str], list[int], Share | None]] = []
 
     def knows(self, nodes: int) -> bool:
         return True
@@ -43,11 +41,7 @@ class Told:
         same: bool,
         temperature: float,
         context: int,
-        names: list[str],
-        widths: list[int],
-        share: Share | None,
     ) -> None:
-        self.shares.append((names, widths, share))
         self.contexts.append(context)
         self.verified.append(verified)
         self.same.append(same)
@@ -167,9 +161,9 @@ def test_steps_without_drafts_count(watch: Any) -> None:
     assert watch.tuner.besides == [(1, 0), (1, 0), (2, 9)]
 
 
-def make_scheduler(tree: str, replicas: int = 1, **keys: Any) -> Any:
+def make_scheduler(tree: str, replicas: int = 1) -> Any:
     config = SimpleNamespace(
-        additional_config={"graft": {"tree": {"shape": tree, **keys}}},
+        additional_config={"graft": {"tree": {"shape": tree}}},
         model_config=SimpleNamespace(is_moe=replicas > 1),
         parallel_config=SimpleNamespace(data_parallel_size=replicas),
         scheduler_config=SimpleNamespace(max_num_seqs=8, disable_chunked_mm_input=False),

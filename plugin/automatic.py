@@ -12,7 +12,15 @@ import functools
 from collections.abc import Container
 from typing import Any
 
-from vllm_graft.base.decision import NAME, SPECULATIVE, Decision, Preset, decision_of, preset_in
+from vllm_graft.base.decision import (
+    NAME,
+    PRESET,
+    SPECULATIVE,
+    Decision,
+    Preset,
+    decision_of,
+    preset_in,
+)
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once
 from vllm_graft.base.options import FLAG, KEY, with_section
@@ -56,7 +64,11 @@ def decide(named: Container[str], vllm_config: Any) -> None:
         off={name: offer for name, offer in offers.items() if isinstance(offer, str) and offer},
     )
     sections = {name: offer.section.model_dump(exclude_unset=True) for name, offer in on.items()}
-    _write(vllm_config, decided, sections)
+    graft = vllm_config.additional_config[KEY]
+    beside = (
+        {} if isinstance(graft, str) else {name: graft[name] for name in graft if name != PRESET}
+    )
+    _write(vllm_config, decided, {**beside, **sections})
     asked = {part.name: part for part in free if part.name in on}
     before = {name: _fill_in(part, on[name], vllm_config) for name, part in asked.items()}
     with_section(vllm_config, NAME, before=before)
@@ -79,7 +91,7 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
     if config is None or decided is None or decided.settled:
         return config
     graft = vllm_config.additional_config[KEY]
-    on, off = dict(decided.on), dict(decided.off)
+    on, off, tried = dict(decided.on), dict(decided.off), decided.on
     for part in PARTS:
         section = part.section(config, vllm_config) if part.name in on else None
         if section is None:
@@ -90,14 +102,13 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
             off[part.name] = reason
             _restore(vllm_config, decided.before.get(part.name, {}))
     decided = decided.model_copy(update={"on": on, "off": off, "settled": True})
-    _write(vllm_config, decided, {name: graft[name] for name in graft if name in on})
-    if on != decided.on:
+    dropped = {name for name in tried if name not in on}
+    _write(vllm_config, decided, {name: graft[name] for name in graft if name not in dropped})
+    if dropped:
         # With data parallelism trees may change their number, and vLLM's own drafts may not.
         vllm_config._maybe_disable_dynamic_sd_for_data_parallel()
     _log(decided)
-    return config.model_copy(
-        update={name: None for name in GraftConfig.model_fields if name not in on}
-    )
+    return config.model_copy(update=dict.fromkeys(dropped))
 
 
 def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:

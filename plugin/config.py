@@ -26,6 +26,7 @@ from vllm_graft.base.options import (
 from vllm_graft.base.values import below, several, shown
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
+from vllm_graft.learn.learn_config import LearnConfig
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
@@ -42,7 +43,7 @@ HINTS = {
     "hicache": HICACHE,
     **{
         name: f" A preset stands in place of all keys: write {FLAG} {preset}."
-        for name, preset in {"preset": "auto", **{each: each for each in decision.PRESETS}}.items()
+        for name, preset in {each: each for each in decision.PRESETS}.items()
     },
 }
 """What to say of keys that stand elsewhere."""
@@ -54,6 +55,7 @@ class GraftConfig(Section):
     tree: TreeConfig | None = None
     vit: VitConfig | None = None
     draft: DraftConfig | None = None
+    learn: LearnConfig | None = None
 
     @classmethod
     def parse(cls, values: object) -> GraftConfig:
@@ -68,7 +70,11 @@ class GraftConfig(Section):
             _require_preset(values)
             return cls()
         if isinstance(values, Mapping):
-            values = {key: value for key, value in values.items() if key != decision.NAME}
+            if (preset := values.get(decision.PRESET)) is not None:
+                _require_preset(preset, decision.PRESET)
+                _require_beside(values)
+            others = (decision.NAME, decision.PRESET)
+            values = {key: value for key, value in values.items() if key not in others}
         return parse_section(cls, values, hints=HINTS)
 
     @classmethod
@@ -86,14 +92,29 @@ def read(vllm_config: VllmConfig) -> GraftConfig | None:
     return GraftConfig.from_vllm(vllm_config)
 
 
-def _require_preset(value: str) -> None:
+def _require_preset(value: object, *path: str) -> None:
     if value not in decision.PRESETS:
+        or_else = (
+            "" if path else f", or a mapping with the keys {', '.join(GraftConfig.model_fields)}"
+        )
         raise ConfigError(
-            f"{FLAG}: {shown(value)} is no preset.{did_you_mean(value[:80], decision.PRESETS)} "
-            f"Allowed: {', '.join(decision.PRESETS)}, or a mapping with the keys "
-            f"{', '.join(GraftConfig.model_fields)}."
+            f"{below(FLAG, *path)}: {shown(value)} is no preset."
+            f"{did_you_mean(str(value)[:80], decision.PRESETS)} "
+            f"Allowed: {', '.join(decision.PRESETS)}{or_else}."
         )
 
+
+def _require_beside(values: Mapping[str, object]) -> None:
+    """Raise ConfigError for parts beside a preset, which decides on them."""
+    if others := [name for name in values if name in _DECIDED]:
+        raise ConfigError(
+            f"{flag(decision.PRESET)} decides on {' and '.join(map(flag, others))}: drop the "
+            "preset and name all parts, or drop what is named beside it."
+        )
+
+
+_DECIDED = [name for name in GraftConfig.model_fields if name != LearnConfig.NAME]
+"""What a preset decides on."""
 
 _OPTION = FLAG.removesuffix(f".{KEY}")
 _BEFORE = re.compile(r"^(additional_config_)?(vllm_)?")

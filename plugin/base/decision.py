@@ -1,8 +1,8 @@
 """What a preset has decided, beside the sections that it wrote.
 
-A preset stands in place of the mapping below ``graft``. The frontend replaces it by the sections of
-the parts that it turns on, and keeps its decisions beside them: workers look at them because a part
-that nobody named must not stop a worker.
+A preset stands in place of the mapping below ``graft``, or in it, beside what it does
+not decide. The frontend replaces it by the sections of the parts that it turns on, and keeps its
+decisions beside them: workers look at them because a part that nobody named must not stop a worker.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from vllm_graft.base.options import KEY, GraftSection
 
 NAME = "decided"
 """Where the decisions stand, below ``graft``."""
+
+PRESET = "preset"
+"""Where a preset stands in a mapping below ``graft``."""
 
 SPECULATIVE = "speculative_config"
 
@@ -50,9 +53,10 @@ def decision_of(vllm_config: Any) -> Decision | None:
 
 
 def preset_in(vllm_config: Any) -> str | None:
-    """The text in place of the mapping below ``graft``, whatever it is; None without one."""
+    """The text in place of the mapping below ``graft`` or in it, whatever it is; None without."""
     additional = vllm_config.additional_config
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
+    found = found.get(PRESET) if isinstance(found, Mapping) else found
     return found if isinstance(found, str) else None
 
 

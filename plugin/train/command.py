@@ -22,7 +22,8 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, shown
 from vllm_graft.train.job import FILE, FOLDER, Job
 from vllm_graft.train.target import Target, copy_tokenizer
-from vllm_graft.train.texts import read_texts
+from vllm_graft.train.texts import read_texts, require_tokens
+from vllm_graft.train.traffic import snapshot
 
 ABOUT = """Train an EAGLE-3 head for MODEL. It answers the questions of texts in an engine of vLLM,
 which hands out its hidden states, and a head learns from these. The result is a folder that
@@ -73,7 +74,9 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the target: a folder or a name, as `vllm serve` takes it")
     told = "*.jsonl or *.json with messages, conversations, prompt or text in a row, or plain text"
-    add("--texts", nargs="+", required=True, metavar="FILE", help=told)
+    add("--texts", nargs="+", default=[], metavar="FILE", help=told)
+    told = "what a server recorded: the folder of its --additional-config.graft.learn.record"
+    add("--from-traffic", metavar="FOLDER", help=told)
     add("--out", required=True, metavar="HEAD", help="folder of the head, which is made")
     for name, (_, default, text) in _NUMBERS.items():
         add(name, type=type(default), default=default, help=f"{text} (default: %(default)g)")
@@ -109,12 +112,15 @@ def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
         GraftError: something about it is wrong.
     """
     _require_options(read)
-    texts, notes = read_texts(read.texts, read.longest)
     out = _folder_of(read.out)
+    if read.from_traffic is not None:
+        read.texts = [*read.texts, str(snapshot(Path(read.from_traffic), out / FOLDER))]
+    texts, notes = read_texts(read.texts, read.longest)
     tell(f"{len(texts)} questions of {len(read.texts)} files", *notes)
     tell(f"Reading the configuration of {read.model} with vLLM, whose import takes some time.")
     engine, model_config = _configured(read.model, flags)
     target = Target.of(model_config)
+    require_tokens(texts, target.vocab, read.model)
     job = _job_of(read, flags, out, target, model_config.max_model_len)
     continues = job.continues()
     job.save()
@@ -143,6 +149,8 @@ def _require_options(read: argparse.Namespace) -> None:
         value = getattr(read, flag[2:].replace("-", "_"))
         if not low <= value < float("inf"):
             raise ConfigError(f"{flag} is {value}: give a number from {low} on.")
+    if not read.texts and read.from_traffic is None:
+        raise ConfigError("Nothing says what to learn from: give --texts, --from-traffic, or both.")
     if any(not 0 <= each <= 2 for each in read.temperatures) or 0.0 not in read.temperatures:
         raise ConfigError(
             f"--temperatures is {' '.join(map(str, read.temperatures))}: give numbers from 0 to 2, "

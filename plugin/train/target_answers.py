@@ -27,7 +27,7 @@ from vllm_graft.train.job import Job
 from vllm_graft.train.progress import Progress
 from vllm_graft.train.states import Entry
 from vllm_graft.train.target import Target
-from vllm_graft.train.texts import Messages, Text, read_texts, split
+from vllm_graft.train.texts import Text, Tokens, Words, read_texts, split
 
 SHOWN = 192
 """Held-out questions, at most."""
@@ -45,8 +45,10 @@ Asked = tuple[Entry, list[int]]
 """A request as an entry without an answer, and the tokens that the target is given."""
 
 
-def tokens_of(tokenizer: Any, text: Messages | str, *, answer_follows: bool = True) -> list[int]:
+def tokens_of(tokenizer: Any, text: Words, *, answer_follows: bool = True) -> list[int]:
     """Token ids of turns in the target's chat template, or of a text as it is."""
+    if isinstance(text, Tokens):
+        return list(text)
     if isinstance(text, str) or not getattr(tokenizer, "chat_template", None):
         whole = text if isinstance(text, str) else "\n".join(content for _, content in text)
         plain: list[int] = list(tokenizer.encode(whole))

@@ -31,6 +31,15 @@ Messages = tuple[tuple[str, str], ...]
 """Role and content of each turn."""
 
 
+class Tokens(tuple[int, ...]):
+    """Token ids of the target, as ``graft.learn.record`` writes them."""
+
+    __slots__ = ()
+
+
+Words = Messages | Tokens | str
+
+
 @dataclass(frozen=True)
 class Text:
     """One question.
@@ -40,8 +49,8 @@ class Text:
         whole: the same with what follows in the file; None where nothing does.
     """
 
-    prompt: Messages | str
-    whole: Messages | str | None = None
+    prompt: Words
+    whole: Words | None = None
 
     @property
     def held_out(self) -> bool:
@@ -61,7 +70,7 @@ def read_texts(files: Sequence[str], longest: int) -> tuple[list[Text], list[str
     Raises:
         ConfigError: a file can't be read, or has nothing to ask.
     """
-    texts: dict[Messages | str, Text] = {}
+    texts: dict[Words, Text] = {}
     notes = []
     for name in files:
         found, left_out = _of_file(Path(name), longest)
@@ -74,6 +83,17 @@ def read_texts(files: Sequence[str], longest: int) -> tuple[list[Text], list[str
             "for measuring. Give more texts."
         )
     return list(texts.values()), notes
+
+
+def require_tokens(texts: Sequence[Text], vocab: int, model: str) -> None:
+    """Raise ConfigError for recorded tokens that are not the model's."""
+    recorded = (max(each.whole) for each in texts if isinstance(each.whole, Tokens))
+    largest = max(recorded, default=0)
+    if largest >= vocab:
+        raise ConfigError(
+            f"--from-traffic has token {largest}, and MODEL {model} has {vocab} tokens: it was "
+            "recorded from another model. Give that one, or another folder."
+        )
 
 
 def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
@@ -141,6 +161,9 @@ def _of_row(row: Any, longest: int) -> list[Text]:
         return list(_pieces(row, longest))
     if not isinstance(row, dict):
         raise ValueError(f"{shown(row)} is no object with fields")
+    if (recorded := row.get("token_ids")) is not None:
+        asked = Tokens(map(int, row["prompt_token_ids"]))
+        return [Text(asked, Tokens((*asked, *map(int, recorded))))]
     for name in ("messages", "conversations", "prompt"):
         if isinstance(turns := row.get(name), list):
             return [_of_turns(turns)]

@@ -46,6 +46,7 @@ def make_vllm_config() -> Any:
     target = SimpleNamespace(
         **dict.fromkeys((*off.split(), "enable_trace_replay"), False),
         logits_processors=None,
+        runner_type="generate",
         max_model_len=1024,
         hf_text_config=SimpleNamespace(),
         get_vocab_size=lambda: 1000,

@@ -47,6 +47,7 @@ def config(vllm_config: Any, on: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             "scheduler_config.scheduler_cls": None,
             "compilation_config.cudagraph_mm_encoder": False,
             "lora_config": None,
+            "_maybe_disable_dynamic_sd_for_data_parallel": lambda: None,
             "speculative_config.num_speculative_tokens": 7,
             "speculative_config.enforce_eager": None,
             "speculative_config.attention_backend": None,
@@ -737,8 +738,12 @@ def test_a_tree_that_is_taken_off_gives_the_numbers_back(config: Any) -> None:
     activation.on_defaults(config)
     assert drafts(config) == 63
     config.use_v2_model_runner = False
+    looked = []
+    config._maybe_disable_dynamic_sd_for_data_parallel = lambda: looked.append(tree_of(config))
     activation.on_config(config)
     assert "Model Runner V1" in decision_of(config).off["tree"]
+    # Ranks of vLLM's own drafts may not change their number, so it looks again, without trees.
+    assert looked == [None]
     speculative = config.speculative_config
     assert speculative.num_speculative_tokens == 7
     assert speculative.num_speculative_tokens_per_batch_size is None
@@ -791,7 +796,7 @@ def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> 
 
 @pytest.mark.parametrize(
     ("section", "preset"),
-    [({"preset": "auto"}, "auto"), ({"auto": True}, "auto"), ({"latency": {}}, "latency")],
+    [({"auto": True}, "auto"), ({"latency": {}}, "latency")],
 )
 def test_a_preset_below_the_mapping_is_told_where_it_stands(
     config: Any, section: dict[str, Any], preset: str
@@ -799,6 +804,35 @@ def test_a_preset_below_the_mapping_is_told_where_it_stands(
     config.additional_config = {"graft": section}
     with pytest.raises(ConfigError, match=rf"write --additional-config\.graft {preset}\."):
         activation.on_config(config)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_preset_stands_beside_records(config: Any, tmp_path: Path, records: bool) -> None:
+    alone = copy.deepcopy(config)
+    learn = {"learn": {"record": str(tmp_path / "traffic")}} if records else {}
+    config.additional_config = {"graft": {"preset": "auto", **learn}}
+    assert start(config).on == start(alone).on
+    found = config.additional_config["graft"]
+    assert found == {**alone.additional_config["graft"], **learn}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"preset": "auto", "tree": {}},
+            r"graft\.preset decides on --additional-config\.graft\.tree",
+        ),
+        ({"preset": "fast", "learn": {}}, r"graft\.preset: 'fast' is no preset\."),
+        ({"preset": True}, r"graft\.preset: True is no preset\."),
+    ],
+)
+def test_a_preset_decides_on_all_other_parts(
+    config: Any, section: dict[str, Any], words: str
+) -> None:
+    config.additional_config = {"graft": section}
+    with pytest.raises(ConfigError, match=words):
+        activation.on_defaults(config)
 
 
 def test_a_preset_below_a_misspelt_key_is_refused(config: Any) -> None:

@@ -1,12 +1,19 @@
-"""What ``vllm-graft plan``, the harness and the benchmarks rely on. No part needs these rows."""
+"""What ``vllm-graft plan``, the harness and the benchmarks rely on, which no part needs, and records of requests."""
 
 from vllm_graft.seams.ledger.entry import seams
 
 _PLAN = "vLLM says what a server would run, without one"
 _GPU_FREE = "vLLM tests Model Runner V2 on a CPU"
 
+_FINISHED = "a hook for finished requests that is no KV connector"
+
 # Columns: path, kind, what is expected, why.
 # fmt: off
+LEARN = (
+    *seams("learn", _FINISHED, "v1.core.sched.scheduler.Scheduler",
+        ("update_from_output", "order", "num_scheduled_tokens = scheduler_output.num_scheduled_tokens, in num_scheduled_tokens.items(), self.requests.get(req_id)", "wrapped on a scheduler, whose requests are those of the step before it, and finished behind it"),
+    ),
+)
 PLAN = (
     *seams("plan", _PLAN, "",
         ("entrypoints.cli.serve.ServeSubcommand", "has", "name, subparser_init, validate", "reads the flags of `vllm serve`"),

@@ -9,7 +9,7 @@ from vllm_graft.seams.ledger.core_seams import CORE, METRICS
 from vllm_graft.seams.ledger.drafter_seams import BLOCK, GEMMA4, MTP, NGRAM
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.graph_seams import DRAFT, VISION
-from vllm_graft.seams.ledger.tool_seams import PLAN, TOOL
+from vllm_graft.seams.ledger.tool_seams import LEARN, PLAN, TOOL
 from vllm_graft.seams.ledger.tree_seams import HISTORY, TREE
 
 ROOMS = (
@@ -35,4 +35,5 @@ LEDGER: tuple[Seam, ...] = (
     *CACHE,
     *METRICS,
     *PLAN,
+    *LEARN,
 )

@@ -87,7 +87,7 @@ def test_a_page_without_a_series_is_noticed() -> None:
         for query in queries()
         for selector in query.selectors
     ]
-    parts = ("", "tree", "vit", "draft", "hicache")
+    parts = ("", "tree", "vit", "draft", "hicache", "learn")
     assert without_data("\n".join(lines), *parts) == []
     gone = "vllm:graft_tree_trees_total"
     missing = without_data("\n".join(line for line in lines if gone not in line), *parts)

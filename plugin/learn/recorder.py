@@ -1,0 +1,144 @@
+"""Finished requests of a scheduler go to a thread, which writes them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
+from vllm_graft.base.values import reason_of
+from vllm_graft.learn.learn_config import LearnConfig
+from vllm_graft.learn.records import Records
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+WAITING_TOKENS = 2**20
+"""Tokens that wait for the thread at most. Raised, bursts are recorded whole, and take 8 bytes of
+host memory more for each."""
+
+LEFT_OUT = ("salted", "adapter", "not_text", "long", "behind", "failed")
+"""Why requests were not recorded: they have a ``cache_salt``; they are an adapter's; their prompt
+is not of token ids alone; they do not fit into a segment; the thread was behind; writing failed."""
+
+_C, _ENGINE = Kind.COUNTER, Origin.ENGINE
+_ROWS = (
+    Metric("recorded_requests", _C, "Finished requests that were recorded.", origin=_ENGINE),
+    Metric("recorded_tokens", _C, "Tokens of these, prompts and answers.", origin=_ENGINE),
+    Metric(
+        "left_out_requests",
+        _C,
+        "Finished requests that were not recorded, by reason.",
+        origin=_ENGINE,
+        label="reason",
+        values=LEFT_OUT,
+    ),
+)
+
+
+class Recorder:
+    """Takes finished requests, and writes those that a head may learn from.
+
+    Args:
+        config: the section; its folder is made, with rights for its owner alone.
+    """
+
+    def __init__(self, config: LearnConfig) -> None:
+        folder = Path(config.record).absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._salted = config.record_salted
+        self._records = Records(folder, int(config.record_bytes))
+        self._rows: deque[tuple[Sequence[int], Sequence[int]]] = deque()
+        self._waiting, self._lock, self._more = 0, threading.Lock(), threading.Semaphore(0)
+        self._requests = self._tokens = 0
+        self._left_out = dict.fromkeys(LEFT_OUT, 0)
+        threading.Thread(target=self._write, name="graft-records", daemon=True).start()
+
+    def take(self, request: Request) -> None:
+        """Take in a finished request, whose tokens nobody changes from now on; it takes no time
+        that depends on their number."""
+        prompt, answer = request.prompt_token_ids, request.output_token_ids
+        if reason := self._why_not(request, len(prompt or ()) + len(answer)):
+            self._left_out[reason] += 1
+            return
+        assert prompt is not None
+        with self._lock:
+            self._waiting += len(prompt) + len(answer)
+        self._rows.append((prompt, answer))
+        self._more.release()
+
+    def numbers(self) -> Numbers:
+        """What was counted since the start, by the names of `METRICS`."""
+        return {
+            "recorded_requests": self._requests,
+            "recorded_tokens": self._tokens,
+            "left_out_requests": dict(self._left_out),
+        }
+
+    def _why_not(self, request: Request, tokens: int) -> str:
+        """The reason not to record a request, one of `LEFT_OUT`; empty if there is none."""
+        if request.cache_salt and not self._salted:
+            return "salted"
+        if request.lora_request is not None:
+            return "adapter"
+        if request.prompt_token_ids is None or request.mm_features or request.resumable:
+            return "not_text"
+        if tokens > self._records.longest:
+            return "long"
+        return "behind" if self._waiting + tokens > WAITING_TOKENS else ""
+
+    def _write(self) -> None:
+        while True:
+            self._more.acquire()
+            prompt, answer = self._rows.popleft()
+            tokens = len(prompt) + len(answer)
+            try:
+                self._records.write(prompt, answer)
+            except Exception as error:
+                self._left_out["failed"] += 1
+                warning_once(f"graft.learn.record: a request is not recorded: {reason_of(error)}")
+            else:
+                self._requests += 1
+                self._tokens += tokens
+            with self._lock:
+                self._waiting -= tokens
+
+
+class _Watch:
+    """Counts of all recorders of this process."""
+
+    recorders: list[Recorder] = []  # noqa: RUF012
+
+    def step(self, stats: Any) -> None:
+        """Nothing of it is counted."""
+
+    def numbers(self) -> Numbers:
+        return self.recorders[-1].numbers() if self.recorders else {}
+
+
+METRICS = PartMetrics(_ROWS, watch=_Watch)
+
+
+def record(scheduler: Scheduler, config: LearnConfig) -> None:
+    """Let `scheduler` hand over each request that it finishes by itself; aborted ones are not."""
+    recorder, stock = Recorder(config), scheduler.update_from_output
+    _Watch.recorders[:] = [recorder]
+
+    @functools.wraps(stock)
+    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+        known = scheduler.requests
+        ran = [known.get(name) for name in scheduler_output.num_scheduled_tokens]
+        found = stock(scheduler_output, model_runner_output)
+        for request in ran:
+            if request is not None and request.is_finished():
+                recorder.take(request)
+        return found
+
+    # Only this scheduler is changed: others in the process may have other configurations.
+    scheduler.update_from_output = update_from_output

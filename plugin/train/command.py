@@ -20,7 +20,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, shown
-from vllm_graft.train.job import FILE, FOLDER, Job
+from vllm_graft.train.job import FILE, FOLDER, Job, flag_of
 from vllm_graft.train.target import Target, copy_tokenizer
 from vllm_graft.train.texts import read_texts, require_tokens
 from vllm_graft.train.traffic import snapshot
@@ -51,21 +51,7 @@ _ANSWERED = "answered"
 
 _ENGINE, _TRAINING = "vllm_graft.train.target_answers", "vllm_graft.train.training"
 
-
-_NUMBERS: dict[str, tuple[float, float, str]] = {
-    "--minutes": (0.01, 60.0, "for all of it"),
-    "--answer-minutes": (0, 0.0, "for the target's answers without its start; 0: 40 %% of all"),
-    "--max-tokens": (2, 512, "of an answer"),
-    "--longest": (16, 1024, "tokens of a question with its answer"),
-    "--draft-vocab": (1, 32000, "tokens that the head can draft, at most half of the target's"),
-    "--passes": (1, 6, "depth of drafts that is trained for"),
-    "--batch-tokens": (16, 8192, "tokens of a step on each device"),
-    "--rate": (0, 0.0, "learning rate; 0: by the target's size"),
-    "--steps": (0, 0, "of training, at most; 0: no limit"),
-    "--seed": (0, 0, "of all draws"),
-    "--save-seconds": (0, 300.0, "between two checkpoints"),
-}
-"""Options that are numbers: the least, the default, and what they mean."""
+_NUMBERS = [each for each in fields(Job) if each.metadata]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -78,8 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
     told = "what a server recorded: the folder of its --additional-config.graft.learn.record"
     add("--from-traffic", metavar="FOLDER", help=told)
     add("--out", required=True, metavar="HEAD", help="folder of the head, which is made")
-    for name, (_, default, text) in _NUMBERS.items():
-        add(name, type=type(default), default=default, help=f"{text} (default: %(default)g)")
+    for each in _NUMBERS:
+        told = f"{each.metadata['help']} (default: %(default)g)"
+        add(flag_of(each.name), type=type(each.default), default=each.default, help=told)
     told = "of answers, in turns (default: 0 0.6 1)"
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0], help=told)
     add("--states", metavar="FOLDER", help="where hidden states wait (default: in HEAD)")
@@ -145,10 +132,10 @@ def tell(*lines: str) -> None:
 
 def _require_options(read: argparse.Namespace) -> None:
     """Refuse numbers that mean nothing."""
-    for flag, (low, _, _) in _NUMBERS.items():
-        value = getattr(read, flag[2:].replace("-", "_"))
+    for each in _NUMBERS:
+        value, low = getattr(read, each.name), each.metadata["least"]
         if not low <= value < float("inf"):
-            raise ConfigError(f"{flag} is {value}: give a number from {low} on.")
+            raise ConfigError(f"{flag_of(each.name)} is {value}: give a number from {low} on.")
     if not read.texts and read.from_traffic is None:
         raise ConfigError("Nothing says what to learn from: give --texts, --from-traffic, or both.")
     if any(not 0 <= each <= 2 for each in read.temperatures) or 0.0 not in read.temperatures:
@@ -247,9 +234,13 @@ def _job_of(
 
 def _require_room(out: Path, target: Target, draft_vocab: int) -> None:
     """Two checkpoints exist while one is written, of three numbers for each parameter."""
-    inside = len(target.aux) * target.hidden + 3 * target.ffn
-    attention = (3 * target.heads + 4 * target.kv_heads) * target.head
-    parameters = target.hidden * (inside + attention + draft_vocab)
+    import torch
+
+    from vllm_graft.train.draft_head import Head, head_config
+
+    with torch.device("meta"):
+        head = Head(head_config(target, "", draft_vocab, 1))
+    parameters = sum(each.numel() for each in head.parameters())
     if (free := shutil.disk_usage(out).free) < (takes := 2 * 3 * 4 * parameters):
         raise ConfigError(
             f"--out {out} has {human(free)} free, and checkpoints of this head take "

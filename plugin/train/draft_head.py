@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from vllm_graft.train.lessons import Lesson
 from vllm_graft.train.target import SINGLE as WEIGHTS
 from vllm_graft.train.target import Target
 
@@ -43,16 +47,8 @@ def head_config(target: Target, model: str, draft_vocab: int, passes: int) -> di
         "dtype": "bfloat16",
         "transformer_layer_config": {
             "model_type": "llama",
-            "vocab_size": target.vocab,
-            "hidden_size": target.hidden,
-            "intermediate_size": target.ffn,
             "num_hidden_layers": 1,
-            "num_attention_heads": target.heads,
-            "num_key_value_heads": target.kv_heads,
-            "head_dim": target.head,
-            "max_position_embeddings": target.max_length,
-            "rms_norm_eps": target.eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": target.theta},
+            **target.layer,
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
@@ -82,10 +78,8 @@ class Attention(nn.Module):
     def __init__(self, layer: Layered, inputs: int) -> None:
         super().__init__()
         self.heads, self.kv_heads = layer["num_attention_heads"], layer["num_key_value_heads"]
-        self.head, self.theta = (
-            layer["head_dim"],
-            (layer.get("rope_parameters") or layer)["rope_theta"],
-        )
+        self.head = layer["head_dim"]
+        self.theta = (layer.get("rope_parameters") or layer)["rope_theta"]
         self.q_proj = nn.Linear(inputs, self.heads * self.head, bias=False)
         self.k_proj = nn.Linear(inputs, self.kv_heads * self.head, bias=False)
         self.v_proj = nn.Linear(inputs, self.kv_heads * self.head, bias=False)
@@ -130,21 +124,6 @@ class Attention(nn.Module):
         return attended
 
 
-class FeedForward(nn.Module):
-    """A Llama's feed-forward layer."""
-
-    def __init__(self, layer: Layered) -> None:
-        super().__init__()
-        hidden, inner = layer["hidden_size"], layer["intermediate_size"]
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
-        return found
-
-
 class Layer(nn.Module):
     """The head's layer, which reads a token's embedding beside its state."""
 
@@ -152,7 +131,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, eps = layer["hidden_size"], layer["rms_norm_eps"]
         self.self_attn = Attention(layer, 2 * hidden)
-        self.mlp = FeedForward(layer)
+        self.mlp = LlamaMLP(SimpleNamespace(**{**layer, "hidden_act": "silu", "mlp_bias": False}))
         self.input_layernorm = nn.RMSNorm(hidden, eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
@@ -217,3 +196,53 @@ def save_head(head: Head, ids: Tensor, folder: Path) -> None:
     # Some versions of safetensors write a file for its owner alone.
     (folder / WEIGHTS).chmod(0o644)
     (folder / "config.json").write_text(json.dumps(head.config, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often drafts of a head are accepted by depth, estimated on texts that it has not seen.
+
+    Attributes:
+        agree: share of the target's likeliest tokens that are the draft's too, where all earlier
+            drafts of the chain agreed; the first draft leads.
+        overlap: mean of sum(min(p, q)) over places, which is how often a sampled draft is accepted.
+        length: mean acceptance length of a greedy chain over all depths, with the bonus token.
+        rows: places that were looked at.
+    """
+
+    agree: list[float]
+    overlap: list[float]
+    length: float
+    rows: int
+
+
+@torch.no_grad()
+def agreement(head: Head, lessons: Iterable[Lesson], passes: int) -> Agreement:
+    """Compare a head with its target on texts of which each token was the target's own."""
+    same, asked, shared = ([0.0] * passes for _ in range(3))
+    rows = 0
+    for lesson in lessons:
+        rows += len(lesson.best)
+        # Whether the draft agreed so far, for a chain that began so many places earlier.
+        before = torch.ones_like(lesson.rows)
+        on_gpu = lesson.aux.device.type == "cuda"
+        with torch.autocast(lesson.aux.device.type, torch.bfloat16, enabled=on_gpu):
+            for number, states in enumerate(head(lesson.aux, lesson.embeds, passes)):
+                logits = head.logits(states[lesson.rows]).float()
+                agree = logits.argmax(-1) == lesson.best
+                live = before[lesson.rows]
+                same[number] += (agree & live).sum().item()
+                asked[number] += live.sum().item()
+                drawn = torch.minimum(logits.softmax(-1), lesson.wanted.float())
+                shared[number] += drawn.sum().item()
+                held = torch.zeros_like(before)
+                held[lesson.rows] = agree & live
+                before = F.pad(held[:, :-1], (1, 0))
+    agreed = [part / max(1.0, whole) for part, whole in zip(same, asked, strict=True)]
+    length = 1 + sum(math.prod(agreed[: depth + 1]) for depth in range(passes))
+    return Agreement(
+        [round(each, 4) for each in agreed],
+        [round(each / max(1, rows), 4) for each in shared],
+        round(length, 3),
+        rows,
+    )

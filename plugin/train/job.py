@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,25 @@ _ANEW = ("minutes", "answer_minutes", "save_seconds", "disk_bytes", "batch_token
 """Settings that a run that goes on may have anew: none of them says what is learned of what."""
 
 
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+def _number(default: float, least: float, text: str) -> Any:
+    return field(default=default, metadata={"least": least, "help": text})
+
+
+def flag_of(name: str) -> str:
+    """The command's option of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Job:
-    """Settings of a run, named as the options of the command.
+    """Settings of a run, named as the options of the command; numbers have their help.
 
     Attributes:
         out: folder of the head.
         flags: of ``vllm serve``, for the engine that answers.
-        steps: of training, at most; 0 for no limit.
-        rate: learning rate; 0 for one by the target's size.
         disk_bytes: most that states may take.
         target: `vllm_graft.train.target.Target` as a dictionary.
     """
@@ -40,19 +50,23 @@ class Job:
     target: dict[str, Any]
     disk_bytes: int
     flags: tuple[str, ...] = ()
-    minutes: float = 60.0
-    answer_minutes: float = 24.0
-    steps: int = 0
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
-    max_tokens: int = 512
-    longest: int = 1024
-    draft_vocab: int = 32000
-    passes: int = 6
-    batch_tokens: int = 8192
-    rate: float = 0.0
-    seed: int = 0
-    save_seconds: float = 300.0
     keep: bool = False
+    minutes: float = _number(60.0, 0.01, "for all of it")
+    answer_minutes: float = _number(
+        0.0, 0, "for the target's answers without its start; 0: 40 %% of all"
+    )
+    max_tokens: int = _number(512, 2, "of an answer")
+    longest: int = _number(1024, 16, "tokens of a question with its answer")
+    draft_vocab: int = _number(
+        32000, 1, "tokens that the head can draft, at most half of the target's"
+    )
+    passes: int = _number(6, 1, "depth of drafts that is trained for")
+    batch_tokens: int = _number(8192, 16, "tokens of a step on each device")
+    rate: float = _number(0.0, 0, "learning rate; 0: by the target's size")
+    steps: int = _number(0, 0, "of training, at most; 0: no limit")
+    seed: int = _number(0, 0, "of all draws")
+    save_seconds: float = _number(300.0, 0, "between two checkpoints")
 
     @property
     def work(self) -> Path:
@@ -88,11 +102,23 @@ class Job:
             ) from None
         for name, new in json.loads(json.dumps(asdict(self))).items():
             if name not in _ANEW and (old := before.get(name)) != new:
-                flag = {"model": "MODEL", "target": f"the configuration of {self.model}"}
+                called = {"model": "MODEL", "target": f"the configuration of {self.model}"}
                 raise ConfigError(
                     f"--out {self.out} has a run that was begun with other settings: "
-                    f"{flag.get(name, f'--{name}'.replace('_', '-'))} was {shown(old)} and is "
-                    f"{shown(new)}. Give what it was begun with, or another folder, or remove "
-                    f"{self.work}."
+                    f"{called.get(name, flag_of(name))} was {shown(old)} and is {shown(new)}. "
+                    f"Give what it was begun with, or another folder, or remove {self.work}."
                 )
         return True
+
+
+def progress_bar(what: str, *, shows: bool) -> Any:
+    """A bar of tqdm's on standard error, which `show` moves; it isn't drawn unless it `shows`."""
+    from tqdm import tqdm
+
+    return tqdm(total=100, desc=what, bar_format=_BAR, disable=not shows)
+
+
+def show(bar: Any, share: float, **figures: object) -> None:
+    """Tell a bar the share that is done; it draws itself some times a second at most."""
+    bar.set_postfix(refresh=False, **figures)
+    bar.update(min(100.0, round(100 * share, 1)) - bar.n)

@@ -62,11 +62,12 @@ class OutputLayers:
     def logits(self, last: Tensor) -> Tensor:
         """Float32 logits ``[rows, vocab]`` of states behind the last layer ``[rows, hidden]``."""
         target, size = self.target, (self.target.hidden,)
+        eps = target.layer["rms_norm_eps"]
         if self.form == FORMS[2]:
             bias = None if self.bias is None else self.bias.float()
-            normed = F.layer_norm(last.float(), size, self.norm, bias, target.eps)
+            normed = F.layer_norm(last.float(), size, self.norm, bias, eps)
         else:
-            normed = F.rms_norm(last.float(), size, self.gain, target.eps)
+            normed = F.rms_norm(last.float(), size, self.gain, eps)
         # Checkpoints may pad their tables.
         output = self.output[: target.vocab]
         logits = F.linear(normed.to(output.dtype), output).float() * target.scale

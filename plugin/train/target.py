@@ -34,6 +34,7 @@ class Target:
     Attributes:
         layers: of its decoder.
         aux: the layers whose inputs a head reads, which ascend; `layers` is the last one's output.
+        layer: a layer of it as a Llama's configuration describes it, whose sizes a head has.
         embedding, norm, output: names of tensors; output is the embedding where they are tied.
         files: file of each of these.
         scale: factor of logits.
@@ -43,15 +44,7 @@ class Target:
     architectures: tuple[str, ...]
     revision: str | None
     layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head: int
-    eps: float
-    theta: float
-    vocab: int
-    max_length: int
+    layer: dict[str, Any]
     aux: tuple[int, ...]
     embedding: str
     norm: str
@@ -71,8 +64,7 @@ class Target:
         _require_trainable(model_config)
         text = model_config.hf_text_config
         layers, hidden = model_config.get_total_num_hidden_layers(), model_config.get_hidden_size()
-        heads, ffn = text.num_attention_heads, _fact(text, "intermediate_size")
-        files = _files(model_config)
+        ffn, files = _fact(text, "intermediate_size"), _files(model_config)
         embedding, norm, output = _ends(files, str(model_config.model))
         taken = (embedding, output, norm, norm.removesuffix("weight") + "bias")
         scale = 1.0
@@ -82,15 +74,17 @@ class Target:
             architectures=tuple(model_config.architectures),
             revision=model_config.revision,
             layers=layers,
-            hidden=hidden,
-            ffn=ffn if type(ffn) is int and ffn >= hidden else 4 * hidden,
-            heads=heads,
-            kv_heads=model_config.get_total_num_kv_heads(),
-            head=model_config.get_head_size(),
-            eps=float(_fact(text, "rms_norm_eps") or 1e-5),
-            theta=_theta(text),
-            vocab=model_config.get_vocab_size(),
-            max_length=_fact(text, "max_position_embeddings") or 4096,
+            layer={
+                "vocab_size": model_config.get_vocab_size(),
+                "hidden_size": hidden,
+                "intermediate_size": ffn if type(ffn) is int and ffn >= hidden else 4 * hidden,
+                "num_attention_heads": text.num_attention_heads,
+                "num_key_value_heads": model_config.get_total_num_kv_heads(),
+                "head_dim": model_config.get_head_size(),
+                "max_position_embeddings": _fact(text, "max_position_embeddings") or 4096,
+                "rms_norm_eps": float(_fact(text, "rms_norm_eps") or 1e-5),
+                "rope_parameters": {"rope_type": "default", "rope_theta": _theta(text)},
+            },
             aux=read_layers(layers),
             embedding=embedding,
             norm=norm,
@@ -106,6 +100,14 @@ class Target:
         """Take what `dataclasses.asdict` made."""
         tuples = {name: tuple(found[name]) for name in ("architectures", "aux")}
         return cls(**{**found, **tuples})
+
+    @property
+    def hidden(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def vocab(self) -> int:
+        return int(self.layer["vocab_size"])
 
     @property
     def taken(self) -> tuple[int, ...]:

@@ -23,8 +23,7 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, reason_of
 from vllm_graft.plan.request import Request
 from vllm_graft.train import states
-from vllm_graft.train.job import Job
-from vllm_graft.train.progress import Progress
+from vllm_graft.train.job import Job, progress_bar, show
 from vllm_graft.train.states import Entry
 from vllm_graft.train.target import Target
 from vllm_graft.train.texts import Text, Tokens, Words, read_texts, split
@@ -126,7 +125,7 @@ class Answering:
         """
         began, waiting = time.perf_counter(), dict[str, Entry]()
         questions = (each for each in questions if each[0].number not in self.done)
-        with Progress(what, shows=self.shows) as bar:
+        with progress_bar(what, shows=self.shows) as bar:
             while True:
                 passed = time.perf_counter() - began
                 room = (self.most - self.taken) // self.job.longest
@@ -139,7 +138,7 @@ class Answering:
                 for output in self.engine.step():
                     if output.finished:
                         self._finish(waiting.pop(output.request_id), output)
-                bar.update(passed / seconds, tokens=self.taken)
+                show(bar, passed / seconds, tokens=self.taken)
         # An engine in this process gives the last states away in its next step.
         self.engine.add_request("last", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
         while self.engine.has_unfinished_requests():

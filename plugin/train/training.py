@@ -28,12 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.train import states
-from vllm_graft.train.agreement import Agreement, agreement
-from vllm_graft.train.draft_head import Head, head_config, save_head
-from vllm_graft.train.job import Job
+from vllm_graft.train.draft_head import Agreement, Head, agreement, head_config, save_head
+from vllm_graft.train.job import Job, progress_bar, show
 from vllm_graft.train.lessons import Lesson, Lessons, batches, endless, frequent_tokens, useful
 from vllm_graft.train.output_layers import OutputLayers
-from vllm_graft.train.progress import Progress
 from vllm_graft.train.target import Target
 
 DECAY = 0.9
@@ -158,7 +156,7 @@ class Training:
         given = islice(
             endless(self.learned, job.batch_tokens, job.seed, self.ranks), self.step, None
         )
-        with Progress("training", shows=shows) as bar, ExitStack() as reading:
+        with progress_bar("training", shows=shows) as bar, ExitStack() as reading:
             lessons = self.lessons.each(found[self.rank] for found in given)
             reading.callback(lessons.close)
             self.learner.train()
@@ -178,7 +176,7 @@ class Training:
                     told["acceptance length"] = f"{self.measured(quick=True).length:.2f}"
                     self.learner.train()
                 self._learn(lesson, share)
-                bar.update(share, step=self.step, loss=f"{self.losses[-1]:.3f}", **told)
+                show(bar, share, step=self.step, loss=f"{self.losses[-1]:.3f}", **told)
         raise AssertionError("batches have no end")
 
     def _agreed(self, share: float, stop: bool, save: bool) -> tuple[float, bool, bool]:

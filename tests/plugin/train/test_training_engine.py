@@ -20,8 +20,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics
 from vllm_graft.testing.models.llama import write_tokenizer
 from vllm_graft.train import states
-from vllm_graft.train.agreement import Agreement, agreement
-from vllm_graft.train.draft_head import Head, save_head
+from vllm_graft.train.draft_head import Agreement, Head, agreement, save_head
 from vllm_graft.train.job import Job
 from vllm_graft.train.lessons import batches
 from vllm_graft.train.output_layers import FORMS

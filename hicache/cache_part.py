@@ -28,11 +28,9 @@ NOT_BY_PRESET = (
 
 
 class CachePart(Part):
-    """The host KV cache, which is a KV connector.
-
-    Its keys are in ``--kv-transfer-config``. vLLM builds the connector by its name in the scheduler
-    and in each worker, and fails if it cannot. So there is nothing to verify.
-    """
+    """The host KV cache, which is a KV connector. Its keys are in ``--kv-transfer-config``. vLLM
+    builds the connector by its name in the scheduler and in each worker, and fails if it cannot. So
+    there is nothing to verify."""
 
     name = "hicache"
     asks_for = "a host KV cache"

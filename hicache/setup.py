@@ -68,11 +68,8 @@ def engine_of(
     kv_cache_config: KVCacheConfig,
     core: Any,
 ) -> Engine:
-    """The inputs of an engine's K/V.
-
-    The ranks of ``core`` are asked what they run. The pages of a scheduler that no engine core has
-    built are shared with nobody.
-    """
+    """The inputs of an engine's K/V. The ranks of ``core`` are asked what they run. The pages of a
+    scheduler that no engine core has built are shared with nobody."""
     if core is None:
         warning_once(
             "host KV cache: no engine core of this process has loaded the model, so it is unknown "

@@ -59,13 +59,9 @@ class GraftConfig(Section):
 
     @classmethod
     def parse(cls, values: object) -> GraftConfig:
-        """Validate what stands under ``graft``.
-
-        Numbers may be strings of digits, as the dotted command line gives them.
-
-        Raises:
-            ConfigError: with a line for each wrong key: its full flag, the value, what is allowed.
-        """
+        """Validate what stands under ``graft``. Numbers may be strings of digits, as the dotted
+        command line gives them. Raises `ConfigError` with a line for each wrong key: its full flag,
+        the value, what is allowed."""
         if isinstance(values, str):
             _require_preset(values)
             return cls()

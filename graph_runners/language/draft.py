@@ -31,10 +31,8 @@ Results = list[torch.Tensor]
 @contextlib.contextmanager
 def one_capture_stream(device: torch.device) -> Iterator[None]:
     """A context in which all managers capture on one stream, where vLLM takes one stream for each.
-
     All graphs share a pool, but torch's allocator gives memory of one stream to no other, and
-    cuBLAS has one workspace per stream. The graphs of a pool never run at once.
-    """
+    cuBLAS has one workspace per stream. The graphs of a pool never run at once."""
     stock = parallel_state.GraphCaptureContext
     shared = stock(torch.cuda.Stream(device=device))
     setattr(parallel_state, _CONTEXT, lambda _: shared)
@@ -116,11 +114,8 @@ class DraftGraphRunner(CudaGraphManager):
 
     @staticmethod
     def resolve(mode: CUDAGraphMode) -> CUDAGraphMode:
-        """The mode of the levels under the engine's `mode`.
-
-        They are the same rows for every request, so they are captured where decodes are, as a
-        whole.
-        """
+        """The mode of the levels under the engine's `mode`. They are the same rows for every
+        request, so they are captured where decodes are, as a whole."""
         if mode.decode_mode() == CUDAGraphMode.FULL:
             return CUDAGraphMode.FULL_DECODE_ONLY
         return CUDAGraphMode.NONE
@@ -137,11 +132,9 @@ class DraftGraphRunner(CudaGraphManager):
         )
 
     def capture_passes(self, prepare: Callable[[int], Callable[[], None]], title: str) -> None:
-        """Capture what `prepare(num_reqs)` returns at every size, the largest first.
-
-        It is called outside of the graph, before the warm-up and again before the capture. The
-        progress bar shows `title`.
-        """
+        """Capture what `prepare(num_reqs)` returns at every size, the largest first. It is called
+        outside of the graph, before the warm-up and again before the capture. The progress bar
+        shows `title`."""
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             num_reqs: Any = desc.num_reqs
@@ -156,11 +149,9 @@ class DraftGraphRunner(CudaGraphManager):
         launch: Callable[[], None],
         results: Callable[[], Results],
     ) -> None:
-        """Draft by the FULL graph that fits a batch; its static inputs are in place.
-
-        `launch` drafts the same without a graph, padding included, any number of times. `results`
-        returns copies of what was drafted for the batch's requests.
-        """
+        """Draft by the FULL graph that fits a batch; its static inputs are in place. `launch`
+        drafts the same without a graph, padding included, any number of times. `results` returns
+        copies of what was drafted for the batch's requests."""
         self.run_fullgraph(desc)
 
     def checks(self) -> dict[str, list[int]]:
@@ -170,10 +161,8 @@ class DraftGraphRunner(CudaGraphManager):
 
 class VerifyingDraftRunner(DraftGraphRunner):
     """Compares the first replay of each size with launches; a size that differs is not replayed.
-
     Tensor-parallel ranks decide together. If one rank replayed what another launches, a captured
-    all-reduce would read buffers of the peer that the launch does not fill.
-    """
+    all-reduce would read buffers of the peer that the launch does not fill."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -30,12 +30,9 @@ _WIDE_STEP = 256
 def plan_buckets(
     tower: Tower, options: VitConfig, budgets: Sequence[int], measured: bool = True
 ) -> list[int]:
-    """Patches of the buckets to capture, ascending; none for a tower whose `unit` is 0.
-
-    They come from our options, else from `budgets`, vLLM's ``encoder_cudagraph_token_budgets`` in
-    embeddings, else from :func:`bucket_sizes`. If `measured`, a bucket that does not pay is
-    dropped.
-    """
+    """Patches of the buckets to capture, ascending; none for a tower whose `unit` is 0. They come
+    from our options, else from `budgets`, vLLM's ``encoder_cudagraph_token_budgets`` in embeddings,
+    else from :func:`bucket_sizes`. If `measured`, a bucket that does not pay is dropped."""
     unit = tower.unit
     if not unit:
         return []
@@ -63,11 +60,9 @@ def _default_buckets(unit: int, max_patches: int | None, measured: bool) -> list
 def bucket_sizes(
     smallest: int, largest: int, unit: int, growth: float = 1.25, widest: float = math.inf
 ) -> list[int]:
-    """Patches of the buckets, ascending, all multiples of `unit`.
-
-    Each bucket is at most `growth` times as large as the one before, and at most about `widest`
-    patches larger. So a batch is padded by at most ``growth - 1`` of its rows.
-    """
+    """Patches of the buckets, ascending, all multiples of `unit`. Each bucket is at most `growth`
+    times as large as the one before, and at most about `widest` patches larger. So a batch is
+    padded by at most ``growth - 1`` of its rows."""
     sizes: list[int] = []
     size = float(smallest)
     while size < largest:

@@ -41,10 +41,8 @@ class ExactCaptures:
     def capture(
         self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
     ) -> None:
-        """Capture the graph of a group; a failure is counted, and its key is refused.
-
-        `eager` is the eager pass over the items of the group, if there was one.
-        """
+        """Capture the graph of a group; a failure is counted, and its key is refused. `eager` is
+        the eager pass over the items of the group, if there was one."""
         try:
             why = self._store.capture_exact(group, batch, eager)
         except Exception as error:

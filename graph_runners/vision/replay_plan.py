@@ -25,11 +25,9 @@ _REPLAY, _METADATA, _METADATA_ITEM = 256, 192, 48
 
 
 def groups(items: Sequence[Item], max_rows: int) -> list[ExactReplay]:
-    """The exact replays that would serve a batch, whether or not their graphs exist.
-
-    Each group holds items of one layout: a power of two of them, which keeps the number of graphs
-    small, `MAX_GROUP` at most, and `max_rows` patches at most unless a single item is larger.
-    """
+    """The exact replays that would serve a batch, whether or not their graphs exist. Each group
+    holds items of one layout: a power of two of them, which keeps the number of graphs small,
+    `MAX_GROUP` at most, and `max_rows` patches at most unless a single item is larger."""
     by_layout: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
         by_layout.setdefault(item.layout, []).append(index)

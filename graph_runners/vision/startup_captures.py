@@ -134,10 +134,8 @@ def _capture_bucket(store: GraphStore, rows: int, segments: int, gain: bool) -> 
 
 
 def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int) -> int:
-    """Search by halves among the large buckets: each attempt is an eager pass and a capture.
-
-    If no large bucket pays, it is `DEFAULT_MAX_PATCHES`.
-    """
+    """Search by halves among the large buckets: each attempt is an eager pass and a capture. If no
+    large bucket pays, it is `DEFAULT_MAX_PATCHES`."""
     large = sorted(rows for rows in smaller if rows > DEFAULT_MAX_PATCHES)
     low, high = 0, len(large)
     while low < high:
@@ -153,11 +151,8 @@ def _largest_that_pays(store: GraphStore, smaller: Sequence[int], segments: int)
 
 
 def check_room(store: GraphStore, memory: int) -> None:
-    """Refuse a budget of `memory` MiB that holds no graph beside what captures take anyway.
-
-    Raises:
-        ConfigError: says how many bytes are taken, and how many are needed.
-    """
+    """Refuse a budget of `memory` MiB that holds no graph beside what captures take anyway. Raises
+    `ConfigError`, which says how many bytes are taken, and how many are needed."""
     overhead, free = store.backend.overhead, store.budget.free
     if overhead and free < scratch_bytes(0):
         store.clear()
@@ -171,10 +166,8 @@ def check_room(store: GraphStore, memory: int) -> None:
 def find_obstacle(
     vllm_config: VllmConfig, model: Any, tower: Tower, reads_device: bool, idle: bool
 ) -> Reason | None:
-    """Why nothing is captured at all; None if something may be.
-
-    It is `idle` if ranks share the tower, and there is nothing to capture at the start.
-    """
+    """Why nothing is captured at all; None if something may be. It is `idle` if ranks share the
+    tower, and there is nothing to capture at the start."""
     lora = vllm_config.lora_config
     if lora is not None and lora.enable_tower_connector_lora:
         return "tower_lora"
@@ -187,11 +180,8 @@ def find_obstacle(
 
 
 def fuse_tower(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]) -> None:
-    """Let the tower find out which of its operators it can fuse.
-
-    Raises:
-        ConfigError: if the user asks for fusing, and nothing can be fused.
-    """
+    """Let the tower find out which of its operators it can fuse. Raises `ConfigError` if the user
+    asks for fusing, and nothing can be fused."""
     tower = store.tower
     if options.fuse is False:
         tower.unfuse("not asked for")

@@ -82,11 +82,8 @@ class VisionPart(Part):
         return f"vision graphs in {asked.memory} MiB; {chosen}"
 
     def verify(self, asked: VitConfig, worker: Any, vllm_config: Any) -> None:
-        """Check that the worker encodes with a class of ours; note it where a preset asks.
-
-        V2 has built its manager by then. V1 builds one when it captures: the hooks have to be in
-        place.
-        """
+        """Check that the worker encodes with a class of ours; note it where a preset asks. V2 has
+        built its manager by then. V1 builds one when it captures: the hooks have to be in place."""
         runner = getattr(worker, "model_runner", None)
         state = getattr(runner, "model_state", None)
         found = getattr(getattr(state, "encoder_runner", None), "cudagraph_manager", None)

@@ -127,13 +127,9 @@ class HiCacheConfig(Section):
 
 
 def extra_configs(transfer: Any) -> list[tuple[str, object]]:
-    """The full flag and the extra config, not validated, of each of our connectors.
-
-    They may be below a ``MultiConnector``. ``transfer`` is vLLM's ``KVTransferConfig`` or None.
-
-    Raises:
-        ConfigError: if a list of connectors contains ours, but vLLM cannot read the list.
-    """
+    """The full flag and the extra config, not validated, of each of our connectors. They may be
+    below a ``MultiConnector``. ``transfer`` is vLLM's ``KVTransferConfig`` or None. Raises
+    `ConfigError` if a list of connectors contains ours, but vLLM cannot read the list."""
     found: list[tuple[str, object]] = []
     for path, given in all_connectors(transfer):
         if is_ours(given):
@@ -159,10 +155,8 @@ def _check_list(path: str, children: Sequence[Any]) -> None:
 
 
 def refuse_misspelt(transfer: Any) -> None:
-    """Raise ConfigError for a connector whose name nobody has and which is likest to ours.
-
-    VLLM refuses it as well, without a hint. ``transfer`` is its ``KVTransferConfig`` or None.
-    """
+    """Raise ConfigError for a connector whose name nobody has and which is likest to ours. VLLM
+    refuses it as well, without a hint. ``transfer`` is its ``KVTransferConfig`` or None."""
     for path, given in all_connectors(transfer):
         name = given.get("kv_connector")
         if given.get("kv_connector_module_path") is None and _is_likest_to_ours(name):

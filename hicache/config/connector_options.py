@@ -51,11 +51,8 @@ Instances are frozen, and unknown keys are refused.
 
 def parse_options(model: type[SectionT], values: object, *path: str) -> SectionT:
     """Validate the options at ``path``, the keys that lead from the extra config to ``values``.
-
-    Raises:
-        ConfigError: has a line for each wrong key, with its full flag, its value, and what is
-            allowed.
-    """
+    Raises `ConfigError` with a line for each wrong key, with its full flag, its value, and what
+    is allowed."""
     return parse(model, values, option_flag(*path))
 
 
@@ -73,11 +70,9 @@ def is_ours(transfer: Mapping[Any, Any]) -> bool:
 def all_connectors(
     transfer: Any, path: str = _TRANSFER, depth: int = MAX_DEPTH
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield each connector's configuration and its flag: the given one, and those below it.
-
-    A ``MultiConnector`` has others below it. ``transfer`` is vLLM's ``KVTransferConfig``, or a
-    mapping of the same keys; of anything else nothing is yielded.
-    """
+    """Yield each connector's configuration and its flag: the given one, and those below it. A
+    ``MultiConnector`` has others below it. ``transfer`` is vLLM's ``KVTransferConfig``, or a
+    mapping of the same keys; of anything else nothing is yielded."""
     given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", None)
     if given is None:
         return

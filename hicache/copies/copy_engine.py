@@ -60,9 +60,7 @@ def raise_incomplete() -> NoReturn:
 
 class CopyEngine(ABC):
     """Executes operations. A copy that fails raises nothing: its result says that it failed.
-
-    ``convert`` makes all copies, if the host keeps pages in another dtype.
-    """
+    ``convert`` makes all copies, if the host keeps pages in another dtype."""
 
     def __init__(self, pools: Pools, shard: HostShard, convert: Convert | None = None) -> None:
         self.second_tries = 0
@@ -73,10 +71,8 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def begin_step(self, number: int = 0) -> None:
-        """Begin a step, after all work of earlier steps was put on the compute stream.
-
-        Its time is reported by its number; that of number 0 is not measured.
-        """
+        """Begin a step, after all work of earlier steps was put on the compute stream. Its time is
+        reported by its number; that of number 0 is not measured."""
 
     @abstractmethod
     def end_step(self) -> None:
@@ -96,11 +92,9 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def load_now(self, operation: CacheOperation) -> None:
-        """Copy pages to the device, and let later work of the compute stream wait for it.
-
-        It is tried twice, because the step that reads it cannot be postponed. If both tries fail,
-        :meth:`take_incomplete` returns the operation.
-        """
+        """Copy pages to the device, and let later work of the compute stream wait for it. It is
+        tried twice, because the step that reads it cannot be postponed. If both tries fail,
+        :meth:`take_incomplete` returns the operation."""
 
     @abstractmethod
     def load_layers(self, operation: CacheOperation, first: Collection[str]) -> None:

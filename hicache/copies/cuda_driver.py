@@ -39,10 +39,8 @@ class CudaDriverError(GraftError):
 
 
 class CudaDriver:
-    """CUDA's driver, for the device that is current in this thread and has this visible number.
-
-    Its ``max_pitch`` is the most bytes from one row to the next, in both memories.
-    """
+    """CUDA's driver, for the device that is current in this thread and has this visible number. Its
+    ``max_pitch`` is the most bytes from one row to the next, in both memories."""
 
     def __init__(self, library: Any, device: int) -> None:
         self._library = library
@@ -65,11 +63,9 @@ class CudaDriver:
         return cls(library, device)
 
     def prepare(self, copies: StridedCopies, direction: Direction) -> RangeCopy:
-        """Prepare 2D copies, to be enqueued on the stream that is current then.
-
-        The returned function raises CudaDriverError if the driver refuses. The calling thread needs
-        the device's context, which it gets by using torch on that device.
-        """
+        """Prepare 2D copies, to be enqueued on the stream that is current then. The returned
+        function raises CudaDriverError if the driver refuses. The calling thread needs the device's
+        context, which it gets by using torch on that device."""
         import torch
 
         table = descriptors(copies, direction)

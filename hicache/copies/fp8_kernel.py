@@ -64,10 +64,8 @@ def _convert_kernel(
     ALIGNED: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
-    """Convert the runs ``[begin, end)`` of a table.
-
-    ``table`` is int64 ``[3, total]``: host addresses, device addresses, and numbers of elements.
-    """
+    """Convert the runs ``[begin, end)`` of a table. ``table`` is int64 ``[3, total]``: host
+    addresses, device addresses, and numbers of elements."""
     for run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         host = tl.load(table + run).to(tl.pointer_type(tl.uint8))
         device = tl.load(table + total + run).to(tl.pointer_type(DTYPE))
@@ -96,10 +94,8 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 def convert_runs(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCopy:
-    """Prepare a store or a load of elements of ``dtype``, as ``page_kernel.load_runs`` does.
-
-    The sizes of the runs are bytes on the host, one per element.
-    """
+    """Prepare a store or a load of elements of ``dtype``, as ``page_kernel.load_runs`` does. The
+    sizes of the runs are bytes on the host, one per element."""
     table = on_device(np.stack([runs.host, runs.device, runs.sizes]))
     aligned = fits(runs)
     return lambda begin, end: launch(table, begin, end, dtype, direction, aligned)
@@ -114,9 +110,7 @@ def launch(
     aligned: bool,
 ) -> None:
     """Launch the kernel for the runs ``[begin, end)`` of ``table`` on the current stream.
-
-    ``aligned`` says whether all addresses and numbers of elements are multiples of 16.
-    """
+    ``aligned`` says whether all addresses and numbers of elements are multiples of 16."""
     if begin < end:
         store = direction is Direction.STORE
         programs = STORE_PROGRAMS if store else PROGRAMS

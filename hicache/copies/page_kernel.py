@@ -28,10 +28,8 @@ WORDS = 4096
 
 @triton.jit(do_not_specialize=["total", "begin", "end"])
 def _copy_kernel(table, total, begin, end, WORDS: tl.constexpr):
-    """Copy the runs ``[begin, end)`` of a table.
-
-    ``table`` is int64 ``[3, total]``: source addresses, target addresses, and sizes in words.
-    """
+    """Copy the runs ``[begin, end)`` of a table. ``table`` is int64 ``[3, total]``: source
+    addresses, target addresses, and sizes in words."""
     for run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         source = tl.load(table + run).to(tl.pointer_type(tl.int64))
         target = tl.load(table + total + run).to(tl.pointer_type(tl.int64))
@@ -55,11 +53,9 @@ def fits(runs: Copies) -> bool:
 
 
 def load_runs(runs: Copies) -> RangeCopy:
-    """Prepare a load, from pinned host memory, of runs for which :func:`fits` is True.
-
-    The returned function has to be called on the stream that is current now, on which the table is
-    copied to the device.
-    """
+    """Prepare a load, from pinned host memory, of runs for which :func:`fits` is True. The returned
+    function has to be called on the stream that is current now, on which the table is copied to the
+    device."""
     table = on_device(np.stack([runs.host, runs.device, runs.sizes // 8]))
     return lambda begin, end: launch(table, begin, end)
 

@@ -57,10 +57,8 @@ class StagingRing:
         return cls(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
 
     def through(self, chunk: Chunk, fill: RangeCopy, empty: RangeCopy) -> None:
-        """Enqueue the copies of a chunk, through its buffer.
-
-        ``fill`` is called on the current stream, and ``empty`` on the ring's.
-        """
+        """Enqueue the copies of a chunk, through its buffer. ``fill`` is called on the current
+        stream, and ``empty`` on the ring's."""
         copies = torch.cuda.current_stream()
         copies.wait_event(self._emptied[chunk.buffer])
         fill(*chunk.fill)
@@ -85,11 +83,8 @@ class StagingRing:
 
 @dataclass(frozen=True)
 class PlannedCopy:
-    """Copies of an operation that are made by the same method.
-
-    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, if layers are copied one
-    by one.
-    """
+    """Copies of an operation that are made by the same method. ``ranges`` has the range ``(begin,
+    end)`` of the copies of each layer, if layers are copied one by one."""
 
     copied: Copies | StridedCopies | StagedCopies
     copy: RangeCopy

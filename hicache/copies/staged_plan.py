@@ -37,10 +37,8 @@ Batches = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Buffers:
-    """``count`` buffers of ``bytes`` bytes on the device, one after the other from ``address``.
-
-    The chunks of a load use them in turn.
-    """
+    """``count`` buffers of ``bytes`` bytes on the device, one after the other from ``address``. The
+    chunks of a load use them in turn."""
 
     address: int
     bytes: int
@@ -49,10 +47,8 @@ class Buffers:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """``n`` pairs of a slot and a block, in the order of the slots, which are distinct.
-
-    ``begins``, bool ``[n]``, says whether a run of consecutive slots begins here.
-    """
+    """``n`` pairs of a slot and a block, in the order of the slots, which are distinct. ``begins``,
+    bool ``[n]``, says whether a run of consecutive slots begins here."""
 
     slots: Addresses
     blocks: Addresses
@@ -65,10 +61,8 @@ class SlotRows:
 def split_by_slot(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[SlotRows | None, PoolTransfer]:
-    """Split a transfer as :func:`~vllm_graft.hicache.copies.strided.split` does, but by slots.
-
-    A slot that goes to several blocks is in a run for only one of them.
-    """
+    """Split a transfer as :func:`~vllm_graft.hicache.copies.strided.split` does, but by slots. A
+    slot that goes to several blocks is in a run for only one of them."""
     if len(transfer) < least_rows:
         return None, transfer
     slots = np.asarray(transfer.host_indices, np.int64)
@@ -90,10 +84,8 @@ def split_by_slot(
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a load that is in a buffer at one time.
-
-    ``fill`` is the range of the 2D copies into it, ``empty`` that of the runs from it to blocks.
-    """
+    """The part of a load that is in a buffer at one time. ``fill`` is the range of the 2D copies
+    into it, ``empty`` that of the runs from it to blocks."""
 
     buffer: int
     fill: tuple[int, int]
@@ -102,10 +94,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StagedCopies:
-    """Copies to buffers (``fills``) and from there to blocks, chunk after chunk.
-
-    In ``empties`` the buffers' addresses are in the field ``host``.
-    """
+    """Copies to buffers (``fills``) and from there to blocks, chunk after chunk. In ``empties`` the
+    buffers' addresses are in the field ``host``."""
 
     fills: StridedCopies
     empties: Copies
@@ -174,10 +164,8 @@ class _Rows:
 
 
 class StagedPlanner:
-    """Finds the part of a load for which staging pays, and plans its way through the buffers.
-
-    The kernel needs addresses and sizes that are multiples of ``alignment`` bytes.
-    """
+    """Finds the part of a load for which staging pays, and plans its way through the buffers. The
+    kernel needs addresses and sizes that are multiples of ``alignment`` bytes."""
 
     def __init__(
         self, columns: PoolColumns, shard: HostShard, alignment: int, buffers: Buffers
@@ -196,11 +184,9 @@ class StagedPlanner:
         return bool(self._columns)
 
     def plan(self, load: CacheOperation, batches: Batches = ()) -> StagedPlan | None:
-        """Plan the staged copies of ``load``; None if none pays.
-
-        ``batches`` are the names of the layers that are copied together, if they are copied one
-        after the other. The plan's range of a batch's first layer has the copies of all.
-        """
+        """Plan the staged copies of ``load``; None if none pays. ``batches`` are the names of the
+        layers that are copied together, if they are copied one after the other. The plan's range of
+        a batch's first layer has the copies of all."""
         found: list[_Rows] = []
         ranges: dict[str, tuple[int, int]] = {}
         rest: list[PoolTransfer] = []
@@ -228,10 +214,8 @@ class StagedPlanner:
         return CopyPlan(copies, spans, replace(load, transfers=rest) if rest else None)
 
     def _bands(self, columns: Columns, batches: Batches) -> dict[str, list[list[int]]]:
-        """The bands of each batch that has columns, by the name of its first layer.
-
-        Without batches each column is a band, and all of them are together under no name.
-        """
+        """The bands of each batch that has columns, by the name of its first layer. Without batches
+        each column is a band, and all of them are together under no name."""
         if not batches:
             return {"": [[place] for place in range(len(columns))]}
         found: dict[str, list[list[int]]] = {}

@@ -99,12 +99,9 @@ PrepareRest = Callable[[CacheOperation], PlannedCopy]
 
 
 def layer_batches(count: int) -> list[range]:
-    """Divide ``count`` layers into batches that are copied together.
-
-    The batches at both ends are small, because the computation waits for the first and for the last
-    layers. In between fewer launches are faster, because each has to wait for a free place beside
-    the step's own kernels.
-    """
+    """Divide ``count`` layers into batches that are copied together. The batches at both ends are
+    small, because the computation waits for the first and for the last layers. In between fewer
+    launches are faster, because each has to wait for a free place beside the step's own kernels."""
     batches, done = [], 0
     while done < count:
         size = max(1, min(LAYERS_AT_ONCE, done, (count - done) // 2))
@@ -314,10 +311,8 @@ class StreamCopyEngine(CopyEngine):
         batches: Batches = (),
         staged: bool = True,
     ) -> list[PlannedCopy]:
-        """Prepare the copies of an operation, on its direction's stream.
-
-        It comes before the first event, so the time of the copies does not include it.
-        """
+        """Prepare the copies of an operation, on its direction's stream. It comes before the first
+        event, so the time of the copies does not include it."""
         if self._rows is None:
             return [prepare_rest(operation)]
         planned, rest = self._rows.prepare(operation, batches, staged)

@@ -28,9 +28,7 @@ RangeCopy = Callable[[int, int], None]
 @dataclass(frozen=True)
 class HostShard:
     """The slots of this rank's shard, from the ``address`` of slot 0, ``slot_bytes`` apart.
-
-    ``pinned_slots`` slots are one piece of memory that is pinned at once.
-    """
+    ``pinned_slots`` slots are one piece of memory that is pinned at once."""
 
     address: int
     slot_bytes: int
@@ -44,11 +42,8 @@ class HostShard:
 
 @dataclass(frozen=True)
 class StridedCopies:
-    """``n`` 2D copies, all attributes int64 ``[n]``.
-
-    ``device`` and ``host`` are addresses of the first row, pitches are bytes from one row to the
-    next, and ``width`` is bytes per row.
-    """
+    """``n`` 2D copies, all attributes int64 ``[n]``. ``device`` and ``host`` are addresses of the
+    first row, pitches are bytes from one row to the next, and ``width`` is bytes per row."""
 
     device: Addresses
     host: Addresses
@@ -86,10 +81,8 @@ class Columns:
 
     @classmethod
     def of(cls, layers: Sequence[LayerPages], merged: bool = False) -> Columns:
-        """The columns of a pool's pages.
-
-        If ``merged``, columns that are adjacent on both sides are one, also of several layers.
-        """
+        """The columns of a pool's pages. If ``merged``, columns that are adjacent on both sides are
+        one, also of several layers."""
         found: list[tuple[int, int, int, int]] = []
         ranges: dict[str, tuple[int, int]] = {}
         for layer in layers:
@@ -109,11 +102,9 @@ class Columns:
         return len(self.width)
 
     def least_rows(self, max_pitch: int) -> int | None:
-        """The least number of rows for which 2D copies pay.
-
-        It is None if they are impossible, or needless because the columns are wide. ``max_pitch``
-        is the most bytes between two rows that the device supports.
-        """
+        """The least number of rows for which 2D copies pay. It is None if they are impossible, or
+        needless because the columns are wide. ``max_pitch`` is the most bytes between two rows that
+        the device supports."""
         fits = bool(((self.width <= self.pitch) & (self.pitch <= max_pitch)).all())
         if not len(self) or not fits or self.width.mean() >= LEAST_BYTES:
             return None
@@ -139,10 +130,8 @@ class Columns:
 
 @dataclass(frozen=True)
 class Runs:
-    """``n`` runs of ``rows`` pairs in which both block and slot ascend by one, from these on.
-
-    All are int64 ``[n]``.
-    """
+    """``n`` runs of ``rows`` pairs in which both block and slot ascend by one, from these on. All
+    are int64 ``[n]``."""
 
     blocks: Addresses
     slots: Addresses
@@ -155,10 +144,8 @@ class Runs:
 def split(
     transfer: PoolTransfer, least_rows: int, pinned_slots: int
 ) -> tuple[Runs | None, PoolTransfer]:
-    """Split a transfer, whose pairs come in any order, into its long runs and the other pairs.
-
-    No run crosses the border between two pieces of memory that are pinned at once.
-    """
+    """Split a transfer, whose pairs come in any order, into its long runs and the other pairs. No
+    run crosses the border between two pieces of memory that are pinned at once."""
     blocks = np.asarray(transfer.device_indices, np.int64)
     slots = np.asarray(transfer.host_indices, np.int64)
     if len(blocks) < least_rows:
@@ -186,9 +173,8 @@ PlannedCopies = TypeVar("PlannedCopies")
 @dataclass(frozen=True)
 class CopyPlan(Generic[PlannedCopies]):
     """The part of an operation that one method copies, and the ``rest`` for another method.
-
-    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, unless layers are merged.
-    """
+    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, unless layers are
+    merged."""
 
     copies: PlannedCopies
     ranges: Mapping[str, tuple[int, int]]
@@ -199,10 +185,8 @@ StridedPlan = CopyPlan[StridedCopies]
 
 
 class StridedPlanner:
-    """Finds the part of an operation for which 2D copies pay.
-
-    ``columns`` lacks pools for which they never pay.
-    """
+    """Finds the part of an operation for which 2D copies pay. ``columns`` lacks pools for which
+    they never pay."""
 
     def __init__(
         self, pools: Mapping[int, Sequence[LayerPages]], shard: HostShard, max_pitch: int

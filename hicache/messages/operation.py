@@ -16,10 +16,8 @@ class Direction(enum.Enum):
 
 @dataclass
 class PoolTransfer:
-    """Pages of the pool (KV cache group) ``group`` that move in an operation.
-
-    There is a block id in ``device_indices`` for each slot in ``host_indices``.
-    """
+    """Pages of the pool (KV cache group) ``group`` that move in an operation. There is a block id
+    in ``device_indices`` for each slot in ``host_indices``."""
 
     group: int
     host_indices: list[int]

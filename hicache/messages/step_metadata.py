@@ -40,11 +40,9 @@ class HiCacheMetadata(KVConnectorMetadata):
 
 @dataclass
 class Transferred:
-    """Totals of finished copies in one direction, on one rank or summed over ranks.
-
-    2D copies moved ``strided_bytes`` of the ``bytes`` straight to blocks or slots; ``staged_bytes``
-    went through staging memory.
-    """
+    """Totals of finished copies in one direction, on one rank or summed over ranks. 2D copies moved
+    ``strided_bytes`` of the ``bytes`` straight to blocks or slots; ``staged_bytes`` went through
+    staging memory."""
 
     bytes: int = 0
     strided_bytes: int = 0
@@ -66,10 +64,8 @@ class Transferred:
 
 @dataclass
 class HiCacheReport(KVConnectorWorkerMetadata):
-    """What ranks have finished.
-
-    For each job it has how many ranks have ``done`` it, and how many of these have ``failed``.
-    """
+    """What ranks have finished. For each job it has how many ranks have ``done`` it, and how many
+    of these have ``failed``."""
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)

@@ -38,12 +38,9 @@ cost, and a batch that exceeds its CUDA graph is launched kernel by kernel.
 
 
 class Rate:
-    """An amount per second: the ratio of two exponential moving averages.
-
-    A mean of ratios would mostly follow the shortest times, which are the least exact.
-
-    ``initial`` is the rate before the first measurement of at least ``minimum``.
-    """
+    """An amount per second: the ratio of two exponential moving averages. A mean of ratios would
+    mostly follow the shortest times, which are the least exact. ``initial`` is the rate before the
+    first measurement of at least ``minimum``."""
 
     def __init__(self, initial: float, minimum: float) -> None:
         self.value = initial

@@ -37,21 +37,16 @@ class LoadPlanner:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of loads that are before a load of the next step on the link.
-
-        Those within steps are not among them once their step was built, although the ranks have not
-        reported them: a load begins when the work of earlier steps has ended, and that waits for
-        its own loads.
-        """
+        """Bytes of loads that are before a load of the next step on the link. Those within steps
+        are not among them once their step was built, although the ranks have not reported them: a
+        load begins when the work of earlier steps has ended, and that waits for its own loads."""
         jobs = self._controller.jobs
         self._queued = {job: size for job, size in self._queued.items() if job in jobs}
         return sum(self._queued.values())
 
     def issue(self, state: RequestState, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """Issue the load of the state's offer, of which vLLM has accepted ``external`` tokens.
-
-        ``block_ids`` are the blocks that vLLM has allocated for it, by the group's number.
-        """
+        ``block_ids`` are the blocks that vLLM has allocated for it, by the group's number."""
         chosen = state.chosen
         if chosen is None:
             warning_once("host KV cache: vLLM accepted tokens that were not offered")
@@ -118,9 +113,8 @@ class LoadPlanner:
 
     def _fail_load(self, state: RequestState, blocks: Collection[int]) -> None:
         """Let the ranks report an impossible load as failed, because vLLM expects it from them.
-
-        ``blocks`` are those that the next step reads, none if the request waits outside of steps.
-        """
+        ``blocks`` are those that the next step reads, none if the request waits outside of
+        steps."""
         state.suspect = True
         if blocks:
             self._next.failed_blocks += blocks

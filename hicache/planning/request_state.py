@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chosen:
-    """The load that the last lookup offered: of the tokens ``start`` to ``end``.
-
-    ``layerwise`` says whether the request's first step loads them, layer by layer.
-    """
+    """The load that the last lookup offered: of the tokens ``start`` to ``end``. ``layerwise`` says
+    whether the request's first step loads them, layer by layer."""
 
     start: int
     end: int
@@ -30,11 +28,9 @@ class Chosen:
 
 
 class Keys(Sequence[PageKey]):
-    """The keys of a request's full blocks in one group, made when they are first asked for.
-
-    So a long prompt takes no longer than the pages that are looked at, and no key is made twice,
-    although vLLM looks a waiting request up in every step.
-    """
+    """The keys of a request's full blocks in one group, made when they are first asked for. So a
+    long prompt takes no longer than the pages that are looked at, and no key is made twice,
+    although vLLM looks a waiting request up in every step."""
 
     def __init__(self, request: Request, group: Group, salt: bytes) -> None:
         self._request, self._salt = request, salt
@@ -60,10 +56,8 @@ class Keys(Sequence[PageKey]):
         return self.leading(place + 1)[place]
 
     def leading(self, count: int) -> list[PageKey]:
-        """The keys of at least the first ``count`` blocks, as far as they are full.
-
-        The list is the one that is kept. It is not to be changed.
-        """
+        """The keys of at least the first ``count`` blocks, as far as they are full. The list is the
+        one that is kept. It is not to be changed."""
         hashes, step, made = self._request.block_hashes, self._step, self._made
         # A session that goes on replaces its last blocks. Each hash covers all blocks before.
         if made and hashes[len(made) * step - 1 : len(made) * step] != [self._last]:
@@ -113,10 +107,8 @@ class RequestState:
 
     @property
     def volatile(self) -> bool:
-        """Whether the request's KV must not outlive the engine.
-
-        With LoRA it must not, because vLLM's block hash covers an adapter's name, not its weights.
-        """
+        """Whether the request's KV must not outlive the engine. With LoRA it must not, because
+        vLLM's block hash covers an adapter's name, not its weights."""
         return self.request.lora_request is not None
 
     def due(self, tokens: int) -> bool:
@@ -151,10 +143,8 @@ class Recency:
         self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
 
     def ended(self, keys: Mapping[int, Sequence[PageKey]], tokens: int) -> None:
-        """Note that a request has ended that has computed ``tokens`` tokens.
-
-        ``keys`` are those of its full blocks, by the group's number.
-        """
+        """Note that a request has ended that has computed ``tokens`` tokens. ``keys`` are those of
+        its full blocks, by the group's number."""
         pages = [
             (number * group.block_tokens, key, page.ready)
             for group in self._groups

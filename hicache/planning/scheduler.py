@@ -117,10 +117,8 @@ class HiCacheScheduler:
         return (0, False) if chosen is None else (chosen.end - computed, not chosen.layerwise)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Issue the load of an offer of which vLLM has accepted ``external`` tokens.
-
-        Without any, the next step computes the request as it is.
-        """
+        """Issue the load of an offer of which vLLM has accepted ``external`` tokens. Without any,
+        the next step computes the request as it is."""
         state = self.state_of(request)
         if external:
             self._loads.issue(state, blocks.get_block_ids(), external)
@@ -260,18 +258,14 @@ class HiCacheScheduler:
         return bool(self.controller.jobs or self._early_stores)
 
     def reset(self) -> bool:
-        """Forget every page, and store new ones where no other engine finds them.
-
-        A cache is reset because its pages are no longer right, so the namespace may not be either.
-        """
+        """Forget every page, and store new ones where no other engine finds them. A cache is reset
+        because its pages are no longer right, so the namespace may not be either."""
         self._forget()
         return self.storage_reads is None or self.storage_reads.reset()
 
     def changed(self, change: Change) -> None:
-        """Find no page of before the change any more; see :class:`Change`.
-
-        Pages that are in storage already stay there, as they belong to the namespace's weights.
-        """
+        """Find no page of before the change any more; see :class:`Change`. Pages that are in
+        storage already stay there, as they belong to the namespace's weights."""
         if change is Change.WEIGHTS:
             self._forget()
             if self.storage_reads is not None:
@@ -327,10 +321,8 @@ class HiCacheScheduler:
         return sorted(self.controller.jobs_reading(given))
 
     def _surviving(self, output: SchedulerOutput) -> list[CacheOperation]:
-        """The stores of freed blocks that are still possible; the others are cancelled.
-
-        vLLM zeroes their blocks before the ranks get this step's metadata.
-        """
+        """The stores of freed blocks that are still possible; the others are cancelled. vLLM zeroes
+        their blocks before the ranks get this step's metadata."""
         zeroed = set(output.new_block_ids_to_zero or ())
         kept = []
         for operation in self._early_stores:

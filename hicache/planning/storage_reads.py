@@ -53,9 +53,7 @@ class StorageReads:
 
     def arrived(self, state: RequestState, limit: int) -> None:
         """Begin to read pages that a new request can use and that host memory does not have.
-
-        ``limit`` is the most tokens that its prefix may have.
-        """
+        ``limit`` is the most tokens that its prefix may have."""
         local = self._on_device(state)
         keys, tokens = self._wanted(state, local, limit)
         if not keys:
@@ -72,9 +70,7 @@ class StorageReads:
 
     def may_run(self, state: RequestState, others: bool) -> bool:
         """Whether a request need not wait for its prefetch; then reads that have not begun end.
-
-        ``others`` says whether other requests run meanwhile.
-        """
+        ``others`` says whether other requests run meanwhile."""
         entry = self._running.get(state.request.request_id)
         if entry is None:
             return True
@@ -124,11 +120,9 @@ class StorageReads:
         return self.tier.reset()
 
     def _wanted(self, state: RequestState, local: int, limit: int) -> tuple[list[PageKey], int]:
-        """The pages to read for a request, and the number of their tokens.
-
-        They complete the longest prefix of at most ``limit`` tokens that the device, with
-        ``local`` tokens, host memory and storage have together.
-        """
+        """The pages to read for a request, and the number of their tokens. They complete the
+        longest prefix of at most ``limit`` tokens that the device, with ``local`` tokens, host
+        memory and storage have together."""
         stored: dict[PageKey, bool] = {}
 
         def there(group: int, block: int) -> bool:
@@ -163,10 +157,8 @@ class StorageReads:
         return wanted, tokens
 
     def _on_host(self, key: PageKey) -> bool:
-        """Whether host memory has a page, and no other request is still reading it.
-
-        The load of such a page is shared, but each request has its own deadline.
-        """
+        """Whether host memory has a page, and no other request is still reading it. The load of
+        such a page is shared, but each request has its own deadline."""
         return self._index.get(key) is not None and not self.tier.is_incoming(key)
 
     def _on_device(self, state: RequestState) -> int:

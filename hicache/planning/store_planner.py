@@ -42,10 +42,8 @@ class TouchCounter:
 
 
 class StorePlanner:
-    """Plans stores as the option ``write_policy`` says.
-
-    If drafts are verified (``speculative``), the KV of the last known token may change.
-    """
+    """Plans stores as the option ``write_policy`` says. If drafts are verified (``speculative``),
+    the KV of the last known token may change."""
 
     def __init__(
         self,

@@ -81,10 +81,8 @@ def guarded(backend: StorageBackend) -> Guarded:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a signal's handler has raised, and by chance within the store's call.
-
-    vLLM's engine ends by a ``SystemExit`` of its handler. Handlers run on the main thread alone.
-    """
+    """Whether a signal's handler has raised, and by chance within the store's call. vLLM's engine
+    ends by a ``SystemExit`` of its handler. Handlers run on the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if isinstance(error, KeyboardInterrupt):

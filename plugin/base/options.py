@@ -87,11 +87,8 @@ class GraftSection(Section):
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> Self | None:
-        """The section of ``vllm_config.additional_config``; None where it is not given.
-
-        Raises:
-            ConfigError: for a wrong key or value.
-        """
+        """The section of ``vllm_config.additional_config``; None where it is not given. Raises
+        `ConfigError` for a wrong key or value."""
         additional = vllm_config.additional_config
         sections = additional.get(KEY) if isinstance(additional, Mapping) else None
         if not isinstance(sections, Mapping) or sections.get(cls.NAME) is None:
@@ -100,10 +97,8 @@ class GraftSection(Section):
 
 
 def with_section(vllm_config: Any, name: str, **values: object) -> None:
-    """Set keys of a section that ``vllm_config.additional_config`` has.
-
-    The user's own mapping is not changed, because another engine may be made of it.
-    """
+    """Set keys of a section that ``vllm_config.additional_config`` has. The user's own mapping is
+    not changed, because another engine may be made of it."""
     additional = vllm_config.additional_config
     sections = additional[KEY]
     section = {**sections[name], **values}

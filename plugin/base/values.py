@@ -47,11 +47,8 @@ def shown(value: object) -> str:
 
 
 def lever(name: str) -> int | None:
-    """The whole number in an environment variable for debugging; None where it is not set.
-
-    Raises:
-        ConfigError: if it is no number from 0 on.
-    """
+    """The whole number in an environment variable for debugging; None where it is not set. Raises
+    `ConfigError` if it is no number from 0 on."""
     text = os.environ.get(name, "")
     if text and not text.isdecimal():
         raise ConfigError(

@@ -37,11 +37,8 @@ class Entry:
         self.check()
 
     def check(self) -> None:
-        """Refuse an entry that no configuration could name, or that could never be loaded.
-
-        Raises:
-            HookError: says what is wrong with it.
-        """
+        """Refuse an entry that no configuration could name, or that could never be loaded. Raises
+        `HookError`, which says what is wrong with it."""
         kind = type(self).__name__
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
             raise HookError(f"{kind}: name={shown(self.name)} must be a text that can be printed")
@@ -54,12 +51,8 @@ class Entry:
             )
 
     def resolve(self) -> Any:
-        """Import and return the object.
-
-        Raises:
-            EntryError: if it cannot be had, for whatever reason, an exit of the interpreter
-                included.
-        """
+        """Import and return the object. Raises `EntryError` if it cannot be had, for whatever
+        reason, an exit of the interpreter included."""
         return self._loaded(self.load)
 
     def _loaded(self, load: str | Callable[[], Any]) -> Any:
@@ -144,10 +137,8 @@ class TreePolicy(Entry):
 
 
 class DraftGraphRunner(Entry):
-    """Resolves to a subclass of ``vllm_graft.graph_runners.language.draft.DraftGraphRunner``.
-
-    Built as ``(vllm_config, device, cudagraph_mode, topk)``; for a chain topk is 1.
-    """
+    """Resolves to a subclass of ``vllm_graft.graph_runners.language.draft.DraftGraphRunner``. Built
+    as ``(vllm_config, device, cudagraph_mode, topk)``; for a chain topk is 1."""
 
 
 class VitGraphRunner(Entry):

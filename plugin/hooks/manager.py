@@ -60,11 +60,9 @@ class Offer:
 
 
 class Manager:
-    """Loads the plugins of the entry-point group ``vllm_graft`` and collects their entries.
-
-    A third party that fails in any way (import, registration, a hook; an exit of the interpreter
-    too) is set aside, named in one warning and kept in :attr:`broken`; everyone else goes on.
-    """
+    """Loads the plugins of the entry-point group ``vllm_graft`` and collects their entries. A third
+    party that fails in any way (import, registration, a hook; an exit of the interpreter too) is
+    set aside, named in one warning and kept in :attr:`broken`; everyone else goes on."""
 
     def __init__(self, entry_points: Iterable[importlib.metadata.EntryPoint] = ()) -> None:
         self.providers: list[Provider] = []
@@ -105,10 +103,7 @@ class Manager:
 
     def choose(self, hook: str, name: str, path: str) -> Offer:
         """The entry called ``name``; a third party's wins over ours. ``path`` is its full flag.
-
-        Raises:
-            EntryError: if nobody, or more than one third party, offers ``name``.
-        """
+        Raises `EntryError` if nobody, or more than one third party, offers ``name``."""
         offers = self.offers(hook)
         matching = [offer for offer in offers if offer.entry.name == name]
         if not matching:
@@ -201,8 +196,5 @@ def manager() -> Manager:
 
 def resolve(hook: str, name: str, *path: str) -> Any:
     """The object of the entry that the configuration names at a path, as ``"tree", "policy"``.
-
-    Raises:
-        EntryError: see :meth:`Manager.choose`.
-    """
+    Raises `EntryError`: see :meth:`Manager.choose`."""
     return manager().choose(hook, name, flag(*path)).entry.resolve()

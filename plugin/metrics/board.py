@@ -39,10 +39,8 @@ COMMON = (
 
 
 class Series:
-    """One metric: its children by engine, and by the value of its label.
-
-    ``name`` is without ``_total``; ``logger`` is vLLM's ``PrometheusStatLogger``.
-    """
+    """One metric: its children by engine, and by the value of its label. ``name`` is without
+    ``_total``; ``logger`` is vLLM's ``PrometheusStatLogger``."""
 
     def __init__(self, row: Metric, name: str, logger: Any) -> None:
         self.kind = row.kind

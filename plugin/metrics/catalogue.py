@@ -14,10 +14,8 @@ _HEADS = ("metric", "kind", "labels", "meaning")
 
 
 def catalogue(parts: Iterable[Part]) -> dict[str, list[Metric]]:
-    """The metrics of each part by its name; those of no part under an empty name.
-
-    Their names are those in ``/metrics``, a histogram's without its suffixes.
-    """
+    """The metrics of each part by its name; those of no part under an empty name. Their names are
+    those in ``/metrics``, a histogram's without its suffixes."""
     rows = {"": COMMON, **{part.name: part.metrics.rows for part in parts}}
     return {
         part: [replace(row, name=row.full_name(part)) for row in found]

@@ -29,10 +29,8 @@ def part_states(
     workers: Iterable[Mapping[str, Any]],
 ) -> list[State]:
     """The state of each part, and of what a worker declined within a part (``tree.head_dtype``).
-
     ``sections`` are those of the parts that are asked for, by name. ``workers`` says of each worker
-    what `vllm_graft.base.info.states` does.
-    """
+    what `vllm_graft.base.info.states` does."""
     active: set[str] = set()
     declined: dict[str, str] = {}
     for worker in workers:

@@ -36,21 +36,16 @@ News = dict[str, Number | dict[str, Number]]
 
 
 class Increments:
-    """Remembers a part's numbers, which count since the start, and says what has changed.
-
-    Numbers that no row names are passed over.
-    """
+    """Remembers a part's numbers, which count since the start, and says what has changed. Numbers
+    that no row names are passed over."""
 
     def __init__(self, rows: Iterable[Metric]) -> None:
         self._kinds = {row.key: row.kind for row in rows}
         self._known: dict[str, dict[str, Number]] = {}
 
     def take(self, numbers: Numbers) -> News:
-        """What has changed since the last call; empty if nothing has.
-
-        A counter that is lower than before has begun anew, in a process that was started again. Its
-        whole value is then new.
-        """
+        """What has changed since the last call; empty if nothing has. A counter that is lower than
+        before has begun anew, in a process that was started again. Its whole value is then new."""
         news: News = {}
         for key in self._kinds.keys() & numbers.keys():
             found = numbers[key]
@@ -114,9 +109,7 @@ class Relay:
 
     def step(self, output: Any, engine_outputs: Mapping[int, Any]) -> None:
         """Take in a step's ``ModelRunnerOutput``; put a message into its statistics if one is due.
-
-        ``engine_outputs`` is what goes to each API server. It never raises.
-        """
+        ``engine_outputs`` is what goes to each API server. It never raises."""
         try:
             self._step(output, engine_outputs)
         except Exception as error:

@@ -48,11 +48,8 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server's ``/metrics`` say.
-
-    ``numbers`` are metrics of ours that are not zero, summed over the engines, by name and label;
-    ``prompt_tokens`` are those of all prompts.
-    """
+    """What a server's ``/metrics`` say. ``numbers`` are metrics of ours that are not zero, summed
+    over the engines, by name and label; ``prompt_tokens`` are those of all prompts."""
 
     parts: list[PartInfo]
     numbers: dict[str, float] = field(default_factory=dict)
@@ -65,12 +62,9 @@ class ServerInfo:
 
 
 def ask(url: str) -> ServerInfo:
-    """Ask a server at an address like ``http://127.0.0.1:8000``.
-
-    Raises:
-        GraftError: if it can't be asked, does not answer within `SECONDS`, answers with more than
-            `MAX_BYTES`, or does not speak of vllm-graft.
-    """
+    """Ask a server at an address like ``http://127.0.0.1:8000``. Raises `GraftError` if it can't be
+    asked, does not answer within `SECONDS`, answers with more than `MAX_BYTES`, or does not speak
+    of vllm-graft."""
     head = f"--url {shown(_without_secrets(url))}"
     try:
         found = read(_page(url))
@@ -212,12 +206,9 @@ def _scheme(url: str) -> str:
 
 
 def answers(found: ServerInfo) -> dict[str, float]:
-    """What a person asks first.
-
-    ``trees``: the steps of requests in which one was verified; ``tokens_per_step``: their mean
-    yield; ``cached_share``: the part of all prompt tokens whose K/V came from host and storage.
-    What nothing was counted of is left out.
-    """
+    """What a person asks first. ``trees``: the steps of requests in which one was verified;
+    ``tokens_per_step``: their mean yield; ``cached_share``: the part of all prompt tokens whose K/V
+    came from host and storage. What nothing was counted of is left out."""
     told: dict[str, float] = {}
     if trees := found.numbers.get(f"{PREFIX}tree_trees_total"):
         accepted = found.numbers.get(f"{PREFIX}tree_nodes_accepted_total", 0.0)

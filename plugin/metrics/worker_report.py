@@ -40,10 +40,8 @@ class WorkerReport:
                 wrap(runner, name, self._after_sampling)
 
     def carried_by(self, output: Any) -> Any:
-        """The output of a step, with a report; it never raises.
-
-        It is a ``ModelRunnerOutput``, or an ``AsyncModelRunnerOutput`` that becomes one.
-        """
+        """The output of a step, with a report; it never raises. It is a ``ModelRunnerOutput``, or
+        an ``AsyncModelRunnerOutput`` that becomes one."""
         try:
             return self._carried_by(output)
         except Exception as error:

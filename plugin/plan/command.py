@@ -49,12 +49,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def begin(arguments: Sequence[str], text: str, quiet: Mapping[str, str]) -> int | None:
-    """Print a command's help if it is asked for, or nothing is; else set variables of logs that
-    the user left open.
-
-    Returns:
-        the exit status of help; None if the command has work to do.
-    """
+    """Print a command's help if it is asked for, or nothing is; else set variables of logs that the
+    user left open. Returns the exit status of help; None if the command has work to do."""
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(text)
         return 0 if arguments else 2

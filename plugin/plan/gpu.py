@@ -67,11 +67,7 @@ class Gpu:
 
     @classmethod
     def parse(cls, text: str) -> Gpu:
-        """Read ``H100`` or ``9.0:80GiB``.
-
-        Raises:
-            ConfigError: if the text has another form.
-        """
+        """Read ``H100`` or ``9.0:80GiB``. Raises `ConfigError` if the text has another form."""
         found = _FORM.fullmatch(NAMED.get(text.upper(), text))
         try:
             size = int(TypeAdapter(ByteSize).validate_python(found[3] if found else ""))
@@ -91,10 +87,7 @@ class Gpu:
 
 def pretend(gpu: Gpu) -> None:
     """Make this GPU vLLM's platform for the rest of this process, which must run nothing on it.
-
-    Raises:
-        ConfigError: if vLLM has chosen a platform in this process already.
-    """
+    Raises `ConfigError` if vLLM has chosen a platform in this process already."""
     platforms = sys.modules.get("vllm.platforms")
     if platforms is not None and vars(platforms)["_current_platform"] is not None:
         raise ConfigError(
@@ -179,10 +172,8 @@ def _answer_for_extensions() -> None:
 
 
 def _stand_in_for_kernels() -> None:
-    """Let the modules of models be imported, and models be built, where nothing can run.
-
-    They take operators and streams by name, and decorate kernels, but call none of them.
-    """
+    """Let the modules of models be imported, and models be built, where nothing can run. They take
+    operators and streams by name, and decorate kernels, but call none of them."""
     import torch
     from vllm.triton_utils import triton
 

@@ -51,12 +51,8 @@ def _layers(count: int) -> str:
 
 
 def memory_of(vllm_config: Any) -> tuple[list[Memory], str]:
-    """Memory by part, of a configuration that vLLM has completed.
-
-    Returns:
-        The rows, and why one request does not fit into the device; empty if it does, or if that
-        can't be told.
-    """
+    """Memory by part, of a configuration that vLLM has completed. Returns the rows, and why one
+    request does not fit into the device; empty if it does, or if that can't be told."""
     planned: Any = copy.copy(vllm_config)
     for name in ("cache_config", "compilation_config"):
         # Building a model writes into these.

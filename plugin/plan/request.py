@@ -33,10 +33,8 @@ class Request:
     @classmethod
     def parse(cls, arguments: Sequence[str], *, preset: bool = True) -> Request:
         """Read the flags as ``vllm serve`` does; with `preset`, ask for it without a part of ours.
-
-        Raises:
-            SystemExit: with status 2 for flags that vLLM's parser doesn't know; it prints why.
-        """
+        Raises `SystemExit` with status 2 for flags that vLLM's parser doesn't know; it prints
+        why."""
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         read = _parsed(arguments)
@@ -86,10 +84,8 @@ def _parsed(arguments: Sequence[str]) -> Any:
 
 
 def _added(engine: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Flags that ask for the preset; none where `graft` is asked for already.
-
-    The host cache is asked for elsewhere, and says nothing about the other parts.
-    """
+    """Flags that ask for the preset; none where `graft` is asked for already. The host cache is
+    asked for elsewhere, and says nothing about the other parts."""
     additional = engine.additional_config
     if isinstance(additional, Mapping) and KEY in additional:
         return ()
@@ -101,10 +97,8 @@ def _added(engine: Any, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def inspecting() -> AbstractContextManager[Any]:
-    """Let this process inspect classes, which then may no longer fork.
-
-    A child process per class takes many seconds, and would not know of a GPU that is pretended.
-    """
+    """Let this process inspect classes, which then may no longer fork. A child process per class
+    takes many seconds, and would not know of a GPU that is pretended."""
     from vllm.model_executor.models import registry
 
     return mock.patch.object(registry, "_run_in_subprocess", _here)

@@ -125,11 +125,8 @@ def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> A
 def _take_images(
     vllm_config: Any, parts: set[str], target: Path, options: dict[str, Any]
 ) -> questions.Look | None:
-    """Let engines with these options take images, if a part has to do with them.
-
-    Returns:
-        what makes requests about images; None if these engines take none.
-    """
+    """Let engines with these options take images, if a part has to do with them. Returns what makes
+    requests about images; None if these engines take none."""
     if not parts & {"vit", "hicache"}:
         options["language_model_only"] = True
         return None
@@ -142,10 +139,8 @@ def _take_images(
 
 
 def _few_graphs(served: Any) -> dict[str, Any]:
-    """CUDA graphs that one request and a full batch fill, without torch.compile's time.
-
-    What lies between is padded, as in a server.
-    """
+    """CUDA graphs that one request and a full batch fill, without torch.compile's time. What lies
+    between is padded, as in a server."""
     rows = (1, _TOPK, _NODES + 1)
     sizes = {count * each for count in (1, questions.REQUESTS) for each in rows}
     mode = served.cudagraph_mode.name

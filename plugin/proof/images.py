@@ -34,11 +34,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def link_processor(model: Any, folder: Path) -> None:
-    """Put a model's files but for its weights and configuration into a folder.
-
-    Raises:
-        GraftError: if they are neither here nor to be had.
-    """
+    """Put a model's files but for its weights and configuration into a folder. Raises `GraftError`
+    if they are neither here nor to be had."""
     from huggingface_hub import snapshot_download
 
     source = Path(model.model)

@@ -42,10 +42,8 @@ by the number of the round."""
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of token ids; `seed` None is greedy; `told` asks for logprobs, too.
-
-    `sight` is what an engine is given in the prompt's place if it has images.
-    """
+    """A prompt of token ids; `seed` None is greedy; `told` asks for logprobs, too. `sight` is what
+    an engine is given in the prompt's place if it has images."""
 
     prompt: tuple[int, ...]
     seed: int | None = None

@@ -18,10 +18,8 @@ _TEXTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plugin. Its own texts are those whose names begin with its name.
-
-    ``use`` tells a server to use it; ``$entry`` is the entry's name.
-    """
+    """A kind of plugin. Its own texts are those whose names begin with its name. ``use`` tells a
+    server to use it; ``$entry`` is the entry's name."""
 
     name: str
     hook: str
@@ -49,14 +47,9 @@ KINDS = {kind.name: kind for kind in (_TREE_POLICY, _EVICTION_POLICY)}
 
 
 def write(name: str, kind: str, parent: Path) -> Path:
-    """Write a distribution whose tests pass into a folder of its name; return the folder.
-
-    ``kind`` is a key of `KINDS`.
-
-    Raises:
-        ConfigError: for a name that no distribution or module may have, and for a folder that
-            exists already or can't be made.
-    """
+    """Write a distribution whose tests pass into a folder of its name; return the folder. ``kind``
+    is a key of `KINDS`. Raises `ConfigError` for a name that no distribution or module may have,
+    and for a folder that exists already or can't be made."""
     _require_name(name)
     folder = parent / name
     if folder.exists():

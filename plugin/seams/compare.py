@@ -81,10 +81,8 @@ class SeamReport:
 
 
 def provable(report: SeamReport) -> bool:
-    """Whether a proof may stand in for a row that has moved.
-
-    It may where the symbol is there and takes what it took, and its text alone is another.
-    """
+    """Whether a proof may stand in for a row that has moved. It may where the symbol is there and
+    takes what it took, and its text alone is another."""
     if report.ok or report.is_missing or report.seam.kind not in ("source", "order"):
         return False
     return head_of(report.found)[0] == head_of(report.seam.expected)[0]
@@ -112,21 +110,16 @@ def check_seams(
 
 
 def ledger_at(version: str, ledger: Sequence[Seam] | None = None) -> list[Seam]:
-    """The ledger with what a version of vLLM is expected to have.
-
-    Raises:
-        SeamError: if the text is no version.
-    """
+    """The ledger with what a version of vLLM is expected to have. Raises `SeamError` if the text is
+    no version."""
     minor = minor_of(version)
     asked = LEDGER if ledger is None else ledger
     return [seam.at(minor) for seam in asked if seam.since <= minor]
 
 
 def is_tested(version: str) -> bool:
-    """Whether our parts were tested with this vLLM's minor version.
-
-    A build between releases is numbered by the last one, however far it has gone on since.
-    """
+    """Whether our parts were tested with this vLLM's minor version. A build between releases is
+    numbered by the last one, however far it has gone on since."""
     return minor_of(version) in map(minor_of, TESTED_VLLM) and ".dev" not in version
 
 
@@ -137,10 +130,7 @@ def tested_text() -> str:
 
 def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
     """Refuse to go on with a vLLM whose symbols are not those that ``parts`` were written for.
-
-    Raises:
-        SeamError: names each symbol, what was expected and found, and vLLM's version.
-    """
+    Raises `SeamError`, which names each symbol, what was expected and found, and vLLM's version."""
     problems = [report.problem for report in check_seams(parts, ledger) if report.problem]
     if problems:
         raise SeamError(

@@ -80,10 +80,8 @@ def _member(form: Form, item: str) -> str:
 
 def fitting(found: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """Parameters that count for a caller who passes those ``wanted``; equal to them if they fit.
-
     Optional ones that nobody passes do not count, nor does whether one that is passed may be left
-    out. Optional ones are passed by name, in any order.
-    """
+    out. Optional ones are passed by name, in any order."""
     if wanted[-1:] == [NO_OTHER]:
         return [*found, NO_OTHER]
     kept = []
@@ -126,9 +124,7 @@ def normalized_hash(source: str) -> str:
 
 def normalized(source: str) -> str:
     """A source without comments, docstrings, types and texts that are put together for people.
-
-    Nothing of these changes what code does for its callers.
-    """
+    Nothing of these changes what code does for its callers."""
     return ast.unparse(ast.fix_missing_locations(_Bare().visit(ast.parse(textwrap.dedent(source)))))
 
 

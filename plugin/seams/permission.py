@@ -51,11 +51,8 @@ def proving() -> Iterator[Seen]:
 
 
 def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
-    """Refuse to go on with a vLLM that ``parts`` were neither written for nor proven with.
-
-    Raises:
-        SeamError: names each symbol, what was expected and found, and vLLM's version.
-    """
+    """Refuse to go on with a vLLM that ``parts`` were neither written for nor proven with. Raises
+    `SeamError`, which names each symbol, what was expected and found, and vLLM's version."""
     reports = [] if is_tested(vllm_version()) else compare.check_seams(parts, ledger)
     differ = [report for report in reports if report.problem]
     if not differ or not all(map(provable, differ)):
@@ -70,10 +67,8 @@ def require_seams(*parts: str, ledger: Sequence[Seam] | None = None) -> None:
 
 
 def unfit(parts: Collection[str]) -> str:
-    """Why parts can't run on the installed vLLM, whatever was proven; empty if they may.
-
-    This is for the frontend: it reads source files, and imports nothing.
-    """
+    """Why parts can't run on the installed vLLM, whatever was proven; empty if they may. This is
+    for the frontend: it reads source files, and imports nothing."""
     differ = differing(*parts)
     if isinstance(differ, str):
         return differ
@@ -84,10 +79,8 @@ def unfit(parts: Collection[str]) -> str:
 
 def refused(parts: Collection[str], vllm_config: Any) -> str:
     """Why parts can't run on the installed vLLM with a complete configuration; empty if they can.
-
     Proofs are looked for by the complete configuration alone, as vLLM fills in what they are bound
-    to.
-    """
+    to."""
     differ = differing(*parts)
     if (why := unfit(parts)) or isinstance(differ, str):
         return why
@@ -113,11 +106,8 @@ def refused(parts: Collection[str], vllm_config: Any) -> str:
 
 
 def admit(parts: Collection[str], vllm_config: Any) -> None:
-    """Refuse parts that were asked for by name, and say what stands in for tests.
-
-    Raises:
-        SeamError: with what differs, and with the command that may prove that it does no harm.
-    """
+    """Refuse parts that were asked for by name, and say what stands in for tests. Raises
+    `SeamError` with what differs, and with the command that may prove that it does no harm."""
     if not parts or _is_derived(vllm_config):
         return
     if _seen is not None:
@@ -141,11 +131,9 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
 
 
 def _is_derived(vllm_config: Any) -> bool:
-    """Whether vLLM made a configuration of one that was admitted before.
-
-    A worker does so for drafts, in an environment in which vLLM has set variables by then. The
-    worker's extension is set since the configuration was admitted.
-    """
+    """Whether vLLM made a configuration of one that was admitted before. A worker does so for
+    drafts, in an environment in which vLLM has set variables by then. The worker's extension is set
+    since the configuration was admitted."""
     if parent_process() is not None and vllm_config.parallel_config.worker_extension_cls:
         return True
     speculative = vllm_config.speculative_config

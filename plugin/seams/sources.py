@@ -34,11 +34,8 @@ class Found:
 
 
 class Sources:
-    """Python files below ``vllm``, in a wheel or in a folder that holds it.
-
-    Raises:
-        ConfigError: if there is no vLLM in it.
-    """
+    """Python files below ``vllm``, in a wheel or in a folder that holds it. Raises `ConfigError` if
+    there is no vLLM in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,32 +68,21 @@ class Sources:
         )
 
     def text(self, module: str) -> str:
-        """Source of a module.
-
-        Raises:
-            LookupError: if there is no such module.
-        """
+        """Source of a module. Raises `LookupError` if there is no such module."""
         name = self.file(module)
         if name is None:
             raise LookupError(f"No module named 'vllm.{module}'")
         return self._read(name)
 
     def find(self, path: str) -> Found:
-        """The definition of ``vllm.<path>``: the longest module, then names in it.
-
-        Re-exports, inherited members and star imports are followed within vLLM.
-
-        Raises:
-            LookupError: if it cannot be found.
-        """
+        """The definition of ``vllm.<path>``: the longest module, then names in it. Re-exports,
+        inherited members and star imports are followed within vLLM. Raises `LookupError` if it
+        cannot be found."""
         return self._find(path, _DEPTH)
 
     def member(self, found: Found, name: str) -> Found:
-        """A member of a class or module, where it is defined.
-
-        Raises:
-            LookupError: if it cannot be found.
-        """
+        """A member of a class or module, where it is defined. Raises `LookupError` if it cannot be
+        found."""
         if found.node is None:
             return self._in_module(found.module, [name], _DEPTH)
         return self._member(found, [name], _DEPTH)

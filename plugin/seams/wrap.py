@@ -106,10 +106,8 @@ def compose(target_model: nn.Module, vllm_config: VllmConfig, mixin: type[Any]) 
 
 
 class BuiltClasses:
-    """Classes of ours that were built in the place of vLLM's in this process.
-
-    ``does`` says what they do, for the log: ``drafts``.
-    """
+    """Classes of ours that were built in the place of vLLM's in this process. ``does`` says what
+    they do, for the log: ``drafts``."""
 
     def __init__(self, does: str) -> None:
         self._does = does
@@ -127,13 +125,9 @@ class BuiltClasses:
 def require_speculator(
     worker: Any, built: BuiltClasses, flag: str, asks_for: str, stock: str
 ) -> None:
-    """Check that a worker that has loaded its model drafts with one of our classes.
-
-    ``stock`` is the name of the class that would have built ours.
-
-    Raises:
-        NotActiveError: says what drafts in our place.
-    """
+    """Check that a worker that has loaded its model drafts with one of our classes. ``stock`` is
+    the name of the class that would have built ours. Raises `NotActiveError`, which says what
+    drafts in our place."""
     runner = getattr(worker, "model_runner", None)
     speculator = getattr(runner, "speculator", None)
     if type(speculator) in built:

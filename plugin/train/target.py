@@ -56,11 +56,8 @@ class Target:
 
     @classmethod
     def of(cls, model_config: Any) -> Target:
-        """Read vLLM's ``ModelConfig`` and the names of the checkpoint's tensors.
-
-        Raises:
-            ConfigError: no head can be trained for it, and why.
-        """
+        """Read vLLM's ``ModelConfig`` and the names of the checkpoint's tensors. Raises
+        `ConfigError` if no head can be trained for it, and why."""
         _require_trainable(model_config)
         text = model_config.hf_text_config
         layers, hidden = model_config.get_total_num_hidden_layers(), model_config.get_hidden_size()

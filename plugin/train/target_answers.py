@@ -61,9 +61,7 @@ def tokens_of(tokenizer: Any, text: Words, *, answer_follows: bool = True) -> li
 
 class Questions:
     """The questions of a job that one of several engines is asked, each with a number of its own.
-
-    Each question comes at one temperature, then, after all others had their turn, at the next.
-    """
+    Each question comes at one temperature, then, after all others had their turn, at the next."""
 
     def __init__(self, job: Job, tokenizer: Any, part: int, parts: int) -> None:
         self.job, self.tokenizer, self.part, self.parts = job, tokenizer, part, parts
@@ -118,11 +116,8 @@ class Answering:
         self.shows = shows
 
     def ask(self, questions: Iterator[Asked], seconds: float, what: str) -> None:
-        """Ask until `seconds` or the room for states are over, or all have answered.
-
-        Raises:
-            ConfigError: states can't be written.
-        """
+        """Ask until `seconds` or the room for states are over, or all have answered. Raises
+        `ConfigError` if states can't be written."""
         began, waiting = time.perf_counter(), dict[str, Entry]()
         questions = (each for each in questions if each[0].number not in self.done)
         with progress_bar(what, shows=self.shows) as bar:

@@ -94,10 +94,8 @@ class Ahead:
 
 
 class _Running:
-    """The process that compiles. It ends with this object, and with the worker's process.
-
-    The file `done` says that all is compiled; the descriptor `lock` keeps other workers off.
-    """
+    """The process that compiles. It ends with this object, and with the worker's process. The file
+    `done` says that all is compiled; the descriptor `lock` keeps other workers off."""
 
     def __init__(self, job: Job, done: Path, lock: int) -> None:
         self.began, self.done = time.monotonic(), done
@@ -169,10 +167,8 @@ def compile_ahead(
     launches: Collection[Launch], target: tuple[str, int, int], processes: int | None
 ) -> Ahead:
     """Begin to compile so many kernels at a time, or one per core, for a Triton ``GPUTarget``.
-
     Triton's cache on disk stays the one that it is now: torch's compiler would name another one for
-    this process as soon as it has compiled something.
-    """
+    this process as soon as it has compiled something."""
     ahead = Ahead(foretold=len(set(launches)))
     ordered = sorted(set(launches), key=lambda each: (each.name not in _SLOW, each.name))
     try:

@@ -106,10 +106,8 @@ def begin(drafter: Rehearsable) -> Ahead:
 
 def rehearse(drafter: Rehearsable, *, flash: bool) -> Rehearsed:
     """List what a drafter and its target will launch until the engine serves; `flash` says whether
-    FlashAttention 3 can take the pass over a tree's prefix.
-
-    Nothing of the drafter changes, and nothing is allocated or launched on its device.
-    """
+    FlashAttention 3 can take the pass over a tree's prefix. Nothing of the drafter changes, and
+    nothing is allocated or launched on its device."""
     launches: dict[Launch, None] = {}
     problems: list[str] = []
     try:

@@ -39,10 +39,8 @@ class Admission(Generic[K]):
         return self._counts[key] >= self.min_hits and key not in self.refused
 
     def is_hottest(self, key: K, live: Container[K]) -> bool:
-        """Whether no other key that may still get a graph has a higher count.
-
-        Captures are rationed, and the key that happens to come first is seldom the best one.
-        """
+        """Whether no other key that may still get a graph has a higher count. Captures are
+        rationed, and the key that happens to come first is seldom the best one."""
         mine = self._counts[key]
         return not any(
             count > mine and other not in live and other not in self.refused

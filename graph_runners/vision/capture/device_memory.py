@@ -47,10 +47,8 @@ def _up(size: int, unit: int) -> int:
 
 
 class ByteBudget:
-    """Bytes by owner, within a limit.
-
-    A shared pool is one owner, as it does not shrink when a graph is dropped.
-    """
+    """Bytes by owner, within a limit. A shared pool is one owner, as it does not shrink when a
+    graph is dropped."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -67,10 +65,8 @@ class ByteBudget:
 
 
 class Arena:
-    """Static buffers, one per name, dtype and shape of a row, which each replay writes anew.
-
-    A buffer that is too small is replaced; graphs that were captured with it keep it alive.
-    """
+    """Static buffers, one per name, dtype and shape of a row, which each replay writes anew. A
+    buffer that is too small is replaced; graphs that were captured with it keep it alive."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -24,11 +24,8 @@ Region = Callable[[], Any]
 
 
 class Captured:
-    """A captured region, and its `output`, which each replay writes anew.
-
-    The output does not keep its memory alive: it is valid until another region of the pool is
-    captured or replayed.
-    """
+    """A captured region, and its `output`, which each replay writes anew. The output does not keep
+    its memory alive: it is valid until another region of the pool is captured or replayed."""
 
     def __init__(self, graph: Any, output: Any) -> None:
         self._graph, self.output = graph, output
@@ -54,13 +51,9 @@ class _Address:
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the tensor's memory that does not keep it alive: later captures may use it.
-
-    A tensor that is empty, not contiguous or not on a CUDA device is returned itself.
-
-    Raises:
-        GraftError: if torch copies instead of making a view.
-    """
+    """A view of the tensor's memory that does not keep it alive: later captures may use it. A
+    tensor that is empty, not contiguous or not on a CUDA device is returned itself. Raises
+    `GraftError` if torch copies instead of making a view."""
     if not tensor.is_cuda or not tensor.is_contiguous() or tensor.nbytes == 0:
         return tensor
     raw = torch.as_tensor(_Address(tensor), device=tensor.device)
@@ -70,11 +63,9 @@ def borrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CaptureStream:
-    """A stream that captures run on or fork to; the default stream cannot be captured.
-
-    cuBLAS takes a workspace for each stream and keeps it, so there are few: see :func:`stream_of`.
-    `workspace` is its bytes, 0 before `warm`.
-    """
+    """A stream that captures run on or fork to; the default stream cannot be captured. cuBLAS takes
+    a workspace for each stream and keeps it, so there are few: see :func:`stream_of`. `workspace`
+    is its bytes, 0 before `warm`."""
 
     def __init__(self, device: torch.device) -> None:
         self.workspace = 0
@@ -83,11 +74,8 @@ class CaptureStream:
         self._warm = False
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run `work` after what the current stream has launched so far.
-
-        Until `join`, nothing that `work` reads may be freed or written, and its result may not be
-        read.
-        """
+        """Run `work` after what the current stream has launched so far. Until `join`, nothing that
+        `work` reads may be freed or written, and its result may not be read."""
         with self._forked():
             return work()
 
@@ -160,10 +148,8 @@ class GraphBackend:
         return sum(stream.workspace for stream in streams if stream is not None)
 
     def side_stream(self, room: int) -> CaptureStream | None:
-        """A second stream, which the device may run at the same time.
-
-        None if its workspace takes more than `room` bytes.
-        """
+        """A second stream, which the device may run at the same time. None if its workspace takes
+        more than `room` bytes."""
         # cuBLAS takes as much for it as for the first stream.
         if self._capture_stream.workspace > room:
             return None
@@ -194,11 +180,8 @@ class GraphBackend:
         torch.cuda.empty_cache()
 
     def capture(self, region: Region) -> Captured:
-        """Capture `region`, which the caller has run before with tensors of these shapes.
-
-        Raises:
-            Exception: whatever the region raises; no stream is left in capture mode.
-        """
+        """Capture `region`, which the caller has run before with tensors of these shapes. Raises
+        `Exception`: whatever the region raises; no stream is left in capture mode."""
         if self._pool is None:
             # A failed capture has spoilt the last pool; static buffers are not affected.
             self._open_pool(None)
@@ -214,20 +197,15 @@ class GraphBackend:
         return Captured(graph, pytree.tree_map_only(torch.Tensor, borrowed, output))
 
     def host_block(self, num_bytes: int) -> torch.Tensor:
-        """Host memory ``[num_bytes]`` of uint8 that the device can copy from and to.
-
-        Raises:
-            RuntimeError: if the host does not have it.
-        """
+        """Host memory ``[num_bytes]`` of uint8 that the device can copy from and to. Raises
+        `RuntimeError` if the host does not have it."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Run the body on the stream of captures.
-
-        cuBLAS keeps a workspace of 32 MiB for each stream that it was used on. vLLM captures on
-        another stream, so without this the passes at the start would cost a second workspace.
-        """
+        """Run the body on the stream of captures. cuBLAS keeps a workspace of 32 MiB for each
+        stream that it was used on. vLLM captures on another stream, so without this the passes at
+        the start would cost a second workspace."""
         with self._capture_stream.use():
             yield
 
@@ -314,11 +292,8 @@ def no_gc() -> Iterator[None]:
 
 
 def make_backend(device: torch.device) -> GraphBackend:
-    """The back end that captures on `device`.
-
-    Raises:
-        GraftError: if the device has no CUDA graphs.
-    """
+    """The back end that captures on `device`. Raises `GraftError` if the device has no CUDA
+    graphs."""
     if device.type == "cuda":
         return GraphBackend(device)
     raise GraftError(f"there are no CUDA graphs on the device {device}")

@@ -93,10 +93,8 @@ class FusedBlocks:
     def _norm(
         self, norm: Any, x: torch.Tensor, residual: torch.Tensor | None, rounded: bool
     ) -> Normed:
-        """The norm of ``x + residual``, ``[rows, 1, width]`` each, and the sum.
-
-        With `rounded`, the sum is rounded to its dtype before it is normalised.
-        """
+        """The norm of ``x + residual``, ``[rows, 1, width]`` each, and the sum. With `rounded`, the
+        sum is rounded to its dtype before it is normalised."""
         if isinstance(norm, RMSNorm):
             if self.norms and x.shape[0] >= FEWEST_ROWS:
                 return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon, rounded)

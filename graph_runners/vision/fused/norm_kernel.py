@@ -214,11 +214,9 @@ def add_layer_norm(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rms_norm(x + residual)`` and the sum, ``[..., width]`` each.
-
-    As `add_layer_norm`, with at least `FEWEST_ROWS` rows and a width that is a multiple of 128.
-    With `rounded`, the sum is rounded to its dtype before it is normalised.
-    """
+    """``rms_norm(x + residual)`` and the sum, ``[..., width]`` each. As `add_layer_norm`, with at
+    least `FEWEST_ROWS` rows and a width that is a multiple of 128. With `rounded`, the sum is
+    rounded to its dtype before it is normalised."""
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
     _rms_norm_kernel[(x.numel() // width,)](

@@ -80,9 +80,7 @@ def find_side_mergers(
     model: Any, side_stream: Callable[[], CaptureStream | None]
 ) -> SideMergers | None:
     """The mergers of a model's tower; None if no inner layer has one, or without a second stream.
-
-    `side_stream` gives that stream; it is called only if there are mergers.
-    """
+    `side_stream` gives that stream; it is called only if there are mergers."""
     visual = getattr(model, "visual", None)
     mergers = getattr(visual, "deepstack_merger_list", None)
     last = getattr(visual, "merger", None)

@@ -26,9 +26,7 @@ def same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
 
 def disagreement(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
     """How embeddings differ from the expected ones, ``[tokens, hidden]`` per item, in a sentence.
-
-    None if shapes and dtypes agree and errors are within `TOLERANCE`. Waits for the device.
-    """
+    None if shapes and dtypes agree and errors are within `TOLERANCE`. Waits for the device."""
     if len(found) != len(expected):
         return f"{len(found)} items instead of {len(expected)}"
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

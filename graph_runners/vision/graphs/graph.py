@@ -129,12 +129,8 @@ class PaddedGraph(TowerGraph):
     @staticmethod
     def filled(tower: Tower, rows: int, like: Item) -> Buffers:
         """The constants of a bucket that holds padding alone; host numbers are at their bounds.
-
-        `like` is an item of the bucket's modality and dtype.
-
-        Raises:
-            ValueError: if the tower has no padding for so many rows.
-        """
+        `like` is an item of the bucket's modality and dtype. Raises `ValueError` if the tower has
+        no padding for so many rows."""
         fill = tower.padding(like, rows)
         if not fill:
             raise ValueError(f"{type(tower).__name__} cannot fill {rows} rows")
@@ -150,10 +146,8 @@ class PaddedGraph(TowerGraph):
 
     def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
         """Copy metadata and data in; False if they do not fit, and it must not be replayed.
-
         `constants` are what :meth:`metadata` returned, only to be read; the items have `used`
-        patches.
-        """
+        patches."""
         if any(not self._fits(name, value) for name, value in constants.items()):
             return False
         if self._load_data(pieces) != used:

@@ -103,10 +103,8 @@ class GraphMemory:
             self.budget.owners["static"] = sum((*own, *self.arena.sizes))
 
     def add_capture(self, grown: int, peak: int, leave: int) -> bool:
-        """Account for a capture; False if less than `leave` bytes are left.
-
-        The pool grew by `grown` bytes, and the captured pass takes `peak` bytes at once.
-        """
+        """Account for a capture; False if less than `leave` bytes are left. The pool grew by
+        `grown` bytes, and the captured pass takes `peak` bytes at once."""
         self.budget.owners["pool"] += grown
         self.peak = max(self.peak, peak)
         if self.budget.free < leave:
@@ -154,10 +152,8 @@ class GraphMemory:
         return max(0, found - self._backend.reserved_static)
 
     def _scratch_need(self, need: MemoryNeed, room: int = 0) -> int:
-        """Bytes that the pool grows by for one more pass, and `room` bytes beside it.
-
-        A smaller graph fits into what a larger one has left in the pool, its output included. The
-        pool counts as at least as large as was estimated for the graphs that it holds.
-        """
+        """Bytes that the pool grows by for one more pass, and `room` bytes beside it. A smaller
+        graph fits into what a larger one has left in the pool, its output included. The pool counts
+        as at least as large as was estimated for the graphs that it holds."""
         found = scratch_bytes(self.margin * max(need.peak, self.peak) + room)
         return max(0, found - max(self.budget.owners["pool"], self._covered))

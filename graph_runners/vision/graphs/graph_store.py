@@ -58,11 +58,9 @@ class StoreRules:
 
 
 class GraphStore:
-    """Captures, verifies, measures, replays and evicts the graphs of one tower.
-
-    All graphs share one pool and one set of buffers for data, in `limit` bytes. `buckets` are the
-    padded graphs, by their number of patches.
-    """
+    """Captures, verifies, measures, replays and evicts the graphs of one tower. All graphs share
+    one pool and one set of buffers for data, in `limit` bytes. `buckets` are the padded graphs, by
+    their number of patches."""
 
     def __init__(
         self,
@@ -103,11 +101,9 @@ class GraphStore:
         self.open(None)
 
     def side_stream(self) -> CaptureStream | None:
-        """A second stream for captured work; None if it would take too much of the budget.
-
-        There is none where ranks share a tower: work on both streams would sum over the ranks, and
-        two sums at a time may run in another order on another rank.
-        """
+        """A second stream for captured work; None if it would take too much of the budget. There is
+        none where ranks share a tower: work on both streams would sum over the ranks, and two sums
+        at a time may run in another order on another rank."""
         if self.rules.lockstep:
             return None
         found = self.backend.side_stream(int(_SIDE_STREAM * self.budget.limit))
@@ -128,11 +124,9 @@ class GraphStore:
         return outputs
 
     def replay(self, replay: Replay, batch: VisionBatch) -> Outputs | None:
-        """The embeddings of the replay's items, in the order of its indices.
-
-        None if the graph does not take the items: an exact graph takes only data like those of its
-        capture, and a padded graph only what fits into its bucket.
-        """
+        """The embeddings of the replay's items, in the order of its indices. None if the graph does
+        not take the items: an exact graph takes only data like those of its capture, and a padded
+        graph only what fits into its bucket."""
         pieces = self.tower.data(batch.inputs, replay.indices)
         if isinstance(replay, ExactReplay):
             graph: TowerGraph = self.exact[replay.key]
@@ -175,11 +169,9 @@ class GraphStore:
     # Captures
 
     def capture_bucket(self, rows: int, segments: int, gain: bool) -> Reason | None:
-        """Capture the padded graph of a bucket of `rows` patches, with noise for inputs.
-
-        It holds at least so many attention segments. With `gain`, it has to be faster than the
-        eager pass. Returns why the graph was not kept; None if it was.
-        """
+        """Capture the padded graph of a bucket of `rows` patches, with noise for inputs. It holds
+        at least so many attention segments. With `gain`, it has to be faster than the eager pass.
+        Returns why the graph was not kept; None if it was."""
         inputs = self.tower.sample(rows)
         if inputs is None:
             return "no_sample"
@@ -207,10 +199,7 @@ class GraphStore:
         self, replay: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
     ) -> Reason | None:
         """Capture an exact graph with a replay's items of a batch; why it was not kept, if it was
-        not.
-
-        `eager` is the eager pass over these items, if there was one.
-        """
+        not. `eager` is the eager pass over these items, if there was one."""
         if eager is None:
             eager = self.measure(batch, replay.indices)
         constants = self.tower.constants(batch.pick(replay.indices))
@@ -281,10 +270,8 @@ class GraphStore:
     # Room
 
     def fits(self, rows: int) -> bool:
-        """Whether a bucket of so many patches leaves room for other graphs.
-
-        It is an estimate from eager passes on noise over fewer patches, which run once.
-        """
+        """Whether a bucket of so many patches leaves room for other graphs. It is an estimate from
+        eager passes on noise over fewer patches, which run once."""
         sample = min(rows, _SAMPLE_ROWS)
         if sample not in self._needs:
             self._needs[sample] = measure_need(self.tower, self.backend, sample)

@@ -69,10 +69,8 @@ class MetadataCache:
         return found
 
     def keep(self, key: Hashable, tensors: Buffers) -> bool:
-        """Copy tensors into the block under a new key.
-
-        False if there is no room, as the other keys are requested as often.
-        """
+        """Copy tensors into the block under a new key. False if there is no room, as the other keys
+        are requested as often."""
         if self._block is None:
             return False
         size = sum(aligned(value.nbytes) for value in tensors.values())

@@ -13,10 +13,8 @@ from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item, Tower
 
 @dataclass(frozen=True)
 class VisionBatch:
-    """Inputs of one encoder step, and its items, all of one modality, in the same order.
-
-    `rows` are the patches of all items.
-    """
+    """Inputs of one encoder step, and its items, all of one modality, in the same order. `rows` are
+    the patches of all items."""
 
     inputs: Inputs
     items: Sequence[Item]
@@ -40,10 +38,8 @@ Outputs = list[torch.Tensor]
 
 
 class EagerPass(NamedTuple):
-    """A measured pass of the model without graphs: what a graph is compared with.
-
-    `peak` is the bytes that it needed beyond those in use.
-    """
+    """A measured pass of the model without graphs: what a graph is compared with. `peak` is the
+    bytes that it needed beyond those in use."""
 
     batch: VisionBatch
     indices: Sequence[int]
@@ -58,11 +54,8 @@ LayoutKey = tuple[Hashable, int]
 
 @dataclass(frozen=True)
 class ExactReplay:
-    """A replay of the exact graph `key`.
-
-    `indices` are places of the items in the batch, in the order of the graph's rows, and `rows`
-    their patches.
-    """
+    """A replay of the exact graph `key`. `indices` are places of the items in the batch, in the
+    order of the graph's rows, and `rows` their patches."""
 
     indices: tuple[int, ...]
     rows: int
@@ -75,9 +68,7 @@ class ExactReplay:
 @dataclass(frozen=True)
 class PaddedReplay:
     """A replay of the padded graph of `bucket` patches; padding fills what the items leave.
-
-    `indices` and `rows` are those of the items, as in `ExactReplay`.
-    """
+    `indices` and `rows` are those of the items, as in `ExactReplay`."""
 
     indices: tuple[int, ...]
     rows: int

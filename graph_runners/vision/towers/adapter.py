@@ -24,11 +24,8 @@ _ATTRIBUTE = "_graft_vision_adapter"
 
 
 class VisionAdapter(Tower):
-    """Base of the adapters of a loaded model; it is built before memory is profiled.
-
-    Raises:
-        SeamError: if the installed vLLM differs in one of the adapter's `seams`.
-    """
+    """Base of the adapters of a loaded model; it is built before memory is profiled. Raises
+    `SeamError` if the installed vLLM differs in one of the adapter's `seams`."""
 
     seams = ""
     """The room of the ledger whose symbols the adapter needs, if any."""
@@ -52,11 +49,9 @@ class VisionAdapter(Tower):
 
 
 class FixedSizeAdapter(VisionAdapter):
-    """A tower whose images are all resized to one size, such as CLIP or SigLIP.
-
-    Data are one tensor ``[images, channels, height, width]``, and embeddings are ``[images, tokens,
-    hidden]``. A subclass gives `encode` and `patch_size`, and sets the attributes below.
-    """
+    """A tower whose images are all resized to one size, such as CLIP or SigLIP. Data are one tensor
+    ``[images, channels, height, width]``, and embeddings are ``[images, tokens, hidden]``. A
+    subclass gives `encode` and `patch_size`, and sets the attributes below."""
 
     pixels = "pixel_values"
     """The keyword argument that holds the images."""
@@ -119,10 +114,8 @@ class FixedSizeAdapter(VisionAdapter):
 def row_slices(
     tensor: torch.Tensor, lengths: Sequence[int], indices: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The rows of some items as views of a tensor; neighbours are one view.
-
-    The tensor is ``[sum(lengths), ...]``, the rows of all items one after the other.
-    """
+    """The rows of some items as views of a tensor; neighbours are one view. The tensor is
+    ``[sum(lengths), ...]``, the rows of all items one after the other."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)

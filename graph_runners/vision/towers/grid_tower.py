@@ -26,11 +26,9 @@ _SEGMENT = (4, 8)
 
 
 class GridTower(Tower):
-    """The tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V and Cohere Compass.
-
-    An item is a grid of patches, and all metadata follow from the grids. So the data are only the
-    pixels, ``[patches, features]``.
-    """
+    """The tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V and Cohere Compass. An item is a grid
+    of patches, and all metadata follow from the grids. So the data are only the pixels, ``[patches,
+    features]``."""
 
     def __init__(
         self, model: Any, config: EncoderCudaGraphConfig, device: torch.device, dtype: torch.dtype
@@ -150,10 +148,8 @@ class GridTower(Tower):
         }
 
     def sample(self, rows: int) -> Inputs | None:
-        """Two images of noise that fill 13/16 of the rows.
-
-        A bucket serves hardly less than that, as the next smaller one has 4/5 of its rows.
-        """
+        """Two images of noise that fill 13/16 of the rows. A bucket serves hardly less than that,
+        as the next smaller one has 4/5 of its rows."""
         first, second = self._grid(rows * 3 // 4), self._grid(rows // 16)
         grids = [grid for grid in (first, second) if grid[1]]
         if not grids:

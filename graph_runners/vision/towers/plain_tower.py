@@ -12,11 +12,9 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers, Inputs, Item, 
 
 
 class PlainTower(Tower):
-    """A tower that computes and copies all its buffers at each replay.
-
-    The protocol promises that a graph depends on these buffers alone. If an encoder has several
-    paths, the paths that a batch uses are captured together.
-    """
+    """A tower that computes and copies all its buffers at each replay. The protocol promises that a
+    graph depends on these buffers alone. If an encoder has several paths, the paths that a batch
+    uses are captured together."""
 
     def __init__(
         self, model: Any, config: EncoderCudaGraphConfig, max_items: int, max_frames: int

@@ -24,10 +24,8 @@ def tower_of(
     max_items: int,
     max_frames: int,
 ) -> Tower:
-    """The tower of a model: its adapter, or the tower that fits its protocol methods.
-
-    `config` is how the model describes itself. vLLM limits a batch's items and frames.
-    """
+    """The tower of a model: its adapter, or the tower that fits its protocol methods. `config` is
+    how the model describes itself. vLLM limits a batch's items and frames."""
     if (adapter := adapter_of(model)) is not None:
         return adapter
     stock = SupportsEncoderCudaGraph.postprocess_encoder_output
@@ -38,10 +36,8 @@ def tower_of(
 
 
 def obstacles(model: Any, tower: Tower, reads_device: bool) -> str | None:
-    """Why no batch of this model may be captured, in a word; None if it may.
-
-    With `reads_device`, captured regions may read device values on the host.
-    """
+    """Why no batch of this model may be captured, in a word; None if it may. With `reads_device`,
+    captured regions may read device values on the host."""
     layers = [layer for layer in model.modules() if isinstance(layer, MMEncoderAttention)]
     # Dynamic FP8 attention updates its scales and a Python counter in each pass.
     if any(getattr(layer, "_fp8_dynamic_scale", False) for layer in layers):

@@ -71,51 +71,39 @@ class Tower(ABC):
         self.fused, self.why_not_fused = "", why
 
     def decline(self, inputs: Inputs) -> str | None:
-        """Why graphs cannot serve these inputs, in a word to count by; None if they can.
-
-        A tower has to decline embeddings that the user has computed, as no encoder runs for them.
-        """
+        """Why graphs cannot serve these inputs, in a word to count by; None if they can. A tower
+        has to decline embeddings that the user has computed, as no encoder runs for them."""
         return "precomputed" if any("embeds" in name for name in inputs) else None
 
     @abstractmethod
     def items(self, inputs: Inputs) -> list[Item]:
-        """The items, in the order of the inputs.
-
-        This runs in each encoder step, so it must not wait for the device.
-        """
+        """The items, in the order of the inputs. This runs in each encoder step, so it must not
+        wait for the device."""
 
     @abstractmethod
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
-        """The tensors of these items, by the name of the buffer that they are copied to.
-
-        The pieces of a buffer follow each other along its first dimension, in the order of
-        `indices`. They should be views where possible.
-        """
+        """The tensors of these items, by the name of the buffer that they are copied to. The pieces
+        of a buffer follow each other along its first dimension, in the order of `indices`. They
+        should be views where possible."""
 
     def constants(self, items: Sequence[Item]) -> Buffers:
-        """Tensors that follow from the layouts alone, by name: positions, segment offsets.
-
-        A host tensor without dimensions is a number that kernels read on the host, so a graph
-        freezes it.
-        """
+        """Tensors that follow from the layouts alone, by name: positions, segment offsets. A host
+        tensor without dimensions is a number that kernels read on the host, so a graph freezes
+        it."""
         return {}
 
     @abstractmethod
     def forward(self, buffers: Buffers) -> Any:
-        """The region to capture, of data and constants by name; it returns a pytree of tensors.
-
-        It must neither wait for the device nor read a device value on the host.
-        """
+        """The region to capture, of data and constants by name; it returns a pytree of tensors. It
+        must neither wait for the device nor read a device value on the host."""
 
     @abstractmethod
     def split(
         self, output: Any, inputs: Inputs, indices: Sequence[int], items: Sequence[Item]
     ) -> list[torch.Tensor]:
-        """The embeddings ``[tokens, hidden]`` of each item of `indices`; views are allowed.
-
-        They must equal those of ``embed_multimodal``. `output` is what `forward` returned for these
-        items, and `inputs` and `items` are those of the whole batch.
-        """
+        """The embeddings ``[tokens, hidden]`` of each item of `indices`; views are allowed. They
+        must equal those of ``embed_multimodal``. `output` is what `forward` returned for these
+        items, and `inputs` and `items` are those of the whole batch."""
 
     @abstractmethod
     def eager(self, inputs: Inputs, indices: Sequence[int]) -> list[torch.Tensor]:
@@ -130,19 +118,15 @@ class Tower(ABC):
         return []
 
     def sample(self, rows: int) -> Inputs | None:
-        """Inputs of at most `rows` patches, to measure and verify buckets at the start.
-
-        They should leave a tail to be padded, as a bucket is kept if it is faster with them. A
-        tower that has `padding` has to give them.
-        """
+        """Inputs of at most `rows` patches, to measure and verify buckets at the start. They should
+        leave a tail to be padded, as a bucket is kept if it is faster with them. A tower that has
+        `padding` has to give them."""
         return None
 
     def padding(self, like: Item, rows: int) -> list[Item] | None:
-        """Items of exactly `rows` patches that fill a batch up; None if there are none.
-
-        Their segments are short. A tower with buckets also gives `unit`, `sample` and `bounds`.
-        `like` is an item of the batch, for its modality and dtype.
-        """
+        """Items of exactly `rows` patches that fill a batch up; None if there are none. Their
+        segments are short. A tower with buckets also gives `unit`, `sample` and `bounds`. `like` is
+        an item of the batch, for its modality and dtype."""
         return None
 
     def bounds(self, rows: int) -> Buffers:

@@ -36,11 +36,8 @@ SHARE_SECONDS = 0.5
 
 
 class Directory:
-    """``<root>/<namespace in hex>``, made if missing, locked until :meth:`close`.
-
-    Raises:
-        ConfigError: if it cannot be created or written to, or another process has it open.
-    """
+    """``<root>/<namespace in hex>``, made if missing, locked until :meth:`close`. Raises
+    `ConfigError` if it cannot be created or written to, or another process has it open."""
 
     def __init__(self, root: Path, namespace: bytes) -> None:
         self.path = root / namespace.hex()
@@ -134,11 +131,8 @@ class Directory:
 
 def require_folder(path: Path, max_bytes: int) -> None:
     """Refuse a root, which may be missing, that a store could not use. It leaves nothing behind.
-
-    Raises:
-        ConfigError: if it cannot be created or written to, its lock file is another user's, or its
-            file system is smaller than ``max_bytes``.
-    """
+    Raises `ConfigError` if it cannot be created or written to, its lock file is another user's, or
+    its file system is smaller than ``max_bytes``."""
     if problem := _problem(path):
         raise ConfigError(
             f"{option_flag('storage', 'path')}: {str(path)!r} cannot be used: {problem}. Give a "

@@ -51,10 +51,8 @@ _PUT, _REMOVED = 1, 2
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """The content of a record's header whose own checksum agrees.
-
-    ``length`` counts the page's bytes; ``digest`` is the expected checksum of header and page.
-    """
+    """The content of a record's header whose own checksum agrees. ``length`` counts the page's
+    bytes; ``digest`` is the expected checksum of header and page."""
 
     key: PageKey
     namespace: bytes
@@ -119,11 +117,9 @@ class HeaderCheck(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the index: the place of a record, or the note that a page was removed.
-
-    ``offset`` is that of the record's header in the data file, ``length`` counts the page's bytes;
-    both are 0 if the page was removed.
-    """
+    """An entry of the index: the place of a record, or the note that a page was removed. ``offset``
+    is that of the record's header in the data file, ``length`` counts the page's bytes; both are 0
+    if the page was removed."""
 
     key: PageKey
     offset: int

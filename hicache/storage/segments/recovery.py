@@ -51,11 +51,8 @@ class Recovered:
 
 
 def recover(files: Files, directory: Path, number: int, namespace: bytes) -> Recovered:
-    """Open segment ``number``, cut its incomplete end, and write the missing index entries.
-
-    Raises:
-        OSError: if the medium fails. A missing file is no failure.
-    """
+    """Open segment ``number``, cut its incomplete end, and write the missing index entries. Raises
+    `OSError` if the medium fails. A missing file is no failure."""
     try:
         fd = files.open(data_path(directory, number))
     except FileNotFoundError:

@@ -171,11 +171,9 @@ class Segment:
 
 
 class DataLostError(OSError):
-    """The system could not make written records durable, so the segment has to be dropped.
-
-    The kernel may have marked the memory pages clean, so that a second fdatasync would succeed
-    although the data is lost ("fsyncgate", LWN 752063).
-    """
+    """The system could not make written records durable, so the segment has to be dropped. The
+    kernel may have marked the memory pages clean, so that a second fdatasync would succeed although
+    the data is lost ("fsyncgate", LWN 752063)."""
 
 
 def data_path(directory: Path, number: int) -> Path:

@@ -81,12 +81,9 @@ class Space:
         return bytes_alone(length) <= self._segment_bytes
 
     def reserve(self, files: Files, length: int) -> tuple[Segment, int] | None:
-        """Reserve room for a page of ``length`` bytes.
-
-        Returns:
-            The segment, in whose ``users`` and ``writing`` the caller is counted, and the offset of
-            the record. None if a new segment is needed and there is no room for it.
-        """
+        """Reserve room for a page of ``length`` bytes. Returns the segment, in whose ``users`` and
+        ``writing`` the caller is counted, and the offset of the record. None if a new segment is
+        needed and there is no room for it."""
         segment = self.active
         needed = length + OVERHEAD_BYTES
         if segment is not None and segment.most_bytes + needed > self._segment_bytes:
@@ -107,10 +104,8 @@ class Space:
 
     def relieve(self, files: Files, error: OSError) -> bool:
         """Do what helps after the medium has refused a write; return whether a second try is due.
-
         If a file may not grow any further, records go to the next one. If the disk or a quota is
-        full below our own limit, our segment that was unused longest is deleted.
-        """
+        full below our own limit, our segment that was unused longest is deleted."""
         if self._directory.removed():
             return self._renew(files)
         if error.errno not in (*_NO_ROOM, errno.EFBIG):
@@ -160,10 +155,8 @@ class Space:
             self.active = None
 
     def drop(self, segment: Segment) -> bool:
-        """Delete a segment and forget its pages; False if the medium refused to delete it.
-
-        Where the directory was removed, a file of its name may be another process's, and stays.
-        """
+        """Delete a segment and forget its pages; False if the medium refused to delete it. Where
+        the directory was removed, a file of its name may be another process's, and stays."""
         segment.dropped = True
         self.sealed.pop(segment.number, None)
         if self.active is segment:
@@ -237,10 +230,8 @@ class Space:
         return False
 
     def _make_room(self, needed: int) -> bool:
-        """Claim ``needed`` bytes more; False if that is impossible.
-
-        To make room, it deletes our own surplus, and then namespaces that no process has open.
-        """
+        """Claim ``needed`` bytes more; False if that is impossible. To make room, it deletes our
+        own surplus, and then namespaces that no process has open."""
         with self._directory.root_locked() as alone:
             if not alone:
                 return False

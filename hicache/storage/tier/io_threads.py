@@ -26,9 +26,7 @@ Done = TypeVar("Done")
 
 class JobQueue(ABC, Generic[Job, Done]):
     """Jobs that wait, run and have ended. Its threads do not delay the end of the process.
-
-    Attributes of subclasses have to be set before ``__init__`` starts the threads.
-    """
+    Attributes of subclasses have to be set before ``__init__`` starts the threads."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._queue: deque[Job] = deque()
@@ -85,9 +83,7 @@ Parts = tuple[tuple[PageKey, memoryview], ...]
 @dataclass(eq=False)
 class Load:
     """The read of one page for operations that wait for it, with the key's index in each.
-
-    ``status`` is None before the read, and if the load was cancelled before a thread began it.
-    """
+    ``status`` is None before the read, and if the load was cancelled before a thread began it."""
 
     page: Page
     parts: Parts
@@ -116,11 +112,8 @@ class Loader(JobQueue[Load, Load]):
                 self._finished.append(load)
 
     def close(self, timeout: float) -> bool:
-        """Finish all queued loads without a read, wait for the others, and end the threads.
-
-        Returns:
-            False if a read has not ended after ``timeout`` seconds. It still writes to its slot.
-        """
+        """Finish all queued loads without a read, wait for the others, and end the threads. Returns
+        False if a read has not ended after ``timeout`` seconds. It still writes to its slot."""
         with self._changed:
             self._finished.extend(self._queue)
             self._queue.clear()
@@ -190,11 +183,8 @@ class WriteBehind(JobQueue[Write, tuple[Page, Outcome]]):
             self._changed.wait_for(lambda: not self._busy)
 
     def close(self, timeout: float) -> bool:
-        """Carry out waiting writes for at most ``timeout`` seconds, and end the threads.
-
-        Returns:
-            False if a write has not ended by then.
-        """
+        """Carry out waiting writes for at most ``timeout`` seconds, and end the threads. Returns
+        False if a write has not ended by then."""
         end = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: not self._queue and not self._busy, timeout)

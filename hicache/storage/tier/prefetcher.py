@@ -29,11 +29,9 @@ owner's thread some time, when it begins and at every poll."""
 
 
 class Prefetcher:
-    """Runs prefetch operations with I/O threads and a budget of bytes.
-
-    All operations together have at most ``budget_bytes`` of slots in flight; a larger page is
-    loaded alone. ``parts`` gives the parts of a page, and ``clock`` monotonic seconds.
-    """
+    """Runs prefetch operations with I/O threads and a budget of bytes. All operations together have
+    at most ``budget_bytes`` of slots in flight; a larger page is loaded alone. ``parts`` gives the
+    parts of a page, and ``clock`` monotonic seconds."""
 
     def __init__(
         self,
@@ -60,11 +58,9 @@ class Prefetcher:
     def start(
         self, request_id: str, keys: Sequence[PageKey], timeout: float | None = None
     ) -> PrefetchOperation:
-        """Begin to load ``keys``, which are ordered by block, then by pool.
-
-        Loading stops at the first page that storage does not have, because the pages after it are
-        useless. The request waits ``timeout`` seconds from now, or not at all.
-        """
+        """Begin to load ``keys``, which are ordered by block, then by pool. Loading stops at the
+        first page that storage does not have, because the pages after it are useless. The request
+        waits ``timeout`` seconds from now, or not at all."""
         deadline = None if timeout is None else self._clock() + timeout
         with self._owner:
             keys = () if self._closed else keys
@@ -78,10 +74,8 @@ class Prefetcher:
         return key in self._loads
 
     def poll(self) -> list[PrefetchOperation]:
-        """Take in finished loads, begin loads that fit into the budget, and apply deadlines.
-
-        It never waits for I/O. Each operation that has ended is returned once.
-        """
+        """Take in finished loads, begin loads that fit into the budget, and apply deadlines. It
+        never waits for I/O. Each operation that has ended is returned once."""
         with self._owner:
             for operation in self._active:
                 operation.expire()
@@ -94,11 +88,8 @@ class Prefetcher:
             return ended
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Cancel all operations, wait for reads in flight, and give back all slots.
-
-        Returns:
-            False if a read has not ended after ``timeout`` seconds. Its slot is not given back.
-        """
+        """Cancel all operations, wait for reads in flight, and give back all slots. Returns False
+        if a read has not ended after ``timeout`` seconds. Its slot is not given back."""
         with self._owner:
             self._closed = True
             for operation in self._active:

@@ -98,10 +98,8 @@ class StorageTier:
         }
 
     def prefetch(self, request_id: str, keys: Sequence[PageKey], tokens: int) -> PrefetchOperation:
-        """Begin to read pages, in the order in which they are useful, into host memory.
-
-        The deadline grows with the number of their tokens.
-        """
+        """Begin to read pages, in the order in which they are useful, into host memory. The
+        deadline grows with the number of their tokens."""
         options = self._options
         if options.policy == "best_effort":
             return self._prefetcher.start(request_id, keys)

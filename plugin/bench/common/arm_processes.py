@@ -80,13 +80,8 @@ def start(
     arms: Sequence[Arm], target: str | Path, make: Callable[[Any], Answering]
 ) -> dict[Arm, Connection]:
     """Start the engines of arms one after another, because vLLM measures how much memory is left.
-
     Where each is told the bytes of its K/V cache it need not, and they start together. `make` makes
-    of an engine what answers; it is pickled.
-
-    Raises:
-        BenchmarkError: an engine did not start.
-    """
+    of an engine what answers; it is pickled. Raises `BenchmarkError` if an engine did not start."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[Arm, Connection] = {}
     told = all("kv_cache_memory_bytes" in arm.options for arm in arms)

@@ -44,9 +44,7 @@ class Ask:
 @dataclass(frozen=True)
 class Measured:
     """Tokens per second, and the mean acceptance length (with the bonus token; 1 without drafts).
-
-    `step` is the mean time of one in seconds, 0 where it is unknown.
-    """
+    `step` is the mean time of one in seconds, 0 where it is unknown."""
 
     rate: float
     acceptance: float
@@ -68,10 +66,8 @@ class TooFewRequests(CannotAnswer):
 
 
 class ClosedLoop:
-    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back.
-
-    Each is a `Request`, or its prompt alone.
-    """
+    """Sends prompts, in turn, to a ``vllm.LLM`` that logs statistics; counts what comes back. Each
+    is a `Request`, or its prompt alone."""
 
     def __init__(self, llm: Any, prompts: Sequence[Any]) -> None:
         self._llm, self._engine = llm, llm.llm_engine
@@ -223,10 +219,8 @@ class Request:
     temperature: float | None = None
 
     def body(self, limit: int) -> dict[str, Any]:
-        """What the API's body says of the answer, which has `limit` tokens at most.
-
-        It has all of them, unless a schema says where it ends.
-        """
+        """What the API's body says of the answer, which has `limit` tokens at most. It has all of
+        them, unless a schema says where it ends."""
         most = min(limit, self.max_tokens or limit)
         said: dict[str, Any] = {"max_tokens": most, "ignore_eos": not self.schema}
         if self.schema:

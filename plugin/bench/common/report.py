@@ -51,9 +51,7 @@ def require_folder(flag: str, file: str | None) -> None:
 @dataclass(frozen=True)
 class Panel:
     """One diagram: a line of points (x, y) for each series, by its name, over the same axis.
-
-    ``log`` are the axes with a logarithmic scale: any of ``"x"``, ``"y"``, ``"xy"``, or ``""``.
-    """
+    ``log`` are the axes with a logarithmic scale: any of ``"x"``, ``"y"``, ``"xy"``, or ``""``."""
 
     title: str
     x: str
@@ -113,9 +111,7 @@ class TimeLimit:
 
     def within(self, cases: Sequence[T]) -> Iterator[T]:
         """The cases of the next engine, as long as the next one would end in the engine's share.
-
-        Each says on standard error how many there are, and how long all may take.
-        """
+        Each says on standard error how many there are, and how long all may take."""
         began, longest = time.perf_counter(), 0.0
         share = None if self._end is None else began + (self._end - began) / self._engines
         self._engines -= 1

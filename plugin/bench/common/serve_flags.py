@@ -25,10 +25,8 @@ _ALLOWANCE = 5 << 30
 
 @dataclass(frozen=True)
 class Serving:
-    """The text behind ``vllm serve``, with MODEL in front, and what it means.
-
-    ``planned`` is what a server with these flags would run, ``config`` is vLLM's configuration.
-    """
+    """The text behind ``vllm serve``, with MODEL in front, and what it means. ``planned`` is what a
+    server with these flags would run, ``config`` is vLLM's configuration."""
 
     arguments: tuple[str, ...]
     request: Request
@@ -121,10 +119,8 @@ class Serving:
 
 
 def groups(arms: Sequence[Arm], tokens: int) -> list[list[Arm]]:
-    """Arms whose engines are up at the same time, each with K/V of so many tokens.
-
-    All of them, if they fit into a GPU side by side, as far as is known; else one after another.
-    """
+    """Arms whose engines are up at the same time, each with K/V of so many tokens. All of them, if
+    they fit into a GPU side by side, as far as is known; else one after another."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -139,10 +135,8 @@ def groups(arms: Sequence[Arm], tokens: int) -> list[list[Arm]]:
 
 
 def adding(arguments: Sequence[str], flag: str, values: Mapping[str, Any]) -> list[str]:
-    """The arguments with more keys of a flag that takes a mapping, in JSON or in dots.
-
-    Of a key that is there in dots already, the given value stays.
-    """
+    """The arguments with more keys of a flag that takes a mapping, in JSON or in dots. Of a key
+    that is there in dots already, the given value stays."""
     for place, each in enumerate(arguments):
         name, given, value = each.partition("=")
         if name.replace("_", "-") == flag:

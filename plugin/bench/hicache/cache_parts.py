@@ -68,11 +68,9 @@ def read_sizes(arguments: argparse.Namespace) -> Sizes:
 
 
 class Parts:
-    """An engine that is sent the name of a part, the number of a round, and a size.
-
-    Each round has prompts of its own. The answer is figures by name, the one to compare by first.
-    The users of sessions say `talks`, or random tokens without any. A `driver` has its own clock.
-    """
+    """An engine that is sent the name of a part, the number of a round, and a size. Each round has
+    prompts of its own. The answer is figures by name, the one to compare by first. The users of
+    sessions say `talks`, or random tokens without any. A `driver` has its own clock."""
 
     def __init__(
         self, llm: LLM, sizes: Sizes, talks: Sequence[Talk] = (), driver: Driver | None = None
@@ -127,10 +125,8 @@ class Parts:
     def _converse(
         self, number: int, sessions: int, load: ClosedLoad
     ) -> tuple[float, list[float], Figures]:
-        """Let all sessions talk, from empty caches on, for at most the seconds of `Sizes`.
-
-        Returns the seconds, the milliseconds to each first token, and figures of both loads.
-        """
+        """Let all sessions talk, from empty caches on, for at most the seconds of `Sizes`. Returns
+        the seconds, the milliseconds to each first token, and figures of both loads."""
         driver, sizes = self._driver, self._sizes
         driver.forget_device(connector=True)
         opens = isinstance(load, OpenLoad)

@@ -66,11 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arm(name: str, sizes: Sizes, given: Serving) -> Arm:
-    """Make the arm of a name; all arms hold as much K/V on the device.
-
-    Raises:
-        BenchmarkError: the name can't be read, or vLLM or our part refuses it.
-    """
+    """Make the arm of a name; all arms hold as much K/V on the device. Raises `BenchmarkError` if
+    the name can't be read, or vLLM or our part refuses it."""
     kind, _, text = name.partition(":")
     size, told = int(sizes.host_gib * 2**30), f"--arms {name!r}"
     try:

@@ -16,11 +16,8 @@ Talk = list[list[int]]
 
 
 def read_talks(file: Path | None, given: Serving, sizes: Sizes) -> list[Talk]:
-    """The users' turns of as many conversations as there are sessions; none without a file.
-
-    Raises:
-        BenchmarkError: the file can't be read as ShareGPT's, or has no conversation.
-    """
+    """The users' turns of as many conversations as there are sessions; none without a file. Raises
+    `BenchmarkError` if the file can't be read as ShareGPT's, or has no conversation."""
     if file is None:
         return []
     from vllm.benchmarks.datasets import ShareGPTDataset

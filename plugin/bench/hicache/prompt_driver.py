@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """One request and its answer. Times are of `time.perf_counter`, in seconds.
-
-    `cached` counts prompt tokens that were cached, on the device or by the connector.
-    """
+    """One request and its answer. Times are of `time.perf_counter`, in seconds. `cached` counts
+    prompt tokens that were cached, on the device or by the connector."""
 
     prompt: list[int]
     submitted: float

@@ -30,11 +30,9 @@ class ClosedLoad:
 
 
 class OpenLoad(ClosedLoad):
-    """Turns that come at random times, ``rate`` a second, however long answers take.
-
-    A turn is one of the session that was answered last (with the probability ``sticky``), or of any
-    session that has its answer. If none has, the turn waits for one, which counts.
-    """
+    """Turns that come at random times, ``rate`` a second, however long answers take. A turn is one
+    of the session that was answered last (with the probability ``sticky``), or of any session that
+    has its answer. If none has, the turn waits for one, which counts."""
 
     def __init__(self, sessions: int, rate: float, sticky: float, seed: str) -> None:
         super().__init__(sessions)
@@ -60,10 +58,8 @@ def length_between(least: int, most: int, seed: str) -> int:
 
 @dataclass
 class Sessions:
-    """Sessions of ``turns`` turns, whose answers have ``reply`` tokens.
-
-    ``answers`` has the turn and the answer of each turn that has ended.
-    """
+    """Sessions of ``turns`` turns, whose answers have ``reply`` tokens. ``answers`` has the turn
+    and the answer of each turn that has ended."""
 
     load: ClosedLoad
     said: Said

@@ -118,10 +118,8 @@ def measure_cases(
 def rounds(
     arguments: argparse.Namespace, temperature: float, batch: int, first: int = 0
 ) -> list[Case]:
-    """The load of each round, from a request on; the first round only warms up.
-
-    With new prompts each goes on where the one before ended.
-    """
+    """The load of each round, from a request on; the first round only warms up. With new prompts
+    each goes on where the one before ended."""
     requests = max(arguments.requests, 3 * batch, arguments.turns * batch)
     # As many sessions as requests in flight have to be there, because their requests take turns.
     few = batch + max(1, batch // 2) if arguments.turns == 1 else requests
@@ -138,10 +136,8 @@ def take_turns(
     batch: int,
     first: int = 0,
 ) -> list[Row]:
-    """Measure one case on every column in turn; see `rounds` for `first`.
-
-    A column that can't hold the case has no row.
-    """
+    """Measure one case on every column in turn; see `rounds` for `first`. A column that can't hold
+    the case has no row."""
     turns = [(arm, column, drafts) for arm in pipes for column, drafts in arm.columns.items()]
     found: dict[str, list[Measured]] = {column: [] for _, column, _ in turns}
     for number, case in enumerate(rounds(arguments, temperature, batch, first)):

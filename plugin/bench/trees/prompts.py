@@ -42,11 +42,8 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
 
 
 def require_dataset(dataset: str, path: Path | None) -> Path | None:
-    """The file of a dataset, None for one without.
-
-    Raises:
-        BenchmarkError: the file is not there, or none was given.
-    """
+    """The file of a dataset, None for one without. Raises `BenchmarkError` if the file is not
+    there, or none was given."""
     if dataset == "sharegpt" and path is None:
         raise BenchmarkError(
             f"--dataset sharegpt: give the file with --dataset-path; it is at {SHAREGPT}"
@@ -72,11 +69,8 @@ def most_turns(file: Path | None) -> int:
 def read_prompts(
     arguments: argparse.Namespace, tokenizer: Any, count: int, longest: int
 ) -> list[Request]:
-    """So many requests at most, of `longest` tokens at most, in the model's chat template.
-
-    Raises:
-        BenchmarkError: the dataset can't be read, or holds no such prompt.
-    """
+    """So many requests at most, of `longest` tokens at most, in the model's chat template. Raises
+    `BenchmarkError` if the dataset can't be read, or holds no such prompt."""
     dataset = f"--dataset {arguments.dataset}"
     file = require_dataset(arguments.dataset, arguments.dataset_path)
     longest = min(longest, arguments.prompt_tokens)
@@ -135,11 +129,8 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def request_of(line: dict[str, Any], tokenizer: Any, plain: bool = False) -> Request:
-    """The request of a line, which may have `MORE`; `plain` asks for no chat template.
-
-    Raises:
-        BenchmarkError: the model's chat template refuses the messages.
-    """
+    """The request of a line, which may have `MORE`; `plain` asks for no chat template. Raises
+    `BenchmarkError` if the model's chat template refuses the messages."""
     prompt: dict[str, Any] = {"prompt_token_ids": _tokens(line, tokenizer, plain)}
     if line.get("cache_salt"):
         prompt["cache_salt"] = line["cache_salt"]

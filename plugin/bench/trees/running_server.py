@@ -24,10 +24,7 @@ COUNTED = {
 
 class RunningServer:
     """The server at an address, which is asked what it serves. It answers as an arm's pipe does.
-
-    Raises:
-        BenchmarkError: no vLLM server answers there.
-    """
+    Raises `BenchmarkError` if no vLLM server answers there."""
 
     def __init__(self, url: str) -> None:
         self.url, self.prompts = url.rstrip("/"), list[Request]()
@@ -43,11 +40,8 @@ class RunningServer:
         self._case: Case | None = None
 
     def tokenizer(self, model: str | None) -> Any:
-        """The tokenizer of the served model, or of the one that is named.
-
-        Raises:
-            BenchmarkError: it is not on this machine.
-        """
+        """The tokenizer of the served model, or of the one that is named. Raises `BenchmarkError`
+        if it is not on this machine."""
         from vllm.tokenizers import get_tokenizer
 
         name = model or self.root
@@ -64,11 +58,8 @@ class RunningServer:
         self._case = case
 
     def recv(self) -> Measured:
-        """Run the case until all its requests are sent and one sender finds no more.
-
-        Raises:
-            BenchmarkError: a request is refused.
-        """
+        """Run the case until all its requests are sent and one sender finds no more. Raises
+        `BenchmarkError` if a request is refused."""
         assert self._case is not None
         return asyncio.run(self._measure(self._case))
 

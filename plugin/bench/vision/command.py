@@ -131,11 +131,8 @@ def picture(look: Look) -> Any:
 
 
 def read_images(folder: Path) -> list[Path]:
-    """The images of a folder, in the order of their names.
-
-    Raises:
-        BenchmarkError: there is none, or one can't be read.
-    """
+    """The images of a folder, in the order of their names. Raises `BenchmarkError` if there is
+    none, or one can't be read."""
     from PIL import Image
 
     found = sorted(file for file in folder.glob("*") if file.suffix.lower() in SUFFIXES)
@@ -179,11 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_arm(name: str, given: Serving) -> Arm:
-    """Make the arm of a name.
-
-    Raises:
-        BenchmarkError: vLLM or our part refuses it.
-    """
+    """Make the arm of a name. Raises `BenchmarkError` if vLLM or our part refuses it."""
     kind, _, compiled = name.partition("+")
     flags, told = bare(given), f"--arms {name}"
     compilation: dict[str, Any] = {"compile_mm_encoder": True} if compiled else {}
@@ -214,11 +207,8 @@ Images = int | tuple[Path, ...]
 def take_turns(
     pipes: Mapping[Arm, Connection], arguments: argparse.Namespace, images: Images
 ) -> tuple[list[Row], dict[str, list[Answer]]]:
-    """Ask all arms about the images in turn; the first rounds only warm up.
-
-    Returns:
-        A row for each arm, and its answers.
-    """
+    """Ask all arms about the images in turn; the first rounds only warm up. Returns a row for each
+    arm, and its answers."""
     files = (images,) if isinstance(images, int) else images
     case = {"px": images} if isinstance(images, int) else {"images": len(images)}
     means: dict[str, list[dict[str, float | None]]] = {arm.name: [] for arm in pipes}

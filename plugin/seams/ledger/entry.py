@@ -13,11 +13,7 @@ Minor = tuple[int, int]
 
 
 def minor_of(version: str) -> Minor:
-    """``(0, 32)`` of ``"0.32.1+cpu"``.
-
-    Raises:
-        SeamError: if the text is no version.
-    """
+    """``(0, 32)`` of ``"0.32.1+cpu"``. Raises `SeamError` if the text is no version."""
     numbers = version.split(".")
     try:
         return int(numbers[0]), int(numbers[1])

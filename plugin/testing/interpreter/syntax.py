@@ -35,10 +35,8 @@ def _visit_bool_op(self: ast.NodeTransformer, node: ast.BoolOp) -> ast.expr:
 
 
 def _bool_op(method: str, *thunks: Callable[[], Any]) -> Any:
-    """``a and b``: stock uses the truth of a block, which is always true, and returns ``b``.
-
-    As in the compiler every tensor operand is evaluated; only constants cut the evaluation short.
-    """
+    """``a and b``: stock uses the truth of a block, which is always true, and returns ``b``. As in
+    the compiler every tensor operand is evaluated; only constants cut the evaluation short."""
     import triton.language as tl
 
     result: Any = None

@@ -23,11 +23,9 @@ class TinyShape:
     init_std: float = 0.08
 
     def aux_layers(self) -> list[int]:
-        """Three different layers whose inputs EAGLE-3 reads.
-
-        vLLM's default is the set (2, L // 2, L - 3), which has fewer than three members in a
-        shallow model and makes the shape of ``fc`` wrong; so the heads name theirs.
-        """
+        """Three different layers whose inputs EAGLE-3 reads. vLLM's default is the set (2, L // 2,
+        L - 3), which has fewer than three members in a shallow model and makes the shape of ``fc``
+        wrong; so the heads name theirs."""
         return [1, self.num_layers // 2, self.num_layers - 1]
 
 
@@ -96,10 +94,8 @@ def write_eagle3(
     folder: Path, shape: TinyShape = TINY, draft_vocab_size: int | None = None, seed: int = 2
 ) -> Path:
     """A random EAGLE-3 head, with a reduced draft vocabulary if ``draft_vocab_size`` is given.
-
     ``d2t`` ``[draft_vocab_size]`` int64 then holds target id minus draft id, ``t2d``
-    ``[vocab_size]`` bool marks the target ids that the head can draft.
-    """
+    ``[vocab_size]`` bool marks the target ids that the head can draft."""
     torch, randn = random_weights(seed, shape)
     hidden, draft_vocab = shape.hidden_size, draft_vocab_size or shape.vocab_size
     weights = {

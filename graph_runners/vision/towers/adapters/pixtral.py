@@ -25,11 +25,9 @@ Size = tuple[int, int]
 
 
 class AnySizeAdapter(VisionAdapter):
-    """A tower that gets a list of images ``[channels, height, width]``, or a stack of them.
-
-    A layout is the size of an image. Buffers are the images, ``[images, channels, height, width]``,
-    and the constants of :meth:`positions` and of attention.
-    """
+    """A tower that gets a list of images ``[channels, height, width]``, or a stack of them. A
+    layout is the size of an image. Buffers are the images, ``[images, channels, height, width]``,
+    and the constants of :meth:`positions` and of attention."""
 
     pixels = "pixel_values"
     seams = "pixtral"

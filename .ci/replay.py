@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_graft.seams.compare import LEDGER, SeamReport
-from vllm_graft.seams.sources import Sources, read_seams
+from vllm_graft.seams.compare import LEDGER, SeamReport, read_seams
+from vllm_graft.seams.sources import Sources
 
 NEWEST = (99, 0)
 Pair = tuple[SeamReport, SeamReport]

@@ -25,9 +25,10 @@ from vllm_graft.seams.compare import (
     is_tested,
     ledger_at,
     provable,
+    read_seams,
     vllm_version,
 )
-from vllm_graft.seams.sources import Sources, is_unknown, read_seams
+from vllm_graft.seams.sources import Sources
 from vllm_graft.seams.versions import Support, support_of
 
 ENTRY_POINT = "vllm_graft:register"
@@ -184,7 +185,7 @@ def _compared(
     if not moved:
         yield Finding("seams", True, f"{len(reports)} vLLM symbols are as expected")
     for report in moved:
-        kind = "cannot be told" if is_unknown(report) else f"seam of {report.seam.part}"
+        kind = "cannot be told" if report.is_unknown else f"seam of {report.seam.part}"
         yield Finding(kind, False, "\n    ".join([report.problem, *differs(report)]))
     for part, rows in _by_part(moved).items():
         proof = all(provable(report) for report in rows)

@@ -6,38 +6,18 @@ built; ``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the i
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib
-import importlib.util
-import inspect
-import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from inspect import getattr_static
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from vllm_graft.base.errors import SeamError
-from vllm_graft.seams.form import assigned_in, described, parameters_of
+from vllm_graft.seams.form import UNKNOWN, Symbol, described
 from vllm_graft.seams.ledger import TESTED_VLLM
 from vllm_graft.seams.ledger.entry import Kind, Seam, head_of, items, minor_of
 from vllm_graft.seams.ledger.whole import LEDGER
+from vllm_graft.seams.sources import Sources
 
-UNKNOWN = "unknown: "
-"""What the found text begins with where source files do not tell."""
-
-__all__ = [
-    "LEDGER",
-    "TESTED_VLLM",
-    "Kind",
-    "Seam",
-    "SeamReport",
-    "check_seams",
-    "provable",
-    "require_seams",
-]
+__all__ = ["LEDGER", "TESTED_VLLM", "Kind", "Seam"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +45,12 @@ class SeamReport:
     @property
     def is_missing(self) -> bool:
         """Whether there is no such symbol, or none that can be inspected."""
-        return self.found.startswith(("nothing", UNKNOWN, "something that"))
+        return self.is_unknown or self.found.startswith("nothing")
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the source files did not tell."""
+        return self.found.startswith(UNKNOWN)
 
     def differing(self) -> tuple[list[str], list[str]]:
         """What the notation has on one side alone: expected, found."""
@@ -98,15 +83,23 @@ def _pieces(seam: Seam, form: str) -> list[str]:
 def check_seams(
     parts: Collection[str] | None = None, ledger: Sequence[Seam] | None = None
 ) -> list[SeamReport]:
-    """Compare rows with the installed vLLM; imports the modules of the symbols checked.
+    """Compare rows with the source files of the installed vLLM.
 
     Args:
         parts: whose symbols are checked; None checks all.
         ledger: a third party's rows; None for ours.
     """
+    import vllm
+
     rows = LEDGER if ledger is None else ledger
     asked = [seam for seam in rows if parts is None or seam.part in parts]
-    return [SeamReport(seam, _inspect(seam)) for seam in ledger_at(vllm_version(), asked)]
+    sources = Sources(Path(str(vllm.__file__)).parents[1])
+    return read_seams(ledger_at(vllm_version(), asked), sources)
+
+
+def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:
+    """Each seam, and what the source files have in its place."""
+    return [SeamReport(seam, _inspect(seam, sources)) for seam in seams]
 
 
 def ledger_at(version: str, ledger: Sequence[Seam] | None = None) -> list[Seam]:
@@ -148,107 +141,10 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def _inspect(seam: Seam) -> str:
+def _inspect(seam: Seam, sources: Sources) -> str:
     try:
         if seam.kind == "module":
-            found = importlib.util.find_spec(f"vllm.{seam.path}")
-            return "present" if found is not None else "nothing"
-        if seam.kind == "def":
-            return described(seam, _Written(seam.path))
-        return described(seam, _Imported(_locate(seam.path)))
-    except (ImportError, AttributeError) as error:
+            return "present" if sources.file(seam.path) else "nothing"
+        return described(seam, Symbol(sources.find(seam.path), sources))
+    except (LookupError, OSError, SyntaxError) as error:
         return f"nothing ({error})"
-    except (TypeError, OSError, ValueError, SyntaxError) as error:
-        return f"something that cannot be inspected ({error})"
-
-
-def _locate(path: str) -> Any:
-    """The object at ``vllm.<path>``: the longest importable prefix, then attributes."""
-    names = ["vllm", *path.split(".")]
-    found: Any = importlib.import_module("vllm")
-    for index, name in enumerate(names[1:], start=2):
-        module = ".".join(names[:index])
-        if hasattr(found, "__path__") and importlib.util.find_spec(module) is not None:
-            found = importlib.import_module(module)
-        else:
-            found = _member(found, name)
-    return found
-
-
-def _member(owner: Any, name: str) -> Any:
-    # Not statically: some modules make their attributes when they are asked for.
-    found = getattr(owner, name) if isinstance(owner, ModuleType) else getattr_static(owner, name)
-    return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
-
-
-class _Imported:
-    """The form of an imported symbol."""
-
-    def __init__(self, symbol: Any) -> None:
-        self._symbol = symbol
-
-    def bases(self) -> list[str]:
-        return [base.__name__ for base in getattr(self._symbol, "__bases__", ())]
-
-    def parameters(self) -> list[str]:
-        shown = []
-        for parameter in inspect.signature(self._symbol).parameters.values():
-            bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
-            shown.append(f"{bare}{'' if parameter.default is parameter.empty else '='}")
-        return shown
-
-    def source(self) -> str:
-        return _source(self._symbol)
-
-    def has(self, name: str) -> bool:
-        if isinstance(self._symbol, ModuleType):
-            return hasattr(self._symbol, name)
-        return name in self._names
-
-    @functools.cached_property
-    def _names(self) -> set[str]:
-        return _attributes(self._symbol)
-
-    def member(self, name: str) -> _Imported:
-        return _Imported(_member(self._symbol, name))
-
-    def unknown(self, missing: Sequence[str]) -> str:
-        return ""
-
-
-class _Written(_Imported):
-    """A function in the file of ``vllm.<module>``, which is not imported."""
-
-    def __init__(self, path: str) -> None:
-        module, _, self._name = path.rpartition(".")
-        file = Path(importlib.import_module("vllm").__path__[0], *module.split("."))
-        super().__init__(file.with_suffix(".py"))
-        self._module = module
-
-    def parameters(self) -> list[str]:
-        for node in ast.parse(self._symbol.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name == self._name:
-                return parameters_of(node)
-        raise AttributeError(f"{self._module} defines no {self._name}")
-
-
-@functools.cache
-def _source(symbol: Any) -> str:
-    return inspect.getsource(symbol)
-
-
-def _attributes(cls: type) -> set[str]:
-    """Names of a class's members and fields, and of what its methods assign to ``self``."""
-    names: set[str] = set()
-    for base in cls.__mro__:
-        names |= {*vars(base), *vars(base).get("__annotations__", ())}
-        # Others' classes may have no source: typing.Generic is C since Python 3.12.
-        if base.__module__.partition(".")[0] == cls.__module__.partition(".")[0]:
-            names.update(_assigned(base))
-    return names
-
-
-@functools.cache
-def _assigned(cls: type) -> frozenset[str]:
-    """Cached per class: its source is long, and each part asks about the same few."""
-    return assigned_in(ast.parse(textwrap.dedent(inspect.getsource(cls))))

@@ -1,7 +1,4 @@
-"""A symbol's form, in the notation of the ledger: how it is found, whoever reads the symbol.
-
-`compare` reads symbols that are imported, `sources` reads files. Here is what both of them say.
-"""
+"""A symbol's form in vLLM's source files, in the notation of the ledger."""
 
 from __future__ import annotations
 
@@ -9,37 +6,66 @@ import ast
 import hashlib
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from vllm_graft.seams.ledger.entry import Seam, head_of, items
+from vllm_graft.seams.sources import Found, Sources, name_of
+
+UNKNOWN = "unknown: "
+"""What the found text begins with where source files do not tell."""
 
 NO_OTHER = "no other"
 """The last of a function's parameters, where ours stands in its place and would not know others."""
 
 
-class Form(Protocol):
-    """A symbol that is there."""
+class Symbol:
+    """A symbol that is there. `member` raises `LookupError`, as does finding one."""
+
+    def __init__(self, found: Found, sources: Sources) -> None:
+        self._found, self._sources = found, sources
 
     def bases(self) -> list[str]:
         """Names of a class's bases; empty if it is no class."""
+        node = self._found.node
+        if not isinstance(node, ast.ClassDef):
+            return []
+        return [name_of(base) for base in node.bases] or ["object"]
 
     def parameters(self) -> list[str]:
         """Names, with ``=`` behind those that have a default."""
+        node = self._found.node
+        if isinstance(node, ast.ClassDef):
+            try:
+                return self.member("__init__").parameters()[1:]
+            except LookupError:
+                return list(self._sources.fields(self._found))
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return [f"{UNKNOWN}no function"]
+        return parameters_of(node)
 
     def source(self) -> str:
         """Text of a class or function, with its decorators."""
+        return self._sources.segment(self._found)
 
     def has(self, name: str) -> bool:
         """Whether a class or module has a member, which methods may assign to ``self``, too."""
+        if self._found.node is not None:
+            return name in self._sources.members(self._found)[0]
+        try:
+            return bool(self.member(name))
+        except LookupError:
+            return False
 
-    def member(self, name: str) -> Form:
+    def member(self, name: str) -> Symbol:
         """A member, for its parameters."""
+        return Symbol(self._sources.member(self._found, name), self._sources)
 
     def unknown(self, missing: Sequence[str]) -> str:
         """Why it can't be told whether these members are there; empty where they are not."""
+        foreign = ", ".join(sorted(self._sources.members(self._found)[1]))
+        return f"{UNKNOWN}{', '.join(missing)} may be members of {foreign}" if foreign else ""
 
 
-def described(seam: Seam, form: Form) -> str:
+def described(seam: Seam, form: Symbol) -> str:
     """A symbol in the notation of what a seam expects of it: equal to it if nothing has moved."""
     if seam.kind == "name":
         return "present"
@@ -62,7 +88,7 @@ def described(seam: Seam, form: Form) -> str:
     return ", ".join(found)
 
 
-def _head(form: Form, wanted: list[str]) -> str:
+def _head(form: Symbol, wanted: list[str]) -> str:
     return ", ".join(form.bases() or fitting(form.parameters(), wanted))
 
 
@@ -70,7 +96,7 @@ def _name(item: str) -> str:
     return item.partition("(")[0]
 
 
-def _member(form: Form, item: str) -> str:
+def _member(form: Symbol, item: str) -> str:
     name, bracket, parameters = item.partition("(")
     if not bracket:
         return name
@@ -158,18 +184,6 @@ class _Bare(ast.NodeTransformer):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         # Python's versions also write these in their own ways.
         return ast.Constant("...")
-
-
-def assigned_in(tree: ast.AST) -> frozenset[str]:
-    """Names that a class's methods assign to ``self``."""
-    return frozenset(
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
 
 
 def in_order(source: str, wanted: list[str]) -> Iterator[str]:

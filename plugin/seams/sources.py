@@ -8,16 +8,12 @@ be unknown, never to be right.
 from __future__ import annotations
 
 import ast
-import functools
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.seams.compare import UNKNOWN, SeamReport
-from vllm_graft.seams.form import assigned_in, described, parameters_of
-from vllm_graft.seams.ledger.entry import Seam
 
 _PACKAGE = "vllm"
 _DEPTH = 12
@@ -40,6 +36,8 @@ class Sources:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files, self._read = _wheel(path) if path.is_file() else _folder(path)
+        self._trees: dict[str, ast.Module] = {}
+        self._members: dict[Found, tuple[set[str], set[str]]] = {}
         if f"{_PACKAGE}/__init__.py" not in self._files:
             raise ConfigError(
                 f"{str(path)!r} holds no vLLM: name a wheel of vLLM, or a folder with "
@@ -102,10 +100,43 @@ class Sources:
         for base in found.node.bases:
             name = name_of(base)
             try:
-                bases.append(self._in_module(found.module, [name], _DEPTH))
+                defined = self._in_module(found.module, [name], _DEPTH)
             except LookupError:
-                bases.append(name)
+                defined = found
+            # A class may have the name of a base of another package.
+            bases.append(name if defined == found else defined)
         return bases
+
+    def fields(self, found: Found) -> Iterator[str]:
+        """Fields of a dataclass or named tuple as parameters, those of its bases first."""
+        assert isinstance(found.node, ast.ClassDef)
+        for base in self.bases(found):
+            if isinstance(base, Found) and isinstance(base.node, ast.ClassDef):
+                yield from self.fields(base)
+        for node in found.node.body:
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and name_of(node.annotation) != "ClassVar"
+            ):
+                yield f"{node.target.id}{'' if node.value is None else '='}"
+
+    def members(self, found: Found) -> tuple[set[str], set[str]]:
+        """Members of a class and of its bases, with what methods assign to ``self``; and the bases
+        of other packages, which may bring more."""
+        if not isinstance(found.node, ast.ClassDef):
+            return set(), set()
+        if found not in self._members:
+            names, foreign = _own_members(found.node), set[str]()
+            for base in self.bases(found):
+                if isinstance(base, Found):
+                    inherited = self.members(base)
+                    names |= inherited[0]
+                    foreign |= inherited[1]
+                elif base not in _PLAIN_BASES:
+                    foreign.add(base)
+            self._members[found] = names, foreign
+        return self._members[found]
 
     def _find(self, path: str, depth: int) -> Found:
         names = path.split(".")
@@ -120,10 +151,10 @@ class Sources:
     def _in_module(self, module: str, names: list[str], depth: int) -> Found:
         if depth == 0:
             raise LookupError(f"imports of {module} lead nowhere")
-        node = _defined(self._tree(module), names[0])
-        if node is None:
-            return self._re_exported(module, names, depth)
-        return self._member(Found(module, node), names[1:], depth)
+        for node in _statements(self._tree(module)):
+            if _name_of_statement(node) == names[0]:
+                return self._member(Found(module, node), names[1:], depth)
+        return self._re_exported(module, names, depth)
 
     def _member(self, found: Found, names: list[str], depth: int) -> Found:
         if not names:
@@ -143,7 +174,7 @@ class Sources:
 
     def _re_exported(self, module: str, names: list[str], depth: int) -> Found:
         stars = []
-        for node in ast.walk(self._tree(module)):
+        for node in _statements(self._tree(module)):
             if not isinstance(node, ast.ImportFrom):
                 continue
             source = self._source(module, node)
@@ -178,9 +209,10 @@ class Sources:
         above = above[: len(above) - (node.level - 1)] if node.level > 1 else above
         return ".".join([*above, *([node.module] if node.module else [])])
 
-    @functools.cache  # noqa: B019 (one object a command, gone with it)
     def _tree(self, module: str) -> ast.Module:
-        return ast.parse(self.text(module))
+        if module not in self._trees:
+            self._trees[module] = ast.parse(self.text(module))
+        return self._trees[module]
 
 
 def name_of(expression: ast.expr) -> str:
@@ -222,140 +254,46 @@ def _name_of_statement(node: ast.stmt) -> str:
     return ""
 
 
-def _defined(tree: ast.Module, name: str) -> ast.stmt | None:
-    """A module's definition of a name, also one within ``if``, ``try`` or ``with``."""
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """A module's statements, also those within ``if``, ``try`` or ``with``."""
     waiting = list(tree.body)
     while waiting:
         node = waiting.pop(0)
-        if _name_of_statement(node) == name:
-            return node
+        yield node
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             inner = [*node.body, *getattr(node, "orelse", ())]
             inner += (each for handler in getattr(node, "handlers", ()) for each in handler.body)
             waiting = inner + waiting
-    return None
 
 
 def _lazy_target(tree: ast.Module, name: str) -> list[str] | None:
     """Module and attribute of a name in a table like ``{"LLM": ".entrypoints.llm:LLM"}``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values):
-                if (
-                    isinstance(key, ast.Constant)
-                    and key.value == name
-                    and isinstance(value, ast.Constant)
-                    and isinstance(value.value, str)
-                    and ":" in value.value
-                ):
-                    module, _, attribute = value.value.lstrip(".").partition(":")
-                    return [*module.split("."), attribute]
+    for node in _statements(tree):
+        match getattr(node, "value", None):
+            case ast.Dict(keys=keys, values=values):
+                for key, value in zip(keys, values):
+                    text = getattr(value, "value", None)
+                    if getattr(key, "value", None) == name and isinstance(text, str):
+                        module, colon, attribute = text.lstrip(".").partition(":")
+                        if colon:
+                            return [*module.split("."), attribute]
     return None
-
-
-def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:
-    """Each seam, and what the source files have in its place."""
-    return [SeamReport(seam, _inspect(seam, sources)) for seam in seams]
-
-
-def is_unknown(report: SeamReport) -> bool:
-    """Whether the source files did not tell."""
-    return report.found.startswith(UNKNOWN)
-
-
-def _inspect(seam: Seam, sources: Sources) -> str:
-    try:
-        if seam.kind == "module":
-            return "present" if sources.file(seam.path) else "nothing"
-        return described(seam, _Read(sources.find(seam.path), sources))
-    except LookupError as error:
-        return f"nothing ({error})"
-
-
-class _Read:
-    """The form of a symbol in a file."""
-
-    def __init__(self, found: Found, sources: Sources) -> None:
-        self._found, self._sources = found, sources
-
-    def bases(self) -> list[str]:
-        node = self._found.node
-        if not isinstance(node, ast.ClassDef):
-            return []
-        return [name_of(base) for base in node.bases] or ["object"]
-
-    def parameters(self) -> list[str]:
-        node = self._found.node
-        if isinstance(node, ast.ClassDef):
-            try:
-                return self.member("__init__").parameters()[1:]
-            except LookupError:
-                return list(_fields(self._found, self._sources))
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return [f"{UNKNOWN}no function"]
-        return parameters_of(node)
-
-    def source(self) -> str:
-        return self._sources.segment(self._found)
-
-    def has(self, name: str) -> bool:
-        if self._found.node is not None:
-            return name in self._collected[0]
-        try:
-            return bool(self.member(name))
-        except LookupError:
-            return False
-
-    def member(self, name: str) -> _Read:
-        return _Read(self._sources.member(self._found, name), self._sources)
-
-    def unknown(self, missing: Sequence[str]) -> str:
-        foreign = ", ".join(sorted(self._collected[1]))
-        return f"{UNKNOWN}{', '.join(missing)} may be members of {foreign}" if foreign else ""
-
-    @functools.cached_property
-    def _collected(self) -> tuple[set[str], set[str]]:
-        names: set[str] = set()
-        foreign: set[str] = set()
-        _collect(self._found, self._sources, names, foreign, _DEPTH)
-        return names, foreign
-
-
-def _fields(found: Found, sources: Sources) -> Iterator[str]:
-    """Fields of a dataclass or named tuple, those of its bases first."""
-    assert isinstance(found.node, ast.ClassDef)
-    for base in sources.bases(found):
-        if isinstance(base, Found) and isinstance(base.node, ast.ClassDef):
-            yield from _fields(base, sources)
-    for node in found.node.body:
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and name_of(node.annotation) != "ClassVar"
-        ):
-            yield f"{node.target.id}{'' if node.value is None else '='}"
 
 
 _PLAIN_BASES = frozenset({"ABC", "Generic", "Protocol", "object", "Enum"})
 """Bases that bring no member that the ledger could mean."""
 
 
-def _collect(
-    found: Found, sources: Sources, names: set[str], foreign: set[str], depth: int
-) -> None:
-    """Add the members of a class and of its bases, and what its methods assign to ``self``."""
-    if not isinstance(found.node, ast.ClassDef) or depth == 0:
-        return
-    names |= assigned_in(found.node)
-    for node in ast.walk(found.node):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-        elif isinstance(node, ast.Assign):
-            names.update(each.id for each in node.targets if isinstance(each, ast.Name))
-    for base in sources.bases(found):
-        if isinstance(base, Found):
-            _collect(base, sources, names, foreign, depth - 1)
-        elif base not in _PLAIN_BASES:
-            foreign.add(base)
+def _own_members(cls: ast.ClassDef) -> set[str]:
+    names = set()
+    for node in ast.walk(cls):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Assign():
+                names.update(each.id for each in node.targets if isinstance(each, ast.Name))
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from vllm_graft.base.errors import SeamError
 from vllm_graft.base.values import reason_of
-from vllm_graft.seams.compare import SeamReport, is_tested, ledger_at
+from vllm_graft.seams.compare import SeamReport, is_tested, ledger_at, read_seams
 from vllm_graft.seams.ledger.entry import minor_of
-from vllm_graft.seams.sources import Sources, read_seams
+from vllm_graft.seams.sources import Sources
 
 OLDEST = "0.32"
 """The oldest minor version whose symbols we know."""

@@ -54,13 +54,9 @@ class MadeUp:
         (self.root / "thing.py").write_text(thing)
         importlib.invalidate_caches()
         sys.dont_write_bytecode = True
-        compare._source.cache_clear()
         versions.differing.cache_clear()
         for told in (info_once, warning_once):
             told.cache_clear()
-        import linecache
-
-        linecache.clearcache()
 
 
 def _row(path: str, kind: Kind, expected: str) -> Seam:
@@ -87,7 +83,6 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeUp]:
         del sys.modules[name]
     sys.modules.update(held)
     sys.dont_write_bytecode = written
-    compare._source.cache_clear()
     versions.differing.cache_clear()
 
 

@@ -57,14 +57,19 @@ answers["seams"] = [report.problem for report in check_seams() if report.problem
 
 from types import SimpleNamespace
 from unittest import mock
-from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm_graft.seams.sources import Sources
+read = Sources.text
+def moved(sources, module):
+    return read(sources, module).replace(
+        "def get_max_chunk_logits(vocab_size", "def get_max_chunk_logits(vocab, width"
+    )
 asked = SimpleNamespace(
     additional_config={"graft": {"tree": {}}},
     speculative_config=SimpleNamespace(method="eagle3"),
 )
 answers["proposer"] = TREES.speculator_class(stock, asked).__name__
 try:
-    with mock.patch.object(rejection_sampler, "get_max_chunk_logits", lambda vocab, width: 1):
+    with mock.patch.object(Sources, "text", moved):
         TREES.speculator_class(stock, asked)
 except Exception as error:
     answers["doctored"] = f"{type(error).__name__}: {error}"

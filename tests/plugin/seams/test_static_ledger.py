@@ -13,9 +13,9 @@ import pytest
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.doctor import difference
 from vllm_graft.seams import versions
-from vllm_graft.seams.compare import SeamReport, ledger_at, provable, vllm_version
+from vllm_graft.seams.compare import SeamReport, ledger_at, provable, read_seams, vllm_version
 from vllm_graft.seams.ledger.entry import Kind, Seam, minor_of, seams
-from vllm_graft.seams.sources import Sources, is_unknown, read_seams
+from vllm_graft.seams.sources import Sources
 
 FILES = {
     "__init__.py": "from .version import __version__\n",
@@ -189,7 +189,7 @@ def test_the_installed_vllm_reads_as_it_imports() -> None:
 
     reports = read_seams(ledger_at(vllm_version()), Sources(Path(vllm.__file__).parents[1]))
     assert [report.problem for report in reports if report.problem] == []
-    assert not any(map(is_unknown, reports))
+    assert not any(report.is_unknown for report in reports)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,6 @@ def _open_store(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
 
 
 def _held(config: HiCacheConfig, vllm_config: Any) -> dict[bytes, int]:
-    """Processes that have a store open, by namespace."""
     if config.storage is None or not _is_here(vllm_config.parallel_config):
         return {}
     offer, options = storage_offer(config.storage)

@@ -60,7 +60,6 @@ class StartupCaptures:
 
     @property
     def number(self) -> int:
-        """How many graphs are captured."""
         return len(self._bucket_rows) + len(self._store.tower.startup())
 
     def capture(self) -> None:

@@ -255,7 +255,6 @@ class StreamCopyEngine(CopyEngine):
         torch.cuda.current_stream().wait_event(self._in_flight[Direction.LOAD][-1].end)
 
     def _submit(self, operation: CacheOperation, enqueue: Callable[[], Enqueued]) -> bool:
-        """Run ``enqueue`` on the direction's stream; False if it failed."""
         stream = self._streams[operation.direction]
         try:
             with torch.cuda.stream(stream):
@@ -274,7 +273,6 @@ class StreamCopyEngine(CopyEngine):
         return True
 
     def _begin(self, direction: Direction) -> Any:
-        """Record the event before the first copy, on the direction's stream."""
         start = _timed_event()
         start.record(self._streams[direction])
         return start

@@ -52,11 +52,9 @@ class Transferred:
     def add(
         self, num_bytes: int, seconds: float, strided_bytes: int = 0, staged_bytes: int = 0
     ) -> None:
-        """Add one copy to the totals."""
         self.merge(Transferred(num_bytes, strided_bytes, staged_bytes, seconds))
 
     def merge(self, other: Transferred) -> None:
-        """Add the totals of another rank, or of another step."""
         for total in fields(self):
             name = total.name
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -203,7 +203,6 @@ class HiCacheScheduler:
         )
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
-        """Build the ranks' work for a step."""
         stores, fences = self._surviving(output), self._fences(output)
         metadata = self._loads.take()
         metadata.early_stores, metadata.fences = stores, fences
@@ -219,7 +218,6 @@ class HiCacheScheduler:
         return metadata
 
     def report(self, output: KVConnectorOutput) -> None:
-        """Take in what the ranks report after a step."""
         if output.invalid_block_ids:
             # A load within a step has failed, either ours or that of another connector below
             # MultiConnector. KV that steps computed from those blocks is wrong, so no store of it

@@ -59,7 +59,6 @@ class StorePlanner:
         self._touches = TouchCounter(16 * geometry.shape.num_slots)
 
     def arrived(self, state: RequestState) -> None:
-        """Count the prefix of a new request."""
         if self._config.write_policy == "write_through_selective":
             for keys in state.keys.values():
                 self._touches.add(keys)

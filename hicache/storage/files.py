@@ -58,7 +58,6 @@ class Files:
         return open_own(path, os.O_RDWR | (os.O_CREAT if make else 0))
 
     def sync_directory(self, path: Path) -> None:
-        """Make a directory's added and removed names durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.fsync(fd)

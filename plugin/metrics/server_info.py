@@ -200,7 +200,6 @@ def _without_secrets(url: str) -> str:
 
 
 def _scheme(url: str) -> str:
-    """``http://``, or nothing."""
     found = re.match(r"[\w+.-]+://", url)
     return found.group() if found else ""
 

@@ -60,7 +60,6 @@ def begin(arguments: Sequence[str], text: str, quiet: Mapping[str, str]) -> int 
 
 
 def _gpu_of(arguments: list[str]) -> tuple[Gpu | None, list[str]]:
-    """Take our option out of the flags of vLLM."""
     for place, each in enumerate(arguments):
         name, given, value = each.partition("=")
         if name == OPTION:

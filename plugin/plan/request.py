@@ -52,11 +52,9 @@ class Request:
         return shlex.join(["vllm", "serve", *self.arguments])
 
     def has(self, flag: str) -> bool:
-        """Whether a flag was given."""
         return any(each.replace("_", "-").partition("=")[0] == flag for each in self.arguments)
 
     def adding(self, *flags: str) -> Request:
-        """The same with more flags."""
         return Request.parse([*self.arguments, *flags])
 
     def create(self) -> Any:

@@ -104,7 +104,6 @@ class EngineProcess:
         return Outcome(error=f"it gave no answer within {_MOST_SECONDS} s")
 
     def end(self) -> None:
-        """End the process, whatever it does."""
         self._process.kill()
 
 

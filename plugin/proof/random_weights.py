@@ -34,7 +34,6 @@ class RandomWeights(BaseModelLoader):
         """Download nothing."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Fill a model's parameters."""
         for name, weight in model.named_parameters():
             weight.data.copy_(_filled(name, weight))
 

@@ -75,7 +75,6 @@ class TinyConfig:
         self._tokens: dict[int, int] = {}
 
     def target(self) -> dict[str, Any]:
-        """The target's configuration."""
         return self._shrunk(self._target)
 
     def draft(self, method: str) -> dict[str, Any]:

@@ -30,7 +30,6 @@ class SeamReport:
 
     @property
     def ok(self) -> bool:
-        """Whether it is as expected."""
         return self.found == self.seam.expected
 
     @property

@@ -114,7 +114,6 @@ class BuiltClasses:
         self._classes: set[type[Any]] = set()
 
     def add(self, built: type[Any]) -> None:
-        """Note a class, and say once that it is in use."""
         self._classes.add(built)
         info_once(f"vllm-graft {self._does} with {built.__module__}.{built.__qualname__}")
 

@@ -128,7 +128,6 @@ def tell(*lines: str) -> None:
 
 
 def _require_options(read: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing."""
     for each in _NUMBERS:
         value, low = getattr(read, each.name), each.metadata["least"]
         if not low <= value < float("inf"):
@@ -239,7 +238,6 @@ def _require_room(out: Path, target: Target, draft_vocab: int) -> None:
 
 
 def _answer(job: Job, engine: Any) -> None:
-    """Have engines answer, one for each GPU or group of GPUs."""
     done = job.work / _ANSWERED
     if done.exists():
         return
@@ -265,7 +263,6 @@ def _answer(job: Job, engine: Any) -> None:
 
 
 def _train(job: Job, until: float) -> None:
-    """Have a process for each GPU train."""
     count = len(visible_cards())
     left = max(0.0, until - time.time()) / 60
     tell(f"A head trains for the {left:.3g} minutes that are left.")
@@ -310,7 +307,6 @@ def _finished(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
 
 
 def _summary(job: Job, report: Mapping[str, Any], copied: Sequence[str]) -> str:
-    """What came of it, and how it is served."""
     lines = [f"{job.out}: {report['steps']} steps on {report['tokens']} tokens"]
     for name, found in report["held out"].items():
         drafts = " ".join(f"{each:.2f}" for each in found["agree"])

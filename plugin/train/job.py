@@ -70,17 +70,14 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """The folder of the run."""
         return Path(self.out) / FOLDER
 
     def save(self) -> None:
-        """Write it where `load` finds it."""
         self.work.mkdir(parents=True, exist_ok=True)
         (self.work / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, work: Path) -> Job:
-        """Read the job of a run's folder."""
         found = json.loads((work / FILE).read_text())
         tuples = {name: tuple(found[name]) for name in ("texts", "flags", "temperatures")}
         return cls(**{**found, **tuples})

@@ -130,7 +130,6 @@ class Lessons:
 
     @torch.no_grad()
     def lesson(self, taken: Tensor, tokens: Tensor, rows: Tensor) -> Lesson:
-        """What comes of the files that `read` read."""
         taken, tokens, rows = (each.to(self.device) for each in (taken, tokens, rows))
         at = self.target.taken.index
         aux = torch.cat([taken[:, :-1, at(layer)] for layer in self.target.aux], -1)

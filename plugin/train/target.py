@@ -94,7 +94,6 @@ class Target:
 
     @classmethod
     def load(cls, found: Mapping[str, Any]) -> Target:
-        """Take what `dataclasses.asdict` made."""
         tuples = {name: tuple(found[name]) for name in ("architectures", "aux")}
         return cls(**{**found, **tuples})
 
@@ -113,7 +112,6 @@ class Target:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's states."""
         return len(self.taken) * self.hidden * self.bytes_each
 
 
@@ -179,7 +177,6 @@ def checkpoint_file(model: str, revision: str | None, name: str) -> Path | None:
 
 
 def _files(model_config: Any) -> dict[str, str]:
-    """The file of each tensor of a checkpoint."""
     model, revision = str(model_config.model), model_config.revision
     if index := checkpoint_file(model, revision, INDEX):
         return {**json.loads(index.read_text())["weight_map"]}

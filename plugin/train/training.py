@@ -227,7 +227,6 @@ class Training:
         return measured
 
     def finish(self) -> None:
-        """Write the head and how it was trained."""
         job, out = self.job, Path(self.job.out)
         measured = {
             f"temperature {each:g}": asdict(self.measured(each))

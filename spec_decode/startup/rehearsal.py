@@ -288,8 +288,6 @@ def _texts(max_reqs: int, max_len: int) -> Any:
 
 
 def _frontier(attentions: Mapping[str, Attention], model: Any) -> Callable[..., Any]:
-    """A pass of the draft of which attention alone is there."""
-
     def run(tokens: Any, positions: Any, states: Any, metadata: Any, across_dp: Any) -> Any:
         for name, attention in attentions.items():
             attention.draft(metadata[name])

@@ -123,7 +123,6 @@ class Attention(TreeAttentionMixin):
         self.layer: Any = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
     def draft(self, metadata: Any) -> None:
-        """Do what the layer does at a level of the draft's tree."""
         shape, rows = self.shape, metadata.num_reqs * metadata.topk
         query = shape.rows(rows, shape.num_heads)
         keys = shape.rows(rows, shape.num_kv_heads)

@@ -26,7 +26,6 @@ class Admission(Generic[K]):
         self._counts: Counter[K] = Counter()
 
     def see(self, keys: Iterable[K]) -> None:
-        """Count the keys of one step."""
         self._counts.update(keys)
         self._steps += 1
         if self._steps % self._half_life == 0:

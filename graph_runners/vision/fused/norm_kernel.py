@@ -44,7 +44,6 @@ def _combined(mean, square, count, other_mean, other_square, other_count):
 
 @triton.jit
 def _added(value, mean, square, number, live):
-    """Add the `number`-th value to Welford's statistics."""
     delta = value - mean
     new_mean = tl.fma(delta, 1.0 / number, mean)
     new_square = tl.fma(delta, value - new_mean, square)

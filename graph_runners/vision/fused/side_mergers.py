@@ -45,7 +45,6 @@ class SideMergers:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Run the mergers beside the blocks in the body."""
         forwards = [(merger, self._forward_of(merger.forward)) for merger in self._mergers]
         forwards.append((self._last, self._joining(self._last.forward)))
         with replaced_forwards(forwards):

@@ -152,7 +152,6 @@ class GraphStore:
     # Eager passes
 
     def measure(self, batch: VisionBatch, indices: Sequence[int]) -> EagerPass:
-        """Run the eager pass over these items, and wait for the device."""
         (outputs, peak), seconds = self.backend.timed(
             lambda: self.backend.peak(lambda: self.tower.eager(batch.inputs, indices))
         )

@@ -68,7 +68,6 @@ class FixedSizeAdapter(VisionAdapter):
         """Run tower and projector: ``[images, tokens, hidden]``."""
 
     def startup(self) -> list[Inputs]:
-        """Inputs of 1, 2, 4 and 8 images, if their size is known."""
         if self.image_size is None:
             return []
         like = next(self.model.parameters())

@@ -114,7 +114,6 @@ class Tower(ABC):
         return None
 
     def startup(self) -> list[Inputs]:
-        """Inputs whose layouts get exact graphs when the engine starts."""
         return []
 
     def sample(self, rows: int) -> Inputs | None:

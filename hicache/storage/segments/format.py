@@ -132,7 +132,6 @@ class Entry:
 
     @property
     def end(self) -> int:
-        """Offset of the first byte after the record."""
         return self.offset + HEADER_BYTES + self.length
 
 

@@ -176,7 +176,6 @@ def _others(path: Path) -> list[Path]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a path is a directory, and no link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:

@@ -158,7 +158,6 @@ class Segment:
             os.truncate(self._file(), size)
 
     def close(self) -> None:
-        """Close the data file. No thread may use it any more."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):

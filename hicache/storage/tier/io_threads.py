@@ -99,7 +99,6 @@ class Loader(JobQueue[Load, Load]):
         super().__init__("prefetch", threads)
 
     def submit(self, *loads: Load) -> None:
-        """Queue loads."""
         with self._changed:
             self._queue.extend(loads)
             self._changed.notify_all()
@@ -159,12 +158,10 @@ class WriteBehind(JobQueue[Write, tuple[Page, Outcome]]):
         super().__init__("write", threads)
 
     def __len__(self) -> int:
-        """Number of writes that have not ended."""
         with self._changed:
             return len(self._queue) + self._busy
 
     def submit(self, write: Write) -> bool:
-        """Queue a write; False if the queue is full or closed."""
         with self._changed:
             if self._closed or len(self._queue) >= self._capacity:
                 return False

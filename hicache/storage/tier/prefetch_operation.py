@@ -67,7 +67,6 @@ class PrefetchOperation:
         return not self.ended and index < self.limit
 
     def resolve(self, index: int, status: ReadStatus) -> None:
-        """Note the result of loading ``keys[index]``."""
         with self._lock:
             if self.ended:
                 return

@@ -110,7 +110,6 @@ class StorageTier:
         return self._prefetcher.start(request_id, keys, min(seconds, options.max_seconds))
 
     def store(self, pages: Iterable[Page]) -> None:
-        """Begin to write new pages of host memory to storage."""
         off = self.resetting
         for page in pages:
             if page.indexed and not page.volatile:

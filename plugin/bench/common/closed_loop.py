@@ -115,7 +115,6 @@ class ClosedLoop:
         return Measured(tokens / seconds, acceptance, seconds / max(1, steps))
 
     def answers(self, ask: Ask) -> list[Answer]:
-        """Answer one case's requests, in their order."""
         self._waiting = Waiting(self._requests(ask.case))
         live: dict[str, Any] = {}
         found: dict[int, Answer] = {}
@@ -246,5 +245,4 @@ class Waiting:
         return None
 
     def end(self, request: Request) -> None:
-        """Note that a request was answered."""
         self._busy.discard(request.session)

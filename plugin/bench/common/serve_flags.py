@@ -69,21 +69,17 @@ class Serving:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         from vllm.tokenizers.registry import cached_tokenizer_from_config
 
         return cached_tokenizer_from_config(self.config.model_config)
 
     def has(self, part: str) -> bool:
-        """Whether a part of ours would run."""
         return any((each.name, each.state) == (part, "on") for each in self.planned.parts)
 
     def why_not(self, part: str) -> str:
-        """The reason why a part of ours would not run."""
         return " ".join(each.reason for each in self.planned.parts if each.name == part)
 
     def options(self) -> dict[str, Any]:
-        """The flags as options of ``vllm.LLM``."""
         engine = self.request.engine
         default = Request.parse([self.model], preset=False).engine
         found = {

@@ -108,7 +108,6 @@ def held_alike(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _own_keys(given: Serving) -> dict[str, Any]:
-    """The keys of our connector among the flags."""
     found = given.request.engine.kv_transfer_config
     if found is None or found.kv_connector != "HiCacheConnector":
         return {}

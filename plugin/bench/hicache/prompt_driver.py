@@ -45,7 +45,6 @@ class Driver:
         self.emitted = 0
 
     def now(self) -> float:
-        """The driver's clock, in seconds."""
         return time.perf_counter()
 
     def rest(self) -> None:
@@ -94,7 +93,6 @@ class Driver:
         return sum(not answer.tokens for answer in self._running.values())
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-        """Send `prompts` at once, and return their answers in order."""
         names = [self.submit(prompt, max_tokens) for prompt in prompts]
         done: dict[str, Answer] = {}
         while self.busy:

@@ -108,7 +108,6 @@ class Looking:
         return Seen(Answer.of(output.outputs[0]), 1e3 * encoder, 1e3 * seconds)
 
     def counters(self) -> dict[str, Any]:
-        """Counters of our graphs."""
         (report,) = self._llm.collective_rpc("graft_info")
         found: dict[str, Any] = report["counters"].get("vit", {})
         return found

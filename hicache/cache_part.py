@@ -1,7 +1,5 @@
 """The part ``hicache``: it registers our connector with vLLM, and refuses what cannot work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any

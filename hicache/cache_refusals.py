@@ -4,8 +4,6 @@ vLLM builds its configuration several times, so each check may run several times
 engine serves. It leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ the parts that nothing rules out replace the preset. When the configuration is c
 is ruled out only now is taken off again. A part that the user named is not decided here.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Container

@@ -1,7 +1,5 @@
 """The command ``vllm-graft``."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

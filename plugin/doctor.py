@@ -1,7 +1,5 @@
 """``vllm-graft doctor``: is everything in place for the parts to run?"""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The table of all parts, in the order in which they look at a configuration."""
 
-from __future__ import annotations
-
 from vllm_graft.base.part import Part
 from vllm_graft.graph_runners.vision.vision_part import VISION
 from vllm_graft.hicache.cache_part import CACHE

@@ -1,7 +1,5 @@
 """What is supported with what, as tables: the entries of the hooks, and what parts refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ that differs between batches (lengths, tree rows per request, slots) is read on 
 graph of n rows fits every batch of at most n rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config

@@ -1,7 +1,5 @@
 """The buckets that a tower gets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Captures of exact graphs, and what happens when one fails."""
 
-from __future__ import annotations
-
 import time
 
 from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare

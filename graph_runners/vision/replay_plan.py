@@ -4,8 +4,6 @@ Items do not attend to each other, so a batch may be regrouped freely. Costs are
 and not in seconds, so that all ranks choose alike.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Container, Hashable, Sequence
 

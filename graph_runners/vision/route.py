@@ -1,7 +1,5 @@
 """Which way a batch goes: the decision, which the runner carries out."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The graph runner of vision encoders, which replaces vLLM's ``EncoderCudaGraphManager``."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The graphs that are captured when the engine starts."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

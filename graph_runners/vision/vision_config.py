@@ -1,7 +1,5 @@
 """What stands under ``graft.vit``."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """What vision graphs count for ``/metrics``, on the rank that encodes."""
 
-from __future__ import annotations
-
 import functools
 
 from vllm_graft.base.metric import Kind, Metric, Origin, PartMetrics

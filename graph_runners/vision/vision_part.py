@@ -5,8 +5,6 @@ vLLM builds one only for a model that speaks its encoder protocol: just before, 
 runner, a model that does not gets the adapter of its architecture.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from types import ModuleType

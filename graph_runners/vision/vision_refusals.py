@@ -1,7 +1,5 @@
 """What vision graphs cannot be combined with, refused in the frontend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The names of our connector, and validation of options below its extra config."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar

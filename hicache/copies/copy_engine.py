@@ -3,8 +3,6 @@
 :class:`MemoryCopyEngine` copies at once, on a CPU. The engine for CUDA is in ``streams``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from abc import ABC, abstractmethod

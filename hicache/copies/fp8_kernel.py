@@ -4,8 +4,6 @@ It converts with integers, so that it needs no fp8 hardware and all devices roun
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import triton

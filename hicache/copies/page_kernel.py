@@ -6,8 +6,6 @@ well. Their table of runs goes to the device in one copy.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import triton

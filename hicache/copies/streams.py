@@ -23,8 +23,6 @@ There are four methods of copying:
 If the host keeps pages in another dtype, one kernel makes all copies (``fp8_kernel``).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

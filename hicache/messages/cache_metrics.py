@@ -1,7 +1,5 @@
 """What the host KV cache counts. vLLM collects it as the statistics of a KV connector."""
 
-from __future__ import annotations
-
 import functools
 
 from vllm_graft.base.metric import Kind, Metric, Origin, PartMetrics

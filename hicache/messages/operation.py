@@ -1,7 +1,5 @@
 """Copies between host and device: which pages move together, and how operations are merged."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field

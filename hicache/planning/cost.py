@@ -1,7 +1,5 @@
 """The cost model chooses how to load a hit, from measured times of copies and of prefill."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass

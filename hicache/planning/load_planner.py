@@ -1,7 +1,5 @@
 """Plans loads: which pages of an accepted offer are copied to which blocks, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -5,8 +5,6 @@ layout. A store maps keys to pages of one namespace. It may forget any page at a
 never returns bytes other than those that were written, for which it checks each page that it reads.
 """
 
-from __future__ import annotations
-
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The system calls of stores on disk, in one class, so that tests can let them fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Guards calls to a store, so that whatever a third party's store does costs pages and no more."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Sequence

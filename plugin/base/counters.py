@@ -1,7 +1,5 @@
 """Counters for several threads."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -5,8 +5,6 @@ not decide. The frontend replaces it by the sections of the parts that it turns 
 decisions beside them: workers look at them because a part that nobody named must not stop a worker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 

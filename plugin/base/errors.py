@@ -4,8 +4,6 @@ None is a ``ValueError``: pydantic, which validates vLLM's configuration, would 
 flag's path behind "1 validation error for VllmConfig".
 """
 
-from __future__ import annotations
-
 
 class GraftError(Exception):
     """Base of every error raised on purpose by vllm-graft."""

@@ -1,7 +1,5 @@
 """What runs in this process: parts publish, ``graft_info()`` collects."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ ended as well (a program that it starts does not). So what is locked may be aliv
 locked is dead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The logger, and lines that a process prints once."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

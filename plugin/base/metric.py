@@ -1,7 +1,5 @@
 """What a part's metrics are: one row each, from which all of them are counted and described."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -3,8 +3,6 @@
 The front door goes through all parts and knows none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Tables for people: drawn by rich in a terminal where it is installed, else plain text."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

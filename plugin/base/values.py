@@ -1,7 +1,5 @@
 """How keys, values and errors are shown in a message, and levers of the environment."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ A benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``a
 Importing it imports neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Our own parts, registered through the same hooks as a third party's."""
 
-from __future__ import annotations
-
 from vllm_graft.base.markers import hookimpl
 from vllm_graft.hooks import entries
 

@@ -3,8 +3,6 @@
 An entry is a light description. Nothing is imported before the configuration has chosen it by name.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A feature of target models that a family of targets has to serve for a tree to be verified."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

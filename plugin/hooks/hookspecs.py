@@ -5,8 +5,6 @@ in a module or an object and name it in the entry point group ``vllm_graft``; ``
 shows a whole distribution.
 """
 
-from __future__ import annotations
-
 from vllm_graft.base.markers import hookspec
 from vllm_graft.base.options import Section
 from vllm_graft.hooks import entries

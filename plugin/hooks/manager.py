@@ -4,8 +4,6 @@ It lives in one process, is built on first use and never pickled: each process t
 discovers the installed plugins again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

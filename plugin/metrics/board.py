@@ -4,8 +4,6 @@ vLLM's ``PrometheusStatLogger`` says of which classes its metrics are (Ray has o
 labels are. Several API servers write their own shares to files, which ``/metrics`` adds up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

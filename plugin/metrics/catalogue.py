@@ -1,7 +1,5 @@
 """The list of all metrics, for ``vllm-graft metrics`` and the page on metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

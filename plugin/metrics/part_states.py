@@ -1,7 +1,5 @@
 """What runs of each part, as an engine core finds out from its configuration and its workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

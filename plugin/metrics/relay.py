@@ -6,8 +6,6 @@ takes them out first. They are increments, so that it does not matter which of s
 gets them: Prometheus adds up what all of them count.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 All hooks are inert in a process whose configuration asks for none of our parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any

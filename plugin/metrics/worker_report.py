@@ -5,8 +5,6 @@ executor there is. vLLM takes the result of one rank, so nothing is counted twic
 engine core's own process is asked directly instead.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

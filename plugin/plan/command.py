@@ -1,7 +1,5 @@
 """The command line of ``vllm-graft plan``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The memory of an engine by part, per rank, as far as a configuration tells."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import math

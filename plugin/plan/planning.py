@@ -1,7 +1,5 @@
 """What an engine would run, decided by the code that decides it when a server starts."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import json

@@ -1,7 +1,5 @@
 """The two engines of a proof: the parts that the flags ask for, and none of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

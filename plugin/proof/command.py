@@ -1,7 +1,5 @@
 """The command line of ``vllm-graft prove``."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

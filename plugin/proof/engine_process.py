@@ -1,7 +1,5 @@
 """An engine of a proof in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Requests about images of noise, as the served model's own processor makes them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

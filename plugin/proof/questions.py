@@ -1,7 +1,5 @@
 """What both engines are asked, and their answers with what they did for them."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Sizes of a head, of latents and of states stay as they are, because kernels are 
 Quantization goes, as the weights are random.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether two engines gave the same answers, and did the work that is to be proven."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Writing a new plugin, from texts beside this file with ``$name`` and the like to fill in."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import re

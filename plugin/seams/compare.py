@@ -4,8 +4,6 @@ vLLM promises none of them. `vllm_graft.seams.ledger` lists them. A part checks 
 built; ``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the installed vLLM has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path

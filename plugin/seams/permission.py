@@ -4,8 +4,6 @@ A proof stands in for symbols that exist and whose text alone differs. It never 
 missing or takes other parameters, nor for a symbol that looks otherwise than while it ran.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Collection, Iterator, Sequence

@@ -3,8 +3,6 @@
 ``register()`` also runs in processes that never need the modules we hook, as the API server.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ tell, in the notation of `compare`. Members that another package's base class ma
 be unknown, never to be right.
 """
 
-from __future__ import annotations
-
 import ast
 import zipfile
 from collections.abc import Callable, Collection, Iterator

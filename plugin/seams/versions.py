@@ -1,7 +1,5 @@
 """Versions of vLLM: whether one is supported, and how the installed one differs from the ledger."""
 
-from __future__ import annotations
-
 import enum
 import functools
 from collections.abc import Collection, Sequence

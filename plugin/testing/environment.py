@@ -8,8 +8,6 @@ It sets the running Python's virtual environment up, and can be run again:
   interpreter on in those whose environment has ``VLLM_GRAFT_INTERPRET=1``.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig

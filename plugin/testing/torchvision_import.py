@@ -4,8 +4,6 @@ PyPI's torchvision is built against CUDA. Without its C++ library ``_meta_regist
 for want of two operators; transformers imports torchvision, so vLLM does not import either.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

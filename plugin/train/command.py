@@ -1,7 +1,5 @@
 """The command line of ``vllm-graft train``: what is asked for is checked, then processes work."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """An EAGLE-3 head (arXiv:2503.01840) that is trained, and the files that vLLM loads it from."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """What a target says about batches of texts, of which a head learns."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

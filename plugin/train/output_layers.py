@@ -1,7 +1,5 @@
 """Both ends of a target: its embedding, and what makes logits of its last states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A KV connector that writes the hidden states of finished requests, on any device."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each engine is a process of its own: ``python -m vllm_graft.train.target_answers WORK PART PARTS``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

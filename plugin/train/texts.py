@@ -1,7 +1,5 @@
 """Texts of files: what is asked, and what somebody wrote behind it."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence

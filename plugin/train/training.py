@@ -4,8 +4,6 @@ It is a process of its own, or one for each GPU: ``python -m vllm_graft.train.tr
 or started by ``torchrun``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

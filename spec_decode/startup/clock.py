@@ -1,7 +1,5 @@
 """The parts of an engine's start, and how long they took."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ compiler does not survive costs no other. It never has threads or a CUDA context
 safe. Linux ends it together with the worker, and its children together with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Which graphs are worth a capture, by counts that decay, and how much time captures may take."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
 from typing import Generic, TypeVar

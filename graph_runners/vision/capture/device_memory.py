@@ -6,8 +6,6 @@ gets a segment of its own, rounded up to 2 MiB (torch's notes on CUDA, "Memory m
 c10/core/AllocatorConfig.h).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

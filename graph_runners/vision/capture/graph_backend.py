@@ -5,8 +5,6 @@ result lies at the same addresses after each replay. The next capture or replay 
 pool may overwrite it, so the caller clones what it keeps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

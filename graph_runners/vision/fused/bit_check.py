@@ -1,7 +1,5 @@
 """Whether fused blocks have the bits of the blocks themselves, on this GPU and these versions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

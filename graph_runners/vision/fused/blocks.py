@@ -4,8 +4,6 @@ With small images, a block's small operators take as long as its matrix products
 copies and rotations. These are fused here; matrix products and attention stay vLLM's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

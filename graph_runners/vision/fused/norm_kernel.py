@@ -8,8 +8,6 @@ compiler contracts torch's. `bit_check` compares the bits before any of these ke
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

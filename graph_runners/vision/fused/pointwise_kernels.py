@@ -1,8 +1,6 @@
 """Kernels for the gate of a SwiGLU, and for the rotary embedding of queries and keys."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

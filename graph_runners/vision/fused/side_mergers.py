@@ -4,8 +4,6 @@ Qwen3-VL takes features of three inner layers. Each goes through a merger whose 
 only at the end of the pass. With small images neither a merger nor a block fills the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares a graph's embeddings with those of the eager pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

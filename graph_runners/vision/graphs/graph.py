@@ -1,7 +1,5 @@
 """A captured pass of a tower: an exact graph of one layout, or the padded graph of a bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

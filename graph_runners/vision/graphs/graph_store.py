@@ -1,7 +1,5 @@
 """The captured graphs of one tower."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

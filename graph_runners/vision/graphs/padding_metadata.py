@@ -1,7 +1,5 @@
 """A cache in host memory for the metadata of padded batches, which take up to 1 ms to compute."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Hashable
 

@@ -1,7 +1,5 @@
 """The counters of the vision runner, which ``graft_info()`` shows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ Once it is attached, vLLM takes the model for one that speaks the protocol, so b
 profile, capture and clear as usual.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The tower of a model that is known only through vLLM's encoder protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finds the tower of a loaded model, and the obstacles to capturing it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

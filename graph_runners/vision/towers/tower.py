@@ -6,8 +6,6 @@ on its *layout*, which is host values such as a grid, and on its *data*, which i
 pixels. A graph is captured for given layouts; a replay copies data in.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 One process at a time has a namespace's directory open. Files of other users are refused one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -18,8 +18,6 @@ A page is right if every field is what the reader expects and the last checksum 
 reader detects a record in the wrong place, for other weights, or changed anywhere.
 """
 
-from __future__ import annotations
-
 import enum
 import struct
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ lock. So the claims of open namespaces and the bytes of closed ones together nev
 ``max_bytes``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ when they are read. Records after the last of them may be incomplete. Each of th
 kept if its checksum agrees. At the first one that does not agree, the data file is cut.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

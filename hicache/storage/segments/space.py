@@ -1,7 +1,5 @@
 """The segments of a store: where records go, and which segments are deleted to make room."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

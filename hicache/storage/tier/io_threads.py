@@ -1,7 +1,5 @@
 """Threads that read pages from storage into host slots, and write pages behind the requests."""
 
-from __future__ import annotations
-
 import enum
 import threading
 import time

@@ -1,7 +1,5 @@
 """The prefetch of one request: which pages were loaded, and how long the request waits."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 

@@ -9,8 +9,6 @@ Requests that want the same page share one load. Each request still waits only a
 policy and deadline say.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

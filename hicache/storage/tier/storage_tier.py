@@ -1,7 +1,5 @@
 """The storage tier prefetches pages from a store into host memory, and writes new pages behind."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Sequence
 

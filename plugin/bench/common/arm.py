@@ -1,7 +1,5 @@
 """Arms of a comparison, their rows, a row for each case, and the command of the fastest arm."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -1,7 +1,5 @@
 """The processes of arms, an engine in each. One answers what it is sent, until it is sent None."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

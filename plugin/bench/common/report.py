@@ -1,7 +1,5 @@
 """What a benchmark writes: JSON files, plots, and how much of its time is left."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -16,8 +16,6 @@ leaves that to vLLM. JSON behind an arm's name goes into its connector's extra c
 weights; with `--dataset`, a JSON file of conversations as ShareGPT's, its users talk in `load`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

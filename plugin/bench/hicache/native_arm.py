@@ -1,7 +1,5 @@
 """vLLM's own offloading where ``/dev/shm`` is too small for its host memory."""
 
-from __future__ import annotations
-
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 

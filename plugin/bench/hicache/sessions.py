@@ -1,7 +1,5 @@
 """Sessions of several turns: when each sends its next turn, and the answers that come."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

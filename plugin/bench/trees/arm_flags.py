@@ -1,7 +1,5 @@
 """Arms of ``vllm-graft bench trees``: their names, and the flags of `vllm serve` of each."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

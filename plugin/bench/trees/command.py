@@ -32,8 +32,6 @@ n-grams do). Each request pays for its prompt, unless you say `--enable-prefix-c
 to a tie the first arm was where another differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Mapping

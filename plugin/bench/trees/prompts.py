@@ -1,7 +1,5 @@
 """Prompts of ``vllm-graft bench trees``: a file's, or those of vLLM's own datasets."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -16,8 +16,6 @@ compared with the first arm's. In 16 bits a near tie may fall otherwise; a diffe
 margin makes the exit status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """The whole ledger, in one tuple."""
 
-from __future__ import annotations
-
 import pkgutil
 
 from vllm_graft.seams.ledger.cache_seams import CACHE

@@ -6,8 +6,6 @@ one that compiles nothing, switches the interpreter on, and mends its known defe
 ``syntax``) and its costs (``launch``, ``types``, ``operators``).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

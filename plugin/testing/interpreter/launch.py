@@ -1,7 +1,5 @@
 """Cost of a launch in the interpreter of triton 3.9.0."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

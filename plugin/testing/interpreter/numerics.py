@@ -5,8 +5,6 @@ issues 4972, 8322 and 11584). Here they are computed in float32 and rounded to n
 GPU does for a single operation.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

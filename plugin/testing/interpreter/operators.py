@@ -4,8 +4,6 @@ Stock takes ten calls of Python from ``a + b`` to ``np.add``. Operands of one el
 integers, and a number beside a tensor need none of them: NumPy broadcasts. All others go to stock.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Python syntax that the interpreter of triton 3.9.0 reads otherwise than the compiler."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The CPU back end of Triton whose kernels are all interpreted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from triton.backends import Backend, backends

@@ -4,8 +4,6 @@ Stock builds a new block type and new lists of constants for each tensor. Here e
 once and knows what its tensors share.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.testing.interpreter.operators import Operators

@@ -1,7 +1,5 @@
 """Tiny random checkpoints in the formats that vLLM loads; no network is used."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

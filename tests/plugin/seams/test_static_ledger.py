@@ -202,6 +202,7 @@ def installed() -> Sources:
 def planted(installed: Sources, module: str, text: str, instead: str) -> list[SeamReport]:
     """The ledger's rows of the module and of EAGLE, where a text of the module is replaced."""
     sources = copy.copy(installed)
+    sources._trees, sources._members = {}, {}
     name, read = sources.file(module), sources._read
     assert name is not None
     assert text in read(name)

@@ -1,7 +1,5 @@
 """LLaVA 1.5 and PaliGemma: a CLIP or SigLIP tower of one image size, and a projector."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

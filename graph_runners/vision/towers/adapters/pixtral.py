@@ -4,8 +4,6 @@ Each image is a segment, with positions by row and column. An exact graph holds 
 There are no buckets, as the convolution and the patch merger work image by image.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -8,31 +8,42 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft.base.markers import hookimpl
-from vllm_graft.base.version import __version__
+from vllm_graft.base.markers import hookimpl as hookimpl
+from vllm_graft.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from vllm_graft.base.errors import ConfigError, GraftError, HookError
-    from vllm_graft.config import GraftConfig
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
-    from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter, VisionAdapter
-    from vllm_graft.hicache.config.connector_options import Options, option_flag, parse_options
-    from vllm_graft.hicache.host.eviction import EvictionPolicy
-    from vllm_graft.hicache.pages.page_key import PageKey
-    from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
-    from vllm_graft.hooks import entries
-    from vllm_graft.hooks.entries import Health
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
-    from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
-    from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
-    from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
-    from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-    from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
-    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape
-    from vllm_graft.spec_decode.tuning.shapes import TreePolicy
+    from vllm_graft.base.errors import ConfigError as ConfigError
+    from vllm_graft.base.errors import GraftError as GraftError
+    from vllm_graft.base.errors import HookError as HookError
+    from vllm_graft.config import GraftConfig as GraftConfig
+    from vllm_graft.graph_runners.language.draft import DraftGraphRunner as DraftGraphRunner
+    from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner as ViTCudaGraphRunner
+    from vllm_graft.graph_runners.vision.towers.adapter import FixedSizeAdapter as FixedSizeAdapter
+    from vllm_graft.graph_runners.vision.towers.adapter import VisionAdapter as VisionAdapter
+    from vllm_graft.hicache.config.connector_options import Options as Options
+    from vllm_graft.hicache.config.connector_options import option_flag as option_flag
+    from vllm_graft.hicache.config.connector_options import parse_options as parse_options
+    from vllm_graft.hicache.host.eviction import EvictionPolicy as EvictionPolicy
+    from vllm_graft.hicache.pages.page_key import PageKey as PageKey
+    from vllm_graft.hicache.storage.backend import ReadStatus as ReadStatus
+    from vllm_graft.hicache.storage.backend import StorageBackend as StorageBackend
+    from vllm_graft.hooks import entries as entries
+    from vllm_graft.hooks.entries import Health as Health
+    from vllm_graft.spec_decode.config.tree_config import TreeConfig as TreeConfig
+    from vllm_graft.spec_decode.drafters.base import Drafter as Drafter
+    from vllm_graft.spec_decode.drafters.base import Extra as Extra
+    from vllm_graft.spec_decode.drafters.base import Growth as Growth
+    from vllm_graft.spec_decode.drafters.passless import PasslessGrowth as PasslessGrowth
+    from vllm_graft.spec_decode.drafters.target_dependent import (
+        TargetDependentTrees as TargetDependentTrees,
+    )
+    from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting as TreeDrafting
+    from vllm_graft.spec_decode.targets.base import TargetFamily as TargetFamily
+    from vllm_graft.spec_decode.targets.base import TargetState as TargetState
+    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily as DenseFamily
+    from vllm_graft.spec_decode.trees.candidates import CandidateTable as CandidateTable
+    from vllm_graft.spec_decode.trees.shape import TreeShape as TreeShape
+    from vllm_graft.spec_decode.tuning.shapes import TreePolicy as TreePolicy
 
 _NAMES = {
     "base.errors": "ConfigError GraftError HookError",
@@ -58,40 +69,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "CandidateTable",
-    "ConfigError",
-    "DenseFamily",
-    "DraftGraphRunner",
-    "Drafter",
-    "EvictionPolicy",
-    "Extra",
-    "FixedSizeAdapter",
-    "GraftConfig",
-    "GraftError",
-    "Growth",
-    "Health",
-    "HookError",
-    "Options",
-    "PageKey",
-    "PasslessGrowth",
-    "ReadStatus",
-    "StorageBackend",
-    "TargetDependentTrees",
-    "TargetFamily",
-    "TargetState",
-    "TreeConfig",
-    "TreeDrafting",
-    "TreePolicy",
-    "TreeShape",
-    "ViTCudaGraphRunner",
-    "VisionAdapter",
-    "__version__",
-    "entries",
-    "hookimpl",
-    "option_flag",
-    "parse_options",
-]
+__all__ = [*_HOMES, "__version__", "entries", "hookimpl"]
 
 
 def __getattr__(name: str) -> Any:

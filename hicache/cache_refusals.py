@@ -1,8 +1,6 @@
-"""Checks of the host KV cache's configuration in the frontend, before a model loads.
-
-vLLM builds its configuration several times, so each check may run several times, even while the
-engine serves. It leaves nothing behind.
-"""
+"""Checks of the host KV cache's configuration in the frontend, before a model loads. vLLM builds
+its configuration several times, so each check may run several times, even while the engine serves.
+It leaves nothing behind."""
 
 import mmap
 import os
@@ -85,12 +83,10 @@ def _sleep_mode(asked: Asked, vllm_config: Any) -> Iterator[str]:
 )
 @_of_each
 def _open_store(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
-    """Find servers of other process groups, as this server may have opened the store already.
-
-    The first half of the namespace is known here, which identifies the model. With data parallelism
-    it is unknown which replica this is, so nothing is checked. In all cases that are not decided
-    here, opening the store will fail if another process has it open.
-    """
+    """Find servers of other process groups, as this server may have opened the store already. The
+    first half of the namespace is known here, which identifies the model. With data parallelism it
+    is unknown which replica this is, so nothing is checked. In all cases that are not decided here,
+    opening the store will fail if another process has it open."""
     from vllm_graft.hicache.pages.namespace import NAMESPACE_START, Engine, namespace_start
 
     held = _held(config, vllm_config)

@@ -1,7 +1,5 @@
-"""Tree drafting, CUDA graphs and a host KV cache for unmodified vLLM, as a pip plugin.
-
-Importing this package imports neither torch nor vLLM.
-"""
+"""Tree drafting, CUDA graphs and a host KV cache for unmodified vLLM, as a pip plugin. Importing
+this package imports neither torch nor vLLM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What third parties import from us, in one place that stays while files move.
-
-Nothing is loaded before a name is used: hooks' own modules are imported in the frontend too.
-"""
+"""What third parties import from us, in one place that stays while files move. Nothing is loaded
+before a name is used: hooks' own modules are imported in the frontend too."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""``graft: auto`` and the other presets: every part that this model and this machine can run.
-
-When vLLM asks the platform for its defaults, each part says what it would run, and the sections of
-the parts that nothing rules out replace the preset. When the configuration is complete, a part that
-is ruled out only now is taken off again. A part that the user named is not decided here.
-"""
+"""``graft: auto`` and the other presets: every part that this model and this machine can run. When
+vLLM asks the platform for its defaults, each part says what it would run, and the sections of the
+parts that nothing rules out replace the preset. When the configuration is complete, a part that is
+ruled out only now is taken off again. A part that the user named is not decided here."""
 
 import copy
 import functools
@@ -45,11 +43,8 @@ _DERIVED = (*_SIZES, "scheduler_config.max_num_scheduled_tokens")
 
 def decide(named: Container[str], vllm_config: Any) -> None:
     """Put the sections of all parts that can run in the place of a preset, if there is one.
-
-    Args:
-        named: parts that the user asked for by name.
-        vllm_config: a configuration that `vllm_graft.config.read` accepts; it is changed.
-    """
+    `named`: parts that the user asked for by name. `vllm_config`: a configuration that
+    `vllm_graft.config.read` accepts; it is changed."""
     preset: Any = preset_in(vllm_config)
     if preset is None:
         return

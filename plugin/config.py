@@ -1,8 +1,6 @@
 """The configuration: what stands under ``graft`` in vLLM's ``--additional-config``, and beside it.
-
 vLLM checks no key there. A misspelt part must not mean stock vLLM without a word: what can only be
-ours is refused, and what may be another plugin's is warned about.
-"""
+ours is refused, and what may be another plugin's is warned about."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The worker's side: what ``collective_rpc("graft_info")`` answers.
-
-Our hook in the frontend sets ``--worker-extension-cls vllm_graft.WorkerExtension`` if it is free.
-"""
+"""The worker's side: what ``collective_rpc("graft_info")`` answers. Our hook in the frontend sets
+``--worker-extension-cls vllm_graft.WorkerExtension`` if it is free."""
 
 from __future__ import annotations
 
@@ -32,13 +30,10 @@ class WorkerExtension:
         return info.states()
 
     def graft_info(self) -> dict[str, Any]:
-        """What runs in this worker, as plain values.
-
-        Returns:
-            ``version``; ``config`` (None without a ``graft`` key); ``parts``, those active, and
-            their ``counters``; ``seams``, each moved symbol with its reason; ``plugins`` and
-            ``broken_plugins``, third parties; ``preset``, its decisions (None without one).
-        """
+        """What runs in this worker, as plain values. Returns ``version``; ``config`` (None without
+        a ``graft`` key); ``parts``, those active, and their ``counters``; ``seams``, each moved
+        symbol with its reason; ``plugins`` and ``broken_plugins``, third parties; ``preset``, its
+        decisions (None without one)."""
         config = GraftConfig.from_vllm(self.vllm_config)
         parts = info.active_parts()
         plugins = manager()

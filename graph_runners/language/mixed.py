@@ -1,9 +1,7 @@
-"""FULL graphs of mixed batches: prompts beside requests that verify trees.
-
-vLLM launches such a step piece by piece, which keeps the host busy for longer than the device. All
-that differs between batches (lengths, tree rows per request, slots) is read on the device, so one
-graph of n rows fits every batch of at most n rows.
-"""
+"""FULL graphs of mixed batches: prompts beside requests that verify trees. vLLM launches such a
+step piece by piece, which keeps the host busy for longer than the device. All that differs between
+batches (lengths, tree rows per request, slots) is read on the device, so one graph of n rows fits
+every batch of at most n rows."""
 
 from collections.abc import Sequence
 

@@ -22,12 +22,10 @@ def request_counts(largest: int) -> list[int]:
 
 
 def plan_widths(manager: CudaGraphManager, counts: Mapping[int, Sequence[int]]) -> None:
-    """Plan which uniform FULL graphs a manager captures, and which of them a batch takes.
-
-    vLLM rounds every capture size up to a multiple of every width, which makes hundreds of graphs.
-    It then offers a number of tokens the graphs of one size only. Here each width that the manager
-    planned has graphs for `counts` of requests, and a batch takes the smallest one that fits.
-    """
+    """Plan which uniform FULL graphs a manager captures, and which of them a batch takes. vLLM
+    rounds every capture size up to a multiple of every width, which makes hundreds of graphs. It
+    then offers a number of tokens the graphs of one size only. Here each width that the manager
+    planned has graphs for `counts` of requests, and a batch takes the smallest one that fits."""
     planned = graph_tables.planned(manager)
     uniform = [desc for desc in planned if desc.uniform_token_count is not None]
     if not uniform:

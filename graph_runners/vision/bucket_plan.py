@@ -16,10 +16,9 @@ SMALLEST_BUCKET = 128
 """Patches of the smallest bucket."""
 
 _WIDEST_STEP, _MOST_STEPS = 128, 32
-"""Patches between two buckets, and the number of such steps below `DEFAULT_MAX_PATCHES`.
-
-Matrix products are cut into tiles of 128 rows, so a bucket in between would not be faster. The
-steps are wider if so many do not reach the largest bucket."""
+"""Patches between two buckets, and the number of such steps below `DEFAULT_MAX_PATCHES`. Matrix
+products are cut into tiles of 128 rows, so a bucket in between would not be faster. The steps are
+wider if so many do not reach the largest bucket."""
 
 _WIDE_STEP = 256
 """Patches between two buckets above `DEFAULT_MAX_PATCHES`."""

@@ -1,8 +1,6 @@
-"""How a batch is divided into replays: pure functions of layouts and numbers of patches.
-
-Items do not attend to each other, so a batch may be regrouped freely. Costs are in rows (patches)
-and not in seconds, so that all ranks choose alike.
-"""
+"""How a batch is divided into replays: pure functions of layouts and numbers of patches. Items do
+not attend to each other, so a batch may be regrouped freely. Costs are in rows (patches) and not in
+seconds, so that all ranks choose alike."""
 
 from bisect import bisect_left
 from collections.abc import Container, Hashable, Sequence

@@ -113,15 +113,10 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     @torch.inference_mode()
     def capture(self, graph_pool: Any) -> None:
-        """Capture the graphs of the start, and take the rest of the budget from the device.
-
-        vLLM calls this to profile memory, then `clear`, then once more. The rest of the budget is
-        held until the first batch, so that the profile includes all of it.
-
-        Raises:
-            ConfigError: if the budget holds no graph, or if the user asks for fused blocks and
-                nothing can be fused.
-        """
+        """Capture the graphs of the start, and take the rest of the budget from the device. vLLM
+        calls this to profile memory, then `clear`, then once more. The rest of the budget is held
+        until the first batch, so that the profile includes all of it. Raises `ConfigError` if the
+        budget holds no graph, or if the user asks for fused blocks and nothing can be fused."""
         self.graph_pool = graph_pool
         self.store.open(graph_pool)
         check_room(self.store, self.options.memory)

@@ -91,12 +91,10 @@ def capture_buckets(
     pays: bool,
     agree: Callable[[bool], bool],
 ) -> list[int]:
-    """Capture the largest bucket that fits into the budget and pays, and all smaller ones.
-
-    The largest bucket comes first, as smaller ones then find their memory in the pool. If a bucket
-    was captured only to be measured, its memory is given back. With `pays`, a bucket has to be
-    faster than the eager pass. Returns the patches of the buckets that were kept, ascending.
-    """
+    """Capture the largest bucket that fits into the budget and pays, and all smaller ones. The
+    largest bucket comes first, as smaller ones then find their memory in the pool. If a bucket was
+    captured only to be measured, its memory is given back. With `pays`, a bucket has to be faster
+    than the eager pass. Returns the patches of the buckets that were kept, ascending."""
     most = math.inf
     for rows in sorted(planned, reverse=True):
         first = not store.buckets
@@ -194,11 +192,9 @@ def fuse_tower(store: GraphStore, options: VitConfig, agree: Callable[[bool], bo
 
 def fused_passes_pay(store: GraphStore, max_rows: int) -> bool:
     """Whether the model's pass over more than `max_rows` patches is faster with fused blocks.
-
     Compares passes over noise, at a size just above the largest graph and at a large one. Their
     bits have to be the same, too. The answer is False where ranks would have to agree, and where a
-    pass fails, for instance for too little memory. Waits for the device.
-    """
+    pass fails, for instance for too little memory. Waits for the device."""
     if not (store.rules.timing and store.tower.fused):
         return False
     more = max_rows + max_rows // 4

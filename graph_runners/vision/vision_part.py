@@ -1,9 +1,7 @@
-"""The part ``graft.vit``: how vLLM comes to run our vision graphs.
-
-``EncoderCudaGraphManager``, asked to build itself, builds the chosen runner, a subclass of it.
-vLLM builds one only for a model that speaks its encoder protocol: just before, in either model
-runner, a model that does not gets the adapter of its architecture.
-"""
+"""The part ``graft.vit``: how vLLM comes to run our vision graphs. ``EncoderCudaGraphManager``,
+asked to build itself, builds the chosen runner, a subclass of it. vLLM builds one only for a model
+that speaks its encoder protocol: just before, in either model runner, a model that does not gets
+the adapter of its architecture."""
 
 import functools
 from collections.abc import Iterator, Sequence

@@ -41,10 +41,8 @@ Folder = Annotated[Path, BeforeValidator(_folder)]
 """A directory. ``~`` is expanded, and relative paths begin at the working directory."""
 
 Options = Section
-"""Base class of options, with :data:`Bytes` for sizes and :data:`Folder` for directories.
-
-Instances are frozen, and unknown keys are refused.
-"""
+"""Base class of options, with :data:`Bytes` for sizes and :data:`Folder` for directories. Instances
+are frozen, and unknown keys are refused."""
 
 
 def parse_options(model: type[SectionT], values: object, *path: str) -> SectionT:

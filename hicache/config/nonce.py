@@ -49,12 +49,10 @@ def nonce_of(extra: Mapping[str, Any]) -> Nonce | None:
 
 
 def stamp(vllm_config: VllmConfig) -> None:
-    """Give each of our connectors a nonce, unless it has one.
-
-    vLLM derives configurations from others, also in the engine's processes. Existing nonces stay,
-    so that all processes agree. A user may give one ``KVTransferConfig`` to two engines, which must
-    not share a nonce. So that object stays unchanged, and ``vllm_config`` gets a copy of it.
-    """
+    """Give each of our connectors a nonce, unless it has one. vLLM derives configurations from
+    others, also in the engine's processes. Existing nonces stay, so that all processes agree. A
+    user may give one ``KVTransferConfig`` to two engines, which must not share a nonce. So that
+    object stays unchanged, and ``vllm_config`` gets a copy of it."""
     given: Any = vllm_config.kv_transfer_config
     ours = [each for _, each in all_connectors(given) if is_ours(each)]
     if any(KEY in extra and nonce_of(extra) is None for extra in _extras(ours)):

@@ -1,7 +1,5 @@
 """Copy engines move pages between the device's KV cache and a shard of the host pool.
-
-:class:`MemoryCopyEngine` copies at once, on a CPU. The engine for CUDA is in ``streams``.
-"""
+:class:`MemoryCopyEngine` copies at once, on a CPU. The engine for CUDA is in ``streams``."""
 
 import ctypes
 import time
@@ -258,12 +256,10 @@ E4M3_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def fp8_copy(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCopy:
-    """Prepare copies by the CPU between K/V of ``dtype`` on the device and e4m3 on the host.
-
-    e4m3 is OCP's 8-bit floating point: one byte per element, here without a scale. Values are
-    rounded to the nearest, ties to even. They saturate: what is over 448, infinities included,
-    becomes 448. NaN stays NaN. The way back is exact. The sizes of the runs are bytes on the host.
-    """
+    """Prepare copies by the CPU between K/V of ``dtype`` on the device and e4m3 on the host. e4m3
+    is OCP's 8-bit floating point: one byte per element, here without a scale. Values are rounded to
+    the nearest, ties to even. They saturate: what is over 448, infinities included, becomes 448.
+    NaN stays NaN. The way back is exact. The sizes of the runs are bytes on the host."""
 
     def copy(begin: int, end: int) -> None:
         columns = (column[begin:end].tolist() for column in (runs.device, runs.host, runs.sizes))

@@ -1,8 +1,6 @@
 """2D copies by ``cuMemcpy2DAsync_v2`` of CUDA's driver library, as torch and vLLM offer none.
-
 Source: CUDA Driver API, "Memory Management". The library is loaded when an engine starts on a GPU,
-never on import.
-"""
+never on import."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A kernel that copies between K/V on the device and e4m3 in pinned memory, as ``page_kernel``.
-
-It converts with integers, so that it needs no fp8 hardware and all devices round alike.
-"""
+"""A kernel that copies between K/V on the device and e4m3 in pinned memory, as ``page_kernel``. It
+converts with integers, so that it needs no fp8 hardware and all devices round alike."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np

@@ -1,9 +1,7 @@
-"""A kernel that copies many short runs with one launch.
-
-A copy engine needs one call per run, and a load within a step has thousands of runs, for which the
-step's own launches would wait. A few programs of a kernel that read pinned memory fill the bus as
-well. Their table of runs goes to the device in one copy.
-"""
+"""A kernel that copies many short runs with one launch. A copy engine needs one call per run, and a
+load within a step has thousands of runs, for which the step's own launches would wait. A few
+programs of a kernel that read pinned memory fill the bus as well. Their table of runs goes to the
+device in one copy."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import numpy as np

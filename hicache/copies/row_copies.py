@@ -137,11 +137,9 @@ class RowCopies:
         self, operation: CacheOperation, batches: Batches, staged: bool
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
         """The 2D copies of an operation, and the rest of it, for which they do not pay, or None.
-
         Call it on the stream of the direction. ``batches`` are the layers that are copied together,
         if they are copied one after the other. ``staged`` says whether a load may go through the
-        ring.
-        """
+        ring."""
         planned: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
         plan = self._planner.plan(operation, bool(batches)) if self.strided else None

@@ -51,14 +51,10 @@ class CacheOperation:
 
 
 def merge_ops(operations: Iterable[CacheOperation]) -> CacheOperation | None:
-    """Merge operations of one direction into one, the most urgent first; None without operations.
-
-    A merged operation takes one submission to the driver and one event, however many requests it
-    serves. Pools keep the order in which they first appear.
-
-    Raises:
-        ValueError: if the directions differ.
-    """
+    """Merge operations of one direction into one, the most urgent first; None without operations. A
+    merged operation takes one submission to the driver and one event, however many requests it
+    serves. Pools keep the order in which they first appear. Raises `ValueError` if the directions
+    differ."""
     ordered = sorted(operations, key=lambda operation: operation.priority)
     if not ordered:
         return None

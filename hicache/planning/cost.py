@@ -28,11 +28,9 @@ MIN_TOKENS = 256
 """Least tokens of a step that measures prefill. Smaller steps measure decoding."""
 
 PARTIAL_GAIN = 0.2
-"""Least fraction of the time, for loading or for computing everything, that a part has to save.
-
-A few more tokens of prefill may cost more than their proportion, because a kernel has a minimal
-cost, and a batch that exceeds its CUDA graph is launched kernel by kernel.
-"""
+"""Least fraction of the time, for loading or for computing everything, that a part has to save. A
+few more tokens of prefill may cost more than their proportion, because a kernel has a minimal cost,
+and a batch that exceeds its CUDA graph is launched kernel by kernel."""
 
 
 class Rate:

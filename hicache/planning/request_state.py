@@ -130,12 +130,10 @@ class RequestState:
 
 
 class Recency:
-    """Refreshes the pages of ended requests, tail first, once their stores have ended too.
-
-    A page is useless without the pages before it. But pages are stored head first, so that without
-    this the head would be the oldest and leave first. Pages that the request found on the device
-    are refreshed too, because they are in use although no request loads them from the host.
-    """
+    """Refreshes the pages of ended requests, tail first, once their stores have ended too. A page
+    is useless without the pages before it. But pages are stored head first, so that without this
+    the head would be the oldest and leave first. Pages that the request found on the device are
+    refreshed too, because they are in use although no request loads them from the host."""
 
     def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
         self._groups = groups

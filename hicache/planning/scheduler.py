@@ -89,14 +89,10 @@ class HiCacheScheduler:
             self.storage_reads.device = pool
 
     def lookup(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Look up what can be loaded for a request. vLLM may call it any number of times.
-
-        It changes only the offer in the request's state.
-
-        Returns:
-            The number of tokens that can be loaded beyond the ``computed`` ones, None if the
-            request should wait for its prefetch, and whether they are loaded outside of steps.
-        """
+        """Look up what can be loaded for a request. vLLM may call it any number of times. It
+        changes only the offer in the request's state. Returns the number of tokens that can be
+        loaded beyond the ``computed`` ones, None if the request should wait for its prefetch, and
+        whether they are loaded outside of steps."""
         state = self.state_of(request)
         if state.outdated:
             # vLLM looks up requests whose K/V will be computed from the start.

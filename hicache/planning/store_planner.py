@@ -100,12 +100,10 @@ class StorePlanner:
         tokens: int,
         flush: bool = False,
     ) -> CacheOperation | None:
-        """Store the blocks of a request that were not considered before.
-
-        ``block_ids`` are those of each group, and ``tokens`` is the number of leading tokens with
-        final KV. The store of a request that has ended (``flush``) is less urgent than others. The
-        result is None if there is nothing to store, or no room.
-        """
+        """Store the blocks of a request that were not considered before. ``block_ids`` are those of
+        each group, and ``tokens`` is the number of leading tokens with final KV. The store of a
+        request that has ended (``flush``) is less urgent than others. The result is None if there
+        is nothing to store, or no room."""
         source: list[tuple[PageKey, int]] = []
         for group in self._geometry.groups:
             if group.index in self._geometry.handed_off:

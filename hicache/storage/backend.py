@@ -1,9 +1,7 @@
-"""The interface of stores, which keep pages below host memory.
-
-A page is the KV of one block in one pool: the bytes of a KV cache group on one rank, in the host's
-layout. A store maps keys to pages of one namespace. It may forget any page at any time, but it
-never returns bytes other than those that were written, for which it checks each page that it reads.
-"""
+"""The interface of stores, which keep pages below host memory. A page is the KV of one block in one
+pool: the bytes of a KV cache group on one rank, in the host's layout. A store maps keys to pages of
+one namespace. It may forget any page at any time, but it never returns bytes other than those that
+were written, for which it checks each page that it reads."""
 
 import enum
 from abc import ABC, abstractmethod

@@ -13,12 +13,10 @@ Result = TypeVar("Result")
 
 
 class Guarded(StorageBackend):
-    """A store whose calls neither raise nor return anything else than the interface allows.
-
-    What a call raises first is logged, even if it is no ``Exception``: a panic in Rust, or
-    ``SystemExit``. A lookup that fails says that the store has no page, a read is an ERROR, and a
-    write is not kept. Callers count failures, but for those of lookups: ``failed_lookups``.
-    """
+    """A store whose calls neither raise nor return anything else than the interface allows. What a
+    call raises first is logged, even if it is no ``Exception``: a panic in Rust, or ``SystemExit``.
+    A lookup that fails says that the store has no page, a read is an ERROR, and a write is not
+    kept. Callers count failures, but for those of lookups: ``failed_lookups``."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self._backend = backend

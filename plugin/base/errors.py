@@ -1,8 +1,6 @@
-"""The errors a user of vllm-graft can see.
-
-None is a ``ValueError``: pydantic, which validates vLLM's configuration, would wrap it and hide the
-flag's path behind "1 validation error for VllmConfig".
-"""
+"""The errors a user of vllm-graft can see. None is a ``ValueError``: pydantic, which validates
+vLLM's configuration, would wrap it and hide the flag's path behind "1 validation error for
+VllmConfig"."""
 
 
 class GraftError(Exception):

@@ -88,13 +88,9 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class PartMetrics:
-    """A part's metrics.
-
-    Attributes:
-        watch: makes what counts in the engine core; None if nothing does.
-        tell: is given the part's section and vLLM's stat loggers in the frontend, to mend what they
-            say of the part; None if there is nothing to mend.
-    """
+    """A part's metrics. `watch`: makes what counts in the engine core; None if nothing does.
+    `tell`: is given the part's section and vLLM's stat loggers in the frontend, to mend what they
+    say of the part; None if there is nothing to mend."""
 
     rows: Sequence[Metric]
     watch: Callable[[], Watch] | None = None

@@ -1,7 +1,5 @@
-"""What sections of the configuration are made of, and how they are read and explained.
-
-Everything that a user configures goes through `parse`, the options of third parties included.
-"""
+"""What sections of the configuration are made of, and how they are read and explained. Everything
+that a user configures goes through `parse`, the options of third parties included."""
 
 from __future__ import annotations
 
@@ -143,14 +141,10 @@ def parse(
 
 
 def require_plain(value: object, path: str) -> None:
-    """Refuse what no JSON file could say, and what is too large to be meant.
-
-    vLLM hashes its configuration as JSON and hands it to other processes: whatever else stands in
-    it would fail there, or come out as something else. A path (`pathlib`) is taken for its text.
-
-    Raises:
-        ConfigError: with a line for each value that is refused, below the full flag ``path``.
-    """
+    """Refuse what no JSON file could say, and what is too large to be meant. vLLM hashes its
+    configuration as JSON and hands it to other processes: whatever else stands in it would fail
+    there, or come out as something else. A path (`pathlib`) is taken for its text. Raises
+    `ConfigError` with a line for each value that is refused, below the full flag ``path``."""
     if problems := list(islice(_strange(value, path, 0), MAX_LINES + 1)):
         raise ConfigError(several(problems))
 

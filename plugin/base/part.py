@@ -1,7 +1,5 @@
-"""What a part is to everyone else: a name, a section of the configuration, and what it hooks.
-
-The front door goes through all parts and knows none.
-"""
+"""What a part is to everyone else: a name, a section of the configuration, and what it hooks. The
+front door goes through all parts and knows none."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -13,12 +13,9 @@ from vllm_graft.base.values import shown
 
 @dataclass(frozen=True)
 class Found:
-    """What a configuration has of a refused thing.
-
-    Attributes:
-        text: what it has, with full flags and values: a sentence without its stop.
-        instead: what to do, where the values tell it more exactly than the row.
-    """
+    """What a configuration has of a refused thing. `text`: what it has, with full flags and values:
+    a sentence without its stop. `instead`: what to do, where the values tell it more exactly than
+    the row."""
 
     text: str
     instead: str = ""

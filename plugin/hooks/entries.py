@@ -1,7 +1,5 @@
-"""What a hook returns: entries with a name, and where the object itself is found.
-
-An entry is a light description. Nothing is imported before the configuration has chosen it by name.
-"""
+"""What a hook returns: entries with a name, and where the object itself is found. An entry is a
+light description. Nothing is imported before the configuration has chosen it by name."""
 
 import importlib
 from collections.abc import Callable

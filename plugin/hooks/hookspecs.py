@@ -1,9 +1,7 @@
-"""Every hook, one specification each. A hook that collects returns a list of entries.
-
-Hooks are asked once per process while the engine is built, never in a step. Write implementations
-in a module or an object and name it in the entry point group ``vllm_graft``; ``docs/hooks.md``
-shows a whole distribution.
-"""
+"""Every hook, one specification each. A hook that collects returns a list of entries. Hooks are
+asked once per process while the engine is built, never in a step. Write implementations in a module
+or an object and name it in the entry point group ``vllm_graft``; ``docs/hooks.md`` shows a whole
+distribution."""
 
 from vllm_graft.base.markers import hookspec
 from vllm_graft.base.options import Section

@@ -1,8 +1,6 @@
-"""The frontend's side: Prometheus series of the parts, beside vLLM's own and like them.
-
-vLLM's ``PrometheusStatLogger`` says of which classes its metrics are (Ray has others) and what its
-labels are. Several API servers write their own shares to files, which ``/metrics`` adds up.
-"""
+"""The frontend's side: Prometheus series of the parts, beside vLLM's own and like them. vLLM's
+``PrometheusStatLogger`` says of which classes its metrics are (Ray has others) and what its labels
+are. Several API servers write their own shares to files, which ``/metrics`` adds up."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

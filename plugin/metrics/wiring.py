@@ -1,7 +1,5 @@
-"""Where worker, engine core and frontend are hooked for metrics.
-
-All hooks are inert in a process whose configuration asks for none of our parts.
-"""
+"""Where worker, engine core and frontend are hooked for metrics. All hooks are inert in a process
+whose configuration asks for none of our parts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType

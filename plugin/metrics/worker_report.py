@@ -1,9 +1,7 @@
-"""The worker's side: about once per second a step's result also carries the parts' numbers.
-
-vLLM's model runner returns a ``ModelRunnerOutput`` per step, which goes to the scheduler whatever
-executor there is. vLLM takes the result of one rank, so nothing is counted twice. A worker in the
-engine core's own process is asked directly instead.
-"""
+"""The worker's side: about once per second a step's result also carries the parts' numbers. vLLM's
+model runner returns a ``ModelRunnerOutput`` per step, which goes to the scheduler whatever executor
+there is. vLLM takes the result of one rank, so nothing is counted twice. A worker in the engine
+core's own process is asked directly instead."""
 
 import copy
 import time

@@ -1,8 +1,6 @@
 """A model as vLLM builds it on one rank, without memory: bytes of its weights, and K/V specs.
-
 vLLM's own classes make the layers, with the quantization of the configuration, on PyTorch's device
-``meta``. Groups of ranks are stood in for, as nothing is sent.
-"""
+``meta``. Groups of ranks are stood in for, as nothing is sent."""
 
 from __future__ import annotations
 
@@ -25,12 +23,8 @@ classes begin that do so."""
 
 
 class Built(NamedTuple):
-    """What one rank holds of a model.
-
-    Attributes:
-        weights: shape and bytes by the parameter's name.
-        specs: vLLM's K/V specs by the layer's name.
-    """
+    """What one rank holds of a model. `weights`: shape and bytes by the parameter's name. `specs`:
+    vLLM's K/V specs by the layer's name."""
 
     weights: dict[str, tuple[tuple[int, ...], int]]
     specs: dict[str, Any]

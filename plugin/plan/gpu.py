@@ -55,12 +55,8 @@ _QUESTIONS = ("supported", "supports")
 
 @dataclass(frozen=True)
 class Gpu:
-    """An NVIDIA GPU.
-
-    Attributes:
-        capability: its compute capability, such as ``(9, 0)``.
-        num_bytes: of its memory.
-    """
+    """An NVIDIA GPU. `capability`: its compute capability, such as ``(9, 0)``. `num_bytes`: of its
+    memory."""
 
     capability: tuple[int, int]
     num_bytes: int

@@ -20,12 +20,8 @@ _OPTION = FLAG.removesuffix(f".{KEY}")
 
 @dataclass(frozen=True)
 class Request:
-    """What ``vllm serve`` would be given.
-
-    Attributes:
-        engine: vLLM's ``AsyncEngineArgs``.
-        arguments: what follows ``vllm serve``, with the preset that was added, if any.
-    """
+    """What ``vllm serve`` would be given. `engine`: vLLM's ``AsyncEngineArgs``. `arguments`: what
+    follows ``vllm serve``, with the preset that was added, if any."""
 
     engine: Any
     arguments: tuple[str, ...]

@@ -65,11 +65,8 @@ def _prepared() -> Any:
 
 @dataclass
 class EngineProcess:
-    """A process that prepares itself for an engine, and then waits to be asked.
-
-    Args:
-        told: whether the engine gives all log-probabilities.
-    """
+    """A process that prepares itself for an engine, and then waits to be asked. `told`: whether the
+    engine gives all log-probabilities."""
 
     told: bool
 

@@ -75,12 +75,9 @@ class Answer:
 
 
 def rounds(*, cache: bool, look: Look | None = None) -> Iterator[Round]:
-    """The questions: greedy and seeded, in chunks, on shared prefixes, preempted.
-
-    Args:
-        cache: whether a host cache is asked to bring back what the device has forgotten.
-        look: makes requests about images; None if none are asked about.
-    """
+    """The questions: greedy and seeded, in chunks, on shared prefixes, preempted. `cache`: whether
+    a host cache is asked to bring back what the device has forgotten. `look`: makes requests about
+    images; None if none are asked about."""
     numbers = random.Random(0)
 
     def prompt(length: int) -> tuple[int, ...]:
@@ -115,12 +112,8 @@ def rounds(*, cache: bool, look: Look | None = None) -> Iterator[Round]:
 
 
 class Asking:
-    """Asks an engine of this process.
-
-    Args:
-        llm: a ``vllm.LLM`` whose engine core runs in this process.
-        told: whether all logprobs are asked for, as of the engine that the other is judged by.
-    """
+    """Asks an engine of this process. `llm`: a ``vllm.LLM`` whose engine core runs in this process.
+    `told`: whether all logprobs are asked for, as of the engine that the other is judged by."""
 
     def __init__(self, llm: Any, *, told: bool) -> None:
         self._llm, self._told = llm, told

@@ -1,8 +1,6 @@
-"""A tiny configuration of a model's family: one period of its kinds of layers, small sizes.
-
-Sizes of a head, of latents and of states stay as they are, because kernels are chosen by them.
-Quantization goes, as the weights are random.
-"""
+"""A tiny configuration of a model's family: one period of its kinds of layers, small sizes. Sizes
+of a head, of latents and of states stay as they are, because kernels are chosen by them.
+Quantization goes, as the weights are random."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -56,12 +54,9 @@ _AT_MOST: dict[str, int] = {
 
 
 class TinyConfig:
-    """Makes the configurations of a target and of its draft, which fit together.
-
-    Args:
-        target: what the target's ``config.json`` holds.
-        draft: what the draft's holds; None where there is no draft model of its own.
-    """
+    """Makes the configurations of a target and of its draft, which fit together. `target`: what the
+    target's ``config.json`` holds. `draft`: what the draft's holds; None where there is no draft
+    model of its own."""
 
     def __init__(self, target: Mapping[str, Any], draft: Mapping[str, Any] | None = None) -> None:
         self._target, self._draft = target, draft

@@ -56,23 +56,17 @@ _BROKEN = {
 
 
 def broken(counts: Mapping[str, float]) -> Iterator[str]:
-    """A sentence for each kind of failure that the engine went on without.
-
-    Args:
-        counts: counters of the engine that is judged.
-    """
+    """A sentence for each kind of failure that the engine went on without. `counts`: counters of
+    the engine that is judged."""
     for name, what in _BROKEN.items():
         if found := counts.get(name):
             yield f"{found:g} {what}, and were left out; the log above has the cause"
 
 
 def undone(counts: Mapping[str, float], wanted: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each counter that is 0: what it counts was not shown to work.
-
-    Args:
-        counts: counters of the engine that is judged.
-        wanted: the counters that have to be above 0, and what each counts.
-    """
+    """A sentence for each counter that is 0: what it counts was not shown to work. `counts`:
+    counters of the engine that is judged. `wanted`: the counters that have to be above 0, and what
+    each counts."""
     for name, what in wanted.items():
         if not counts.get(name):
             yield f"nothing was shown of {what} ({name} is 0)"

@@ -1,8 +1,6 @@
-"""Compares the vLLM symbols that we touch or rely on with what we expect of them.
-
-vLLM promises none of them. `vllm_graft.seams.ledger` lists them. A part checks its own when it is
-built; ``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the installed vLLM has.
-"""
+"""Compares the vLLM symbols that we touch or rely on with what we expect of them. vLLM promises
+none of them. `vllm_graft.seams.ledger` lists them. A part checks its own when it is built;
+``vllm-graft doctor`` checks all, and ``doctor --json`` prints what the installed vLLM has."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -80,12 +78,8 @@ def _pieces(seam: Seam, form: str) -> list[str]:
 def check_seams(
     parts: Collection[str] | None = None, ledger: Sequence[Seam] | None = None
 ) -> list[SeamReport]:
-    """Compare rows with the source files of the installed vLLM.
-
-    Args:
-        parts: whose symbols are checked; None checks all.
-        ledger: a third party's rows; None for ours.
-    """
+    """Compare rows with the source files of the installed vLLM. `parts`: whose symbols are checked;
+    None checks all. `ledger`: a third party's rows; None for ours."""
     import vllm
 
     rows = LEDGER if ledger is None else ledger

@@ -15,12 +15,10 @@ TAG = "runtime"
 
 
 def kept_memory(vllm_config: VllmConfig) -> AbstractContextManager[None]:
-    """Allocate in memory that comes back from sleep mode as it was.
-
-    vLLM loads a model in memory for weights, whose contents are lost at level 2 of
-    ``--enable-sleep-mode``, and then loads the weights again. What a part allocates beside them has
-    nobody to fill it again. Without vLLM's own allocator nothing changes.
-    """
+    """Allocate in memory that comes back from sleep mode as it was. vLLM loads a model in memory
+    for weights, whose contents are lost at level 2 of ``--enable-sleep-mode``, and then loads the
+    weights again. What a part allocates beside them has nobody to fill it again. Without vLLM's own
+    allocator nothing changes."""
     from vllm.platforms import current_platform
 
     if not (current_platform.is_cuda_alike() and vllm_config.model_config.enable_cumem_allocator):

@@ -1,8 +1,6 @@
-"""Whether parts may run with the installed vLLM: as tested, or as proven on this machine.
-
-A proof stands in for symbols that exist and whose text alone differs. It never does for one that is
-missing or takes other parameters, nor for a symbol that looks otherwise than while it ran.
-"""
+"""Whether parts may run with the installed vLLM: as tested, or as proven on this machine. A proof
+stands in for symbols that exist and whose text alone differs. It never does for one that is missing
+or takes other parameters, nor for a symbol that looks otherwise than while it ran."""
 
 import contextlib
 import sys
@@ -23,12 +21,8 @@ from vllm_graft.seams.versions import differing, moved_text
 
 @dataclass
 class Seen:
-    """What is seen while something is proven in this process.
-
-    Attributes:
-        rows: symbols that differ, by path, as they are found.
-        flags: what a start with this configuration would look for a proof by.
-    """
+    """What is seen while something is proven in this process. `rows`: symbols that differ, by path,
+    as they are found. `flags`: what a start with this configuration would look for a proof by."""
 
     rows: dict[str, str] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,5 @@
-"""Run something right after a module's first import, without importing it.
-
-``register()`` also runs in processes that never need the modules we hook, as the API server.
-"""
+"""Run something right after a module's first import, without importing it. ``register()`` also runs
+in processes that never need the modules we hook, as the API server."""
 
 import functools
 import sys

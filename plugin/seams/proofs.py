@@ -1,7 +1,5 @@
 """Proofs that our parts work with a vLLM that they were never tested with, as this user keeps them.
-
-``vllm-graft prove`` writes them, and a start looks for one (`permission`).
-"""
+``vllm-graft prove`` writes them, and a start looks for one (`permission`)."""
 
 from __future__ import annotations
 

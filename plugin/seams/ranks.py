@@ -1,8 +1,6 @@
 """What ranks decide together: the tensor-parallel ones of a worker, unless another group is named.
-
 Ranks that call these functions in the same order agree. An ordinary step never calls them, because
-the exchange waits for the slowest rank on the host.
-"""
+the exchange waits for the slowest rank on the host."""
 
 from __future__ import annotations
 

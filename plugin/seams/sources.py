@@ -1,9 +1,7 @@
 """The ledger against a vLLM that is not installed: a wheel, or a folder that one was unpacked to.
-
 Nothing is imported, so that a vLLM for another Python, torch or platform can be read: syntax trees
 tell, in the notation of `compare`. Members that another package's base class may bring are said to
-be unknown, never to be right.
-"""
+be unknown, never to be right."""
 
 import ast
 import zipfile

@@ -1,8 +1,6 @@
-"""Test harness for hooks of vllm-graft: real engines and kernels on a machine without GPU.
-
-Nothing heavy is imported until a name is used. A ``conftest.py`` calls :func:`install` before
-anything imports Triton or vLLM; tests then build engines with :func:`cpu_engine`.
-"""
+"""Test harness for hooks of vllm-graft: real engines and kernels on a machine without GPU. Nothing
+heavy is imported until a name is used. A ``conftest.py`` calls :func:`install` before anything
+imports Triton or vLLM; tests then build engines with :func:`cpu_engine`."""
 
 from __future__ import annotations
 

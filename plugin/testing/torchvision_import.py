@@ -1,8 +1,6 @@
-"""Import a CUDA build of torchvision under a CPU build of torch.
-
-PyPI's torchvision is built against CUDA. Without its C++ library ``_meta_registrations.py`` raises
-for want of two operators; transformers imports torchvision, so vLLM does not import either.
-"""
+"""Import a CUDA build of torchvision under a CPU build of torch. PyPI's torchvision is built
+against CUDA. Without its C++ library ``_meta_registrations.py`` raises for want of two operators;
+transformers imports torchvision, so vLLM does not import either."""
 
 import sys
 from collections.abc import Sequence

@@ -140,11 +140,8 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The head. Its parameters have the names that vLLM's `Eagle3LlamaForCausalLM` loads.
-
-    Args:
-        config: as of `head_config`.
-    """
+    """The head. Its parameters have the names that vLLM's `Eagle3LlamaForCausalLM` loads. `config`:
+    as of `head_config`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -156,13 +153,10 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(hidden, config["draft_vocab_size"], bias=False)
 
     def forward(self, aux: Tensor, embeds: Tensor, passes: int) -> list[Tensor]:
-        """Return normed states ``[texts, length, hidden]`` of each pass; `logits` reads them.
-
-        `aux` ``[texts, length, layers * hidden]`` has the target's states at place i, `embeds`
-        ``[texts, length, hidden]`` the token after it. What comes out at i is about the token after
-        that one. A pass reads the states of the pass before, as drafting does ("training-time
-        test").
-        """
+        """Return normed states ``[texts, length, hidden]`` of each pass; `logits` reads them. `aux`
+        ``[texts, length, layers * hidden]`` has the target's states at place i, `embeds` ``[texts,
+        length, hidden]`` the token after it. What comes out at i is about the token after that one.
+        A pass reads the states of the pass before, as drafting does ("training-time test")."""
         # Autocast would keep the sum of the layers in bfloat16.
         states = self.fc(aux).float()
         past: Past = []

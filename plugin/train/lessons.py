@@ -86,11 +86,8 @@ def useful(entries: Sequence[Entry], passes: int) -> list[Entry]:
 
 
 class Lessons:
-    """Makes lessons of batches.
-
-    Args:
-        ids: int64 ``[draft_vocab]``, the tokens that the head can draft, which ascend.
-    """
+    """Makes lessons of batches. `ids`: int64 ``[draft_vocab]``, the tokens that the head can draft,
+    which ascend."""
 
     def __init__(
         self, target: Target, layers: OutputLayers, folder: Path, ids: Tensor, passes: int

@@ -1,7 +1,5 @@
-"""A target answers the questions of a run in an engine, which hands out its hidden states.
-
-Each engine is a process of its own: ``python -m vllm_graft.train.target_answers WORK PART PARTS``.
-"""
+"""A target answers the questions of a run in an engine, which hands out its hidden states. Each
+engine is a process of its own: ``python -m vllm_graft.train.target_answers WORK PART PARTS``."""
 
 import dataclasses
 import json

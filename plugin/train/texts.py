@@ -40,12 +40,8 @@ Words = Messages | Tokens | str
 
 @dataclass(frozen=True)
 class Text:
-    """One question.
-
-    Attributes:
-        prompt: the turns up to the first answer, or the beginning of a text without turns.
-        whole: the same with what follows in the file; None where nothing does.
-    """
+    """One question. `prompt`: the turns up to the first answer, or the beginning of a text without
+    turns. `whole`: the same with what follows in the file; None where nothing does."""
 
     prompt: Words
     whole: Words | None = None

@@ -1,8 +1,5 @@
-"""A head learns from a target's states, on one device or several.
-
-It is a process of its own, or one for each GPU: ``python -m vllm_graft.train.training WORK``, alone
-or started by ``torchrun``.
-"""
+"""A head learns from a target's states, on one device or several. It is a process of its own, or
+one for each GPU: ``python -m vllm_graft.train.training WORK``, alone or started by ``torchrun``."""
 
 import json
 import math
@@ -92,11 +89,7 @@ def begin_like_the_target(head: Head, layers: OutputLayers, ids: Tensor) -> None
 
 
 class Training:
-    """One run of one process.
-
-    Args:
-        until: seconds since 1970; by then the head is written.
-    """
+    """One run of one process. `until`: seconds since 1970; by then the head is written."""
 
     def __init__(self, job: Job, device: torch.device, until: float) -> None:
         self.job, self.device, self.until = job, device, until
@@ -140,12 +133,9 @@ class Training:
             self.step, self.before, self.seconds = (state[name] for name in _CLOCK)
 
     def run(self, *, shows: bool = False, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Train until time or steps are over; return whether they are.
-
-        Args:
-            shows: whether to draw a progress bar.
-            stopped: asked in each step; a run that is stopped goes on from where it was.
-        """
+        """Train until time or steps are over; return whether they are. `shows`: whether to draw a
+        progress bar. `stopped`: asked in each step; a run that is stopped goes on from where it
+        was."""
         job, began = self.job, time.perf_counter()
         left = max(1.0, self.until - time.time() - MEASURE_SECONDS)
         # The rate goes on where it was, unless less time is left for it.

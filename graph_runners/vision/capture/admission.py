@@ -8,12 +8,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Admission(Generic[K]):
-    """Counts keys, and decides which get a graph and which give theirs up.
-
-    Counts are halved every `half_life` steps. A new key takes the place of another only if its
-    count is higher (TinyLFU, arXiv:1512.00727): plain LRU would capture at nearly every step if the
-    budget is tight. `refused` has the keys that get no graph, and why.
-    """
+    """Counts keys, and decides which get a graph and which give theirs up. Counts are halved every
+    `half_life` steps. A new key takes the place of another only if its count is higher (TinyLFU,
+    arXiv:1512.00727): plain LRU would capture at nearly every step if the budget is tight.
+    `refused` has the keys that get no graph, and why."""
 
     def __init__(self, min_hits: int, half_life: int = 4096) -> None:
         self.min_hits = min_hits

@@ -1,9 +1,7 @@
-"""Captures and replays CUDA graphs while the engine runs.
-
-A back end captures a *region*: a callable without arguments that returns a pytree of tensors. The
-result lies at the same addresses after each replay. The next capture or replay of any region in the
-pool may overwrite it, so the caller clones what it keeps.
-"""
+"""Captures and replays CUDA graphs while the engine runs. A back end captures a *region*: a
+callable without arguments that returns a pytree of tensors. The result lies at the same addresses
+after each replay. The next capture or replay of any region in the pool may overwrite it, so the
+caller clones what it keeps."""
 
 import contextlib
 import functools
@@ -209,12 +207,10 @@ class GraphBackend:
 
     @contextmanager
     def static(self) -> Iterator[None]:
-        """Allocate the static buffers of graphs in the body.
-
-        They must not lie in the pool, as replays write to memory there that seems free. They should
-        not share segments with the rest of the process either, as a buffer that stays would keep
-        such a segment from being given back.
-        """
+        """Allocate the static buffers of graphs in the body. They must not lie in the pool, as
+        replays write to memory there that seems free. They should not share segments with the rest
+        of the process either, as a buffer that stays would keep such a segment from being given
+        back."""
         # The allocator gives freed memory only to the stream that it was allocated on.
         before, index = self.reserved(), self.device.index
         try:

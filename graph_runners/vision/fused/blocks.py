@@ -1,8 +1,6 @@
-"""Vision blocks with fewer kernels, which replace the blocks' ``forward`` while we run them.
-
-With small images, a block's small operators take as long as its matrix products: additions, norms,
-copies and rotations. These are fused here; matrix products and attention stay vLLM's own.
-"""
+"""Vision blocks with fewer kernels, which replace the blocks' ``forward`` while we run them. With
+small images, a block's small operators take as long as its matrix products: additions, norms,
+copies and rotations. These are fused here; matrix products and attention stay vLLM's own."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -148,12 +146,10 @@ def _attend(
     max_seqlen: torch.Tensor,
     sequence_lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A block's attention over ``[rows, 1, width]``, with the arguments of the block's own.
-
-    One kernel reads queries and keys from the projection's output and rotates them. `cu_seqlens` is
+    """A block's attention over ``[rows, 1, width]``, with the arguments of the block's own. One
+    kernel reads queries and keys from the projection's output and rotates them. `cu_seqlens` is
     int32 ``[segments + 1]``, and cosines and sines are ``[rows, size / 2]``, with the size of a
-    head. `max_seqlen` lies on the host. Only FlashInfer needs `sequence_lengths`.
-    """
+    head. `max_seqlen` lies on the host. Only FlashInfer needs `sequence_lengths`."""
     qkv, _ = attn.qkv(x)
     rows = qkv.shape[0]
     heads = attn.num_attention_heads_per_partition

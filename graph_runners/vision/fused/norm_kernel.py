@@ -184,12 +184,10 @@ def add_layer_norm(
     bias: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``layer_norm(x + residual)`` and the sum rounded to its dtype, ``[..., width]`` each.
-
-    `x` is contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`. `residual` is a tensor
-    like `x`, or None to normalise `x` itself, which is then the sum. `weight` and `bias` are
-    ``[width]``, of x's dtype.
-    """
+    """``layer_norm(x + residual)`` and the sum rounded to its dtype, ``[..., width]`` each. `x` is
+    contiguous; width is a multiple of 4 and at most `MOST_COLUMNS`. `residual` is a tensor like
+    `x`, or None to normalise `x` itself, which is then the sum. `weight` and `bias` are
+    ``[width]``, of x's dtype."""
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
     _layer_norm_kernel[(x.numel() // width,)](

@@ -1,8 +1,6 @@
 """Runs the mergers of a tower's inner layers on a second stream, beside the blocks that follow.
-
 Qwen3-VL takes features of three inner layers. Each goes through a merger whose result is needed
-only at the end of the pass. With small images neither a merger nor a block fills the device.
-"""
+only at the end of the pass. With small images neither a merger nor a block fills the device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +11,8 @@ import torch
 from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 
 MOST_ROWS = 1024
-"""The largest pass, in patches, with mergers aside.
-
-In larger passes the blocks fill the device alone, and mergers only need more memory."""
+"""The largest pass, in patches, with mergers aside. In larger passes the blocks fill the device
+alone, and mergers only need more memory."""
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 3e-2}
-"""The relative error that is allowed, by dtype.
-
-Kernels of a padded batch sum in another order, which costs less. Wrong metadata cost far more."""
+"""The relative error that is allowed, by dtype. Kernels of a padded batch sum in another order,
+which costs less. Wrong metadata cost far more."""
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -11,12 +11,10 @@ from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, 
 
 
 class TowerGraph:
-    """A captured `Tower.forward`, and the static buffers that it reads.
-
-    Graphs share the data buffers, which the arena holds, and the memory of their outputs, which lie
-    in the pool. So the caller loads, replays and clones without another replay in between. `own`
-    are the bytes of each buffer that is not shared.
-    """
+    """A captured `Tower.forward`, and the static buffers that it reads. Graphs share the data
+    buffers, which the arena holds, and the memory of their outputs, which lie in the pool. So the
+    caller loads, replays and clones without another replay in between. `own` are the bytes of each
+    buffer that is not shared."""
 
     def __init__(self, tower: Tower, buffers: Buffers, own: Sequence[int]) -> None:
         self.buffers = buffers
@@ -62,11 +60,8 @@ class TowerGraph:
 
 class ExactGraph(TowerGraph):
     """A graph for items of known layouts; the constants that follow from layouts are frozen.
-
-    Args:
-        pieces: data of the items that the graph is captured with.
-        constants: tensors that follow from their layouts; they are copied.
-    """
+    `pieces`: data of the items that the graph is captured with. `constants`: tensors that follow
+    from their layouts; they are copied."""
 
     def __init__(self, tower: Tower, arena: Arena, pieces: Pieces, constants: Buffers) -> None:
         frozen = {

@@ -17,9 +17,8 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 
 _EXACT_ROOM, _MORE_ROOM, _TIGHT = 0.15, 0.35, 128 << 20
-"""The largest bucket leaves at least 15 % of the budget, and 35 % of what exceeds 128 MiB.
-
-Exact graphs need this room, and so do smaller buckets, which cut the pool into other pieces."""
+"""The largest bucket leaves at least 15 % of the budget, and 35 % of what exceeds 128 MiB. Exact
+graphs need this room, and so do smaller buckets, which cut the pool into other pieces."""
 
 _SPARE = 0.03
 """The fraction of the budget that is never given away, as the pool fragments."""
@@ -27,11 +26,8 @@ _SPARE = 0.03
 
 class MemoryNeed(NamedTuple):
     """Device memory of a pass over so many patches; to a good approximation it grows with them.
-
-    Attributes:
-        static: bytes of each static buffer that the graph of such a pass allocates.
-        peak: bytes that the pass takes beyond those already in use, its output included.
-    """
+    `static`: bytes of each static buffer that the graph of such a pass allocates. `peak`: bytes
+    that the pass takes beyond those already in use, its output included."""
 
     rows: int
     static: Sequence[int]

@@ -1,9 +1,7 @@
-"""Adapters: towers of models that do not speak vLLM's ``SupportsEncoderCudaGraph``.
-
-An adapter is an entry of the hook ``graft_vision_adapters``, named after the model's architecture.
-Once it is attached, vLLM takes the model for one that speaks the protocol, so both model runners
-profile, capture and clear as usual.
-"""
+"""Adapters: towers of models that do not speak vLLM's ``SupportsEncoderCudaGraph``. An adapter is
+an entry of the hook ``graft_vision_adapters``, named after the model's architecture. Once it is
+attached, vLLM takes the model for one that speaks the protocol, so both model runners profile,
+capture and clear as usual."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -127,14 +125,10 @@ def row_slices(
 
 
 def attach(model: Any, adapter: VisionAdapter) -> None:
-    """Make this instance of a model pass for one that speaks vLLM's protocol: it gets methods.
-
-    vLLM then builds an ``EncoderCudaGraphManager`` for it, which is our runner. The runner uses the
+    """Make this instance of a model pass for one that speaks vLLM's protocol: it gets methods. vLLM
+    then builds an ``EncoderCudaGraphManager`` for it, which is our runner. The runner uses the
     adapter, so the model answers only the protocol's methods that the manager's constructor calls.
-
-    Raises:
-        GraftError: if the model speaks the protocol itself.
-    """
+    Raises `GraftError` if the model speaks the protocol itself."""
     if isinstance(model, SupportsEncoderCudaGraph):
         raise GraftError(f"{type(model).__name__} speaks vLLM's protocol and needs no adapter")
 

@@ -207,12 +207,10 @@ def fused_blocks(
 
 @contextmanager
 def all_rows_written() -> Iterator[None]:
-    """Keep vLLM from zeroing the output of each captured attention in the body.
-
-    vLLM's own graphs need the zeros: their padded rows belong to no segment, so attention does not
-    write them (vLLM #57136). In our graphs every row belongs to a segment and is written, so the
-    zeros would be one useless kernel per layer.
-    """
+    """Keep vLLM from zeroing the output of each captured attention in the body. vLLM's own graphs
+    need the zeros: their padded rows belong to no segment, so attention does not write them (vLLM
+    #57136). In our graphs every row belongs to a segment and is written, so the zeros would be one
+    useless kernel per layer."""
     platform = vit_attn_wrappers.current_platform
     vit_attn_wrappers.current_platform = _NotCuda(platform)
     try:

@@ -1,7 +1,5 @@
-"""The directories of a store: the root of all namespaces, and that of one namespace.
-
-One process at a time has a namespace's directory open. Files of other users are refused one by one.
-"""
+"""The directories of a store: the root of all namespaces, and that of one namespace. One process at
+a time has a namespace's directory open. Files of other users are refused one by one."""
 
 import contextlib
 import errno

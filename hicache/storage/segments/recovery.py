@@ -1,9 +1,7 @@
-"""Recovery of a segment that an earlier process left behind in any state.
-
-Records with an entry in the index file were durable before the entry was written, and are checked
-when they are read. Records after the last of them may be incomplete. Each of these is read, and
-kept if its checksum agrees. At the first one that does not agree, the data file is cut.
-"""
+"""Recovery of a segment that an earlier process left behind in any state. Records with an entry in
+the index file were durable before the entry was written, and are checked when they are read.
+Records after the last of them may be incomplete. Each of these is read, and kept if its checksum
+agrees. At the first one that does not agree, the data file is cut."""
 
 import os
 from dataclasses import dataclass, field

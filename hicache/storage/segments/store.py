@@ -67,12 +67,10 @@ class SegmentsOptions(Options):
 
 
 class SegmentsBackend(StorageBackend):
-    """Keeps pages as checked records in append-only segments below one directory.
-
-    After ``sync_bytes`` bytes, or on :meth:`flush`, the data is made durable, and then the index.
-    The thread that wrote the last bytes does this while other threads go on. A page can be read as
-    soon as its write has returned. ``files`` makes the system calls.
-    """
+    """Keeps pages as checked records in append-only segments below one directory. After
+    ``sync_bytes`` bytes, or on :meth:`flush`, the data is made durable, and then the index. The
+    thread that wrote the last bytes does this while other threads go on. A page can be read as soon
+    as its write has returned. ``files`` makes the system calls."""
 
     OPTIONS: ClassVar[type[SegmentsOptions]] = SegmentsOptions
 

@@ -1,8 +1,6 @@
-"""Compare greedy answers of the arms: how many equal the first arm's, and where others differ.
-
-In 16 bits a pass over many rows rounds differently from a pass over one, so that tokens which are
-nearly equally likely may change places. A difference at a large margin is a fault.
-"""
+"""Compare greedy answers of the arms: how many equal the first arm's, and where others differ. In
+16 bits a pass over many rows rounds differently from a pass over one, so that tokens which are
+nearly equally likely may change places. A difference at a large margin is a fault."""
 
 from __future__ import annotations
 
@@ -31,12 +29,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of an arm's answers with the first arm's, ``against``.
-
-    Attributes:
-        tokens: for each other answer, the place of its first different token.
-        margins: how far the first arm's best token was above its next there, in nats.
-    """
+    """A comparison of an arm's answers with the first arm's, ``against``. `tokens`: for each other
+    answer, the place of its first different token. `margins`: how far the first arm's best token
+    was above its next there, in nats."""
 
     arm: str
     against: str

@@ -15,12 +15,10 @@ from vllm_graft.bench.common.report import Panel
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """An engine with options of ``vllm.LLM``, and the columns of the table that it fills.
-
-    `drafts` are lengths of its chains, one column each; empty if the engine itself decides.
-    `commands` serve what the columns measure. `per_gpu` are bytes on each GPU without K/V, and
-    those of a token; None where they are unknown.
-    """
+    """An engine with options of ``vllm.LLM``, and the columns of the table that it fills. `drafts`
+    are lengths of its chains, one column each; empty if the engine itself decides. `commands` serve
+    what the columns measure. `per_gpu` are bytes on each GPU without K/V, and those of a token;
+    None where they are unknown."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)

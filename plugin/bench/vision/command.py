@@ -78,12 +78,9 @@ class Seen:
 
 
 class Looking:
-    """Answers each `Look` with a `Seen`, and ``"counters"`` with those of our graphs.
-
-    Args:
-        llm: a ``vllm.LLM`` with ``enable_mm_processor_stats``.
-        prompt: a text with the model's placeholder of an image; None asks by the chat template.
-    """
+    """Answers each `Look` with a `Seen`, and ``"counters"`` with those of our graphs. `llm`: a
+    ``vllm.LLM`` with ``enable_mm_processor_stats``. `prompt`: a text with the model's placeholder
+    of an image; None asks by the chat template."""
 
     def __init__(self, llm: Any, prompt: str | None) -> None:
         self._llm, self._prompt = llm, prompt

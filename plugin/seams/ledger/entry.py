@@ -81,10 +81,8 @@ class Seam:
 
 
 Row = tuple[str, Kind, str | Mapping[str, str], str]
-"""Path below the prefix, kind, what is expected, why.
-
-What is expected is one text, or one per minor version from which on it is so, the oldest first.
-"""
+"""Path below the prefix, kind, what is expected, why. What is expected is one text, or one per
+minor version from which on it is so, the oldest first."""
 
 
 def seams(part: str, until: str, prefix: str, *rows: Row) -> Iterator[Seam]:

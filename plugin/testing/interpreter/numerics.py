@@ -1,9 +1,6 @@
-"""Arithmetic that the interpreter of triton 3.9.0 gets wrong.
-
-bfloat16 and float8 live in NumPy as raw bits, and most operations compute on the bits (triton
-issues 4972, 8322 and 11584). Here they are computed in float32 and rounded to nearest even, as a
-GPU does for a single operation.
-"""
+"""Arithmetic that the interpreter of triton 3.9.0 gets wrong. bfloat16 and float8 live in NumPy as
+raw bits, and most operations compute on the bits (triton issues 4972, 8322 and 11584). Here they
+are computed in float32 and rounded to nearest even, as a GPU does for a single operation."""
 
 import functools
 import math
@@ -264,13 +261,10 @@ def _predicate(test: Callable[[Array], Array]) -> Callable[..., Any]:
 
 
 def _reduce_in_halves(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """Reduce blocks of one shape along ``self.axis``, or all of each if it is None.
-
-    Stock flattens only the first of several blocks, and calls the kernel's function for every
-    element. Here it is called once for every halving, on all pairs of neighbours: results are
-    rounded in the order of a tree, as on a GPU, and functions that are not commutative see their
-    arguments in order.
-    """
+    """Reduce blocks of one shape along ``self.axis``, or all of each if it is None. Stock flattens
+    only the first of several blocks, and calls the kernel's function for every element. Here it is
+    called once for every halving, on all pairs of neighbours: results are rounded in the order of a
+    tree, as on a GPU, and functions that are not commutative see their arguments in order."""
     types = [block.dtype for block in inputs]
     arrays = [block.handle.data for block in inputs]
     if self.axis is None:

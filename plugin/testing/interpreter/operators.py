@@ -1,8 +1,6 @@
-"""Cost of an operator in the interpreter of triton 3.9.0: one call of NumPy for each.
-
-Stock takes ten calls of Python from ``a + b`` to ``np.add``. Operands of one element type, signed
-integers, and a number beside a tensor need none of them: NumPy broadcasts. All others go to stock.
-"""
+"""Cost of an operator in the interpreter of triton 3.9.0: one call of NumPy for each. Stock takes
+ten calls of Python from ``a + b`` to ``np.add``. Operands of one element type, signed integers, and
+a number beside a tensor need none of them: NumPy broadcasts. All others go to stock."""
 
 import functools
 from collections.abc import Callable

@@ -1,8 +1,6 @@
-"""Cost of a tensor in the interpreter of triton 3.9.0: its type and its constants.
-
-Stock builds a new block type and new lists of constants for each tensor. Here each type is built
-once and knows what its tensors share.
-"""
+"""Cost of a tensor in the interpreter of triton 3.9.0: its type and its constants. Stock builds a
+new block type and new lists of constants for each tensor. Here each type is built once and knows
+what its tensors share."""
 
 from typing import Any
 

@@ -1,8 +1,6 @@
-"""Pixtral's tower, which takes images of any size; Pixtral and Mistral 3 have it.
-
-Each image is a segment, with positions by row and column. An exact graph holds images of one size.
-There are no buckets, as the convolution and the patch merger work image by image.
-"""
+"""Pixtral's tower, which takes images of any size; Pixtral and Mistral 3 have it. Each image is a
+segment, with positions by row and column. An exact graph holds images of one size. There are no
+buckets, as the convolution and the patch merger work image by image."""
 
 import math
 from abc import abstractmethod

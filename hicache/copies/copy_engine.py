@@ -61,9 +61,7 @@ class CopyEngine(ABC):
     def __init__(self, pools: Pools, shard: HostShard, convert: Convert | None = None) -> None:
         self.second_tries = 0
         self._incomplete: list[CacheOperation] = []
-        self._pools = pools
-        self._shard = shard
-        self._convert = convert
+        self._pools, self._shard, self._convert = pools, shard, convert
 
     @abstractmethod
     def begin_step(self, number: int = 0) -> None:

@@ -120,8 +120,7 @@ class RowCopies:
         ring: StagingRing | None,
         run_copy: Callable[[Copies], RangeCopy],
     ) -> None:
-        self._driver = driver
-        self._run_copy = run_copy
+        self._driver, self._run_copy = driver, run_copy
         self._planner = StridedPlanner(pools, shard, driver.max_pitch)
         self.strided = True
         if ring is not None:

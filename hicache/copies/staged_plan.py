@@ -170,8 +170,7 @@ class StagedPlanner:
     def __init__(
         self, columns: PoolColumns, shard: HostShard, alignment: int, buffers: Buffers
     ) -> None:
-        self._shard = shard
-        self._buffers = buffers
+        self._shard, self._buffers = shard, buffers
         self._columns = {
             key: found
             for key, (found, _) in columns.items()

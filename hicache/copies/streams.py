@@ -131,8 +131,7 @@ class StreamCopyEngine(CopyEngine):
         self._rows = None
         if strided is not None and convert is None:
             self._rows = RowCopies(pools, shard, strided, ring, run_copy)
-        self._batch_copy = batch_copy
-        self._run_copy = run_copy
+        self._batch_copy, self._run_copy = batch_copy, run_copy
         # Loads have high priority: the step's own kernels wait for what a load's kernel brings.
         self._streams = {
             Direction.LOAD: torch.cuda.Stream(priority=-1),

@@ -136,8 +136,7 @@ class Recency:
     refreshed too, because they are in use although no request loads them from the host."""
 
     def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
-        self._groups = groups
-        self._index = index
+        self._groups, self._index = groups, index
         self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
 
     def ended(self, keys: Mapping[int, Sequence[PageKey]], tokens: int) -> None:

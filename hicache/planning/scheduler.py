@@ -48,9 +48,7 @@ class HiCacheScheduler:
         speculative: bool,
         tier: StorageTier | None = None,
     ) -> None:
-        self.config = config
-        self.geometry = geometry
-        self.index = index
+        self.config, self.geometry, self.index = config, geometry, index
         self.controller = HybridCacheController(geometry.groups, index, geometry.num_workers)
         self.cost = CostModel()
         self.stats = HiCacheStats()

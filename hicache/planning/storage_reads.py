@@ -44,9 +44,7 @@ class StorageReads:
         self.device: BlockPool | None = None
         self._groups = geometry.groups
         self._page_bytes = {group.index: group.page_bytes for group in geometry.groups}
-        self._index = index
-        self._cost = cost
-        self._stats = stats
+        self._index, self._cost, self._stats = index, cost, stats
         self._running: dict[str, tuple[PrefetchOperation, float, int]] = {}
         self._seen = (0, 0, 0, 0)
         self._unread = 0

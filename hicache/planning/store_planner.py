@@ -52,9 +52,7 @@ class StorePlanner:
         controller: HybridCacheController,
         speculative: bool,
     ) -> None:
-        self._config = config
-        self._geometry = geometry
-        self._controller = controller
+        self._config, self._geometry, self._controller = config, geometry, controller
         self._unstable_tokens = 1 if speculative else 0
         self._touches = TouchCounter(16 * geometry.shape.num_slots)
 

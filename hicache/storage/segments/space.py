@@ -52,11 +52,8 @@ class Space:
         self.active: Segment | None = None
         self.sealed: dict[int, Segment] = {}
         self.dirty: set[Segment] = set()
-        self._directory = directory
-        self._namespace = namespace
-        self._counters = counters
-        self._max_bytes = max_bytes
-        self._segment_bytes = segment_bytes
+        self._directory, self._namespace, self._counters = directory, namespace, counters
+        self._max_bytes, self._segment_bytes = max_bytes, segment_bytes
         self._next = 1
         self._ticks = itertools.count()
         self._full_until = 0.0

@@ -43,8 +43,7 @@ class Prefetcher:
     ) -> None:
         self.counters = Counters()
         self._index, self._parts = index, parts
-        self._budget = budget_bytes
-        self._clock = clock
+        self._budget, self._clock = budget_bytes, clock
         self._loader = Loader(backend, threads)
         self._loads: dict[PageKey, Load] = {}
         self.bytes_in_flight = 0

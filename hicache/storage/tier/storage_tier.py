@@ -43,8 +43,7 @@ class StorageTier:
         self.dropped = 0
         """Pages whose write was waiting when the cache was reset."""
         self._failed_writes = 0
-        self._pool = pool
-        self._index = index
+        self._pool, self._index = pool, index
         self._shards = geometry.shape.num_shards
         self._page_bytes = {group.index: group.page_bytes for group in geometry.groups}
         self._options = options

@@ -1,12 +1,10 @@
 """The KV connector that vLLM loads. It passes calls on to the scheduler's or the rank's side."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -15,7 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.messages.cache_stats import HiCacheProm, HiCacheStats
@@ -25,16 +30,6 @@ from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.rank.worker import HiCacheWorker, hook_early_loads
 from vllm_graft.hicache.setup import make_scheduler, require_storage_room
 from vllm_graft.seams.permission import require_seams
-
-if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):

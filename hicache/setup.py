@@ -1,8 +1,9 @@
 """Builds the scheduler's side with the store and the policy that the configuration names."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_graft.base.errors import ConfigError, HookError
 from vllm_graft.base.log import warning_once
@@ -19,10 +20,6 @@ from vllm_graft.hicache.planning.scheduler import HiCacheScheduler
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
 from vllm_graft.hooks.manager import manager
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 def make_scheduler(

@@ -1,14 +1,13 @@
 """CUDA graphs of the draft: a tree's levels, or a chain's loop, as one graph per batch size."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
@@ -16,11 +15,6 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.graph_runners.language.widths import plan_widths
 from vllm_graft.seams import graph_tables
 from vllm_graft.seams.ranks import all_ranks_agree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    from vllm.config import VllmConfig
 
 _CONTEXT = "GraphCaptureContext"
 

@@ -1,20 +1,16 @@
 """The state of a request on the scheduler's side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey, salted
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """The scheduler's side of the host KV cache: it plans loads and stores, and takes in reports."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
@@ -25,13 +26,6 @@ from vllm_graft.hicache.planning.request_state import Chosen, Recency, RequestSt
 from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.planning.store_planner import StorePlanner, handed_out
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 LOOKED_UP = 256
 """Keys that a lookup has made at once. Raised, a prompt that nobody has sent takes longer."""

@@ -1,9 +1,8 @@
 """Decides which pages of a new request to read from storage, and how long it waits for them."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
+
+from vllm.v1.core.block_pool import BlockPool
 
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
@@ -14,9 +13,6 @@ from vllm_graft.hicache.planning.cost import CostModel
 from vllm_graft.hicache.planning.request_state import RequestState
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.storage_tier import StorageTier
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
 
 IDLE_SECONDS = 0.001
 """Seconds that an engine pauses if it only waits for storage, because vLLM would spin."""

@@ -1,10 +1,10 @@
 """Plans stores: which blocks of which requests are copied to the host, and when."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
@@ -12,9 +12,6 @@ from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.planning.request_state import RequestState
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 NULL_BLOCK = 0
 """Id of vLLM's null block, which stands for a block that is not kept."""

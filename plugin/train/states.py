@@ -1,14 +1,13 @@
 """The folder with a target's answers and its states, a file for each text."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,12 @@ def read_entries(folder: Path) -> list[Entry]:
 
 def load(folder: Path, entry: Entry) -> tuple[Tensor, Tensor]:
     """States ``[tokens, layers, hidden]`` of a text, in the dtype of the target, and its tokens."""
-    from safetensors.torch import load_file
-
     found = load_file(file_of(folder, entry.number))
     return found["hidden_states"], found["token_ids"]
 
 
 def tokens(folder: Path, entry: Entry) -> Tensor:
     """The tokens of a text alone."""
-    from safetensors import safe_open
-
     with safe_open(file_of(folder, entry.number), "pt") as found:
         ids: Tensor = found.get_tensor("token_ids")
     return ids

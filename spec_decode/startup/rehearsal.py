@@ -6,12 +6,10 @@ trees there, and a target's layers verify them; launches are listed and not made
 listed too much are compiled in vain, missing ones are compiled where they are first launched.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +17,7 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.values import lever, reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.kernels.ngram_insert import learn_rates
@@ -37,13 +36,8 @@ from vllm_graft.spec_decode.targets.dense.choice import points
 from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
 from vllm_graft.spec_decode.tuning.plan import widths
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
-from vllm_graft.spec_decode.verification.context import VerifyMode
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 from vllm_graft.spec_decode.verification.sampler import Chunk, TreeRejectionSampler, VerifiedRows
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
-    from vllm_graft.spec_decode.verification.context import TreeContext
-
 
 COMPILE_PROCESSES = "VLLM_GRAFT_COMPILE_PROCESSES"
 """Environment variable: how many processes compile; 0 lets the worker compile at first launches."""

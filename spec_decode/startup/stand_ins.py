@@ -1,15 +1,15 @@
 """Stand-ins for a model that is not loaded yet, on the device ``meta``, which has no memory."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
+from vllm.config import ModelConfig, VllmConfig
 
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
@@ -18,13 +18,8 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv
 from vllm_graft.spec_decode.models.draft_facts import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.targets.dense.layer import TRITON, TreeAttentionMixin
 from vllm_graft.spec_decode.targets.dense.window import DraftWindow
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
-    from vllm_graft.spec_decode.trees.batch import TreeBatch
-    from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.trees.batch import TreeBatch
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 META = torch.device("meta")
 
@@ -67,7 +62,7 @@ class LayerShape:
     soft_cap: float = 0.0
 
     @classmethod
-    def of(cls, model: ModelConfig, vllm_config: VllmConfig) -> list[LayerShape]:
+    def of(cls, model: ModelConfig, vllm_config: VllmConfig) -> list[Self]:
         """The kinds of layers that a model's configuration names. None for MLA, and beside
         recurrent layers, where vLLM chooses the size of blocks when the model is loaded."""
         if model.use_mla or vllm_config.model_config.is_hybrid:

@@ -1,15 +1,10 @@
 """The users' turns in the sessions of ``vllm-graft bench hicache``, from a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_graft.bench.common.report import BenchmarkError
-
-if TYPE_CHECKING:
-    from vllm_graft.bench.common.serve_flags import Serving
-    from vllm_graft.bench.hicache.cache_parts import Sizes
+from vllm_graft.bench.common.serve_flags import Serving
+from vllm_graft.bench.hicache.cache_parts import Sizes
 
 Talk = list[list[int]]
 """The token ids of each turn of a user."""

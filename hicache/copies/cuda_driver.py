@@ -2,10 +2,8 @@
 Source: CUDA Driver API, "Memory Management". The library is loaded when an engine starts on a GPU,
 never on import."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +49,7 @@ class CudaDriver:
         self.max_pitch = found.value
 
     @classmethod
-    def load(cls, device: int) -> CudaDriver:
+    def load(cls, device: int) -> Self:
         """Load this machine's driver; CudaDriverError if there is none, or it does not answer."""
         try:
             library = ctypes.CDLL(LIBRARY)

@@ -1,10 +1,8 @@
 """The 2D copies of an operation: straight to blocks and slots, or through a ring of buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -52,7 +50,7 @@ class StagingRing:
         self._emptied = [torch.cuda.Event() for _ in range(BUFFERS)]
 
     @classmethod
-    def allocate(cls, num_bytes: int) -> StagingRing:
+    def allocate(cls, num_bytes: int) -> Self:
         """Allocate a ring of ``num_bytes`` bytes in all; RuntimeError if there are not so many."""
         return cls(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
 

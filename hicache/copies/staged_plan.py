@@ -9,11 +9,10 @@ Layers that are copied together lie together in a slot, so one row has the piece
 That makes few launches of the kernel, which takes multiprocessors from the step's own kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +143,7 @@ class _Rows:
     @classmethod
     def of(
         cls, columns: Columns, band: Band, opens: bool, rows: SlotRows, shard: HostShard
-    ) -> _Rows:
+    ) -> Self:
         """The rows of one band. ``opens`` says whether a chunk has to begin with it."""
         place, count = np.array(band, np.int64), len(rows)
         sizes, offset = columns.width[place], columns.host[place] - columns.host[place[0]]

@@ -6,11 +6,9 @@ equal width. On the device they are a block's stride apart, on the host a slot's
 engine copies such rows in one call: a 2D copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
@@ -35,7 +33,7 @@ class HostShard:
     pinned_slots: int
 
     @classmethod
-    def of(cls, pool: HostPool, shard: int) -> HostShard:
+    def of(cls, pool: HostPool, shard: int) -> Self:
         """The slots of one shard of a pool."""
         return cls(pool.shard_address(shard), pool.shape.slot_bytes, pool.shape.pinned_slots)
 
@@ -80,7 +78,7 @@ class Columns:
     layers: Mapping[str, tuple[int, int]]
 
     @classmethod
-    def of(cls, layers: Sequence[LayerPages], merged: bool = False) -> Columns:
+    def of(cls, layers: Sequence[LayerPages], merged: bool = False) -> Self:
         """The columns of a pool's pages. If ``merged``, columns that are adjacent on both sides are
         one, also of several layers."""
         found: list[tuple[int, int, int, int]] = []
@@ -118,7 +116,7 @@ class Columns:
         host = shard.address + self.host[:, None] + shard.slot_bytes * slots
         return device.ravel(), host.ravel()
 
-    def copies(self, runs: Runs, shard: HostShard) -> StridedCopies:
+    def copies(self, runs: "Runs", shard: HostShard) -> StridedCopies:
         """One 2D copy for each column and run, column after column."""
         shape = len(self), len(runs)
         sizes = (self.pitch[:, None], np.int64(shard.slot_bytes), self.width[:, None], runs.rows)

@@ -1,8 +1,6 @@
 """Counters of the host KV cache, for vLLM's log line, Prometheus and ``graft_info``."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -22,7 +20,7 @@ class HiCacheStats(KVConnectorStats):
     def reset(self) -> None:
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> HiCacheStats:
+    def aggregate(self, other: KVConnectorStats) -> Self:
         for name, value in other.data.items():
             if name in GAUGES:
                 self.data[name] = value

@@ -1,8 +1,7 @@
 """Messages of each step: the scheduler's orders to the ranks, and the reports of the ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
+from typing import Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -54,7 +53,7 @@ class Transferred:
     ) -> None:
         self.merge(Transferred(num_bytes, strided_bytes, staged_bytes, seconds))
 
-    def merge(self, other: Transferred) -> None:
+    def merge(self, other: "Transferred") -> None:
         for total in fields(self):
             name = total.name
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -74,7 +73,7 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     steps: dict[int, float] = field(default_factory=dict)
     """Seconds that the device took for each ended step, by the step's number."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> HiCacheReport:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
         if not isinstance(other, HiCacheReport):
             raise TypeError(f"cannot add a {type(other).__name__} to a HiCacheReport")
         for mine, theirs in ((self.done, other.done), (self.failed, other.failed)):

@@ -1,11 +1,9 @@
 """What a part cannot be combined with, as rows. Messages and tables are made of them."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from vllm_graft.base.options import target_of
 from vllm_graft.base.values import shown
@@ -28,7 +26,7 @@ class Sentence(str):
 
     fact: str
 
-    def __new__(cls, text: str, fact: str) -> Sentence:
+    def __new__(cls, text: str, fact: str) -> Self:
         made = super().__new__(cls, text)
         made.fact = fact
         return made

@@ -2,8 +2,6 @@
 vLLM's own classes make the layers, with the quantization of the configuration, on PyTorch's device
 ``meta``. Groups of ranks are stood in for, as nothing is sent."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -29,7 +27,7 @@ class Built(NamedTuple):
     weights: dict[str, tuple[tuple[int, ...], int]]
     specs: dict[str, Any]
 
-    def num_bytes(self, target: Built | None = None) -> int:
+    def num_bytes(self, target: "Built | None" = None) -> int:
         """Bytes of the weights, without what a draft shares with its target."""
         there = target.weights if target is not None else {}
         heads = {shape for name, (shape, _) in there.items() if _is_shared(name)}

@@ -1,7 +1,5 @@
 """A GPU that this machine lacks: vLLM's CUDA platform, told what the GPU would say."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
@@ -10,7 +8,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 from unittest.mock import MagicMock
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -62,7 +60,7 @@ class Gpu:
     num_bytes: int
 
     @classmethod
-    def parse(cls, text: str) -> Gpu:
+    def parse(cls, text: str) -> Self:
         """Read ``H100`` or ``9.0:80GiB``. Raises `ConfigError` if the text has another form."""
         found = _FORM.fullmatch(NAMED.get(text.upper(), text))
         try:

@@ -1,13 +1,11 @@
 """Flags of ``vllm serve``, read by vLLM's own parser."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 from vllm_graft.base.options import FLAG, KEY
@@ -27,7 +25,7 @@ class Request:
     arguments: tuple[str, ...]
 
     @classmethod
-    def parse(cls, arguments: Sequence[str], *, preset: bool = True) -> Request:
+    def parse(cls, arguments: Sequence[str], *, preset: bool = True) -> Self:
         """Read the flags as ``vllm serve`` does; with `preset`, ask for it without a part of ours.
         Raises `SystemExit` with status 2 for flags that vLLM's parser doesn't know; it prints
         why."""
@@ -50,8 +48,8 @@ class Request:
     def has(self, flag: str) -> bool:
         return any(each.replace("_", "-").partition("=")[0] == flag for each in self.arguments)
 
-    def adding(self, *flags: str) -> Request:
-        return Request.parse([*self.arguments, *flags])
+    def adding(self, *flags: str) -> Self:
+        return self.parse([*self.arguments, *flags])
 
     def create(self) -> Any:
         """Build vLLM's whole configuration, as the server's frontend does, from files alone.

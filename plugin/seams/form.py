@@ -1,7 +1,5 @@
 """A symbol's form in vLLM's source files, in the notation of the ledger."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import textwrap
@@ -55,7 +53,7 @@ class Symbol:
         except LookupError:
             return False
 
-    def member(self, name: str) -> Symbol:
+    def member(self, name: str) -> "Symbol":
         """A member, for its parameters."""
         return Symbol(self._sources.member(self._found, name), self._sources)
 

@@ -1,8 +1,6 @@
 """Proofs that our parts work with a vLLM that they were never tested with, as this user keeps them.
 ``vllm-graft prove`` writes them, and a start looks for one (`permission`)."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json
@@ -11,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_graft.base.decision import decision_of, gave_drafts
 from vllm_graft.base.options import KEY, target_of, without
@@ -49,7 +47,7 @@ class Machine:
     """Third parties' packages that add to ours, with their versions."""
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> Self:
         """This process's; no device is started."""
         from vllm.platforms import current_platform
 

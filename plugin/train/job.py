@@ -1,11 +1,9 @@
 """What a training run was asked for, kept in its folder so that it can go on after a kill."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import shown
@@ -77,7 +75,7 @@ class Job:
         (self.work / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def load(cls, work: Path) -> Job:
+    def load(cls, work: Path) -> Self:
         found = json.loads((work / FILE).read_text())
         tuples = {name: tuple(found[name]) for name in ("texts", "flags", "temperatures")}
         return cls(**{**found, **tuples})

@@ -1,12 +1,10 @@
 """What the configuration and the files of a target say, before anything of it is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import reason_of, shown
@@ -55,7 +53,7 @@ class Target:
     bytes_each: int = 2
 
     @classmethod
-    def of(cls, model_config: Any) -> Target:
+    def of(cls, model_config: Any) -> Self:
         """Read vLLM's ``ModelConfig`` and the names of the checkpoint's tensors. Raises
         `ConfigError` if no head can be trained for it, and why."""
         _require_trainable(model_config)
@@ -93,7 +91,7 @@ class Target:
         )
 
     @classmethod
-    def load(cls, found: Mapping[str, Any]) -> Target:
+    def load(cls, found: Mapping[str, Any]) -> Self:
         tuples = {name: tuple(found[name]) for name in ("architectures", "aux")}
         return cls(**{**found, **tuples})
 

@@ -1,7 +1,5 @@
 """The worker's side of compiling ahead: a process compiles while the model loads."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -51,7 +49,7 @@ class Ahead:
     seconds: float = 0.0
     waited: float = 0.0
     why: str = ""
-    _running: _Running | None = None
+    _running: "_Running | None" = None
 
     def finish(self) -> None:
         """Wait until the last kernel is compiled, and end the process; again does nothing. Kernels

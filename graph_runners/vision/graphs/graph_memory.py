@@ -1,7 +1,5 @@
 """The device memory of captured graphs: what they take, and what the next one would take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +31,7 @@ class MemoryNeed(NamedTuple):
     static: Sequence[int]
     peak: int
 
-    def scaled(self, rows: int) -> MemoryNeed:
+    def scaled(self, rows: int) -> "MemoryNeed":
         times = rows / self.rows
         return MemoryNeed(rows, [int(times * size) for size in self.static], int(times * self.peak))
 

@@ -1,10 +1,8 @@
 """The images or videos that the engine hands over at once, and the passes that encode them."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -21,7 +19,7 @@ class VisionBatch:
     rows: int
 
     @classmethod
-    def read(cls, tower: Tower, inputs: Inputs) -> VisionBatch:
+    def read(cls, tower: Tower, inputs: Inputs) -> Self:
         items = tower.items(inputs)
         return cls(inputs, items, sum(item.rows for item in items))
 

@@ -1,13 +1,12 @@
 """A segment: a data file that only grows, and its index file."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -76,7 +75,7 @@ class Segment:
         self._fd: int | None = fd
 
     @classmethod
-    def create(cls, files: Files, directory: Path, number: int, namespace: bytes) -> Segment:
+    def create(cls, files: Files, directory: Path, number: int, namespace: bytes) -> Self:
         """Create an empty segment with durable names; if it fails, no file is left."""
         data, index = data_path(directory, number), index_path(directory, number)
         fd = files.create(data)

@@ -1,11 +1,9 @@
 """The ``segments`` store. It has a byte limit, recovers after a crash, and checks every read."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -50,7 +48,7 @@ class SegmentsOptions(Options):
     """Bytes that may be written before they are made durable. A power failure may lose them."""
 
     @model_validator(mode="after")
-    def _two_segments(self) -> SegmentsOptions:
+    def _two_segments(self) -> Self:
         if self.segment_bytes is not None and 2 * self.segment_bytes > self.max_bytes:
             raise ValueError(
                 f"segment_bytes {int(self.segment_bytes)} is over half of max_bytes "

@@ -2,12 +2,10 @@
 16 bits a pass over many rows rounds differently from a pass over one, so that tokens which are
 nearly equally likely may change places. A difference at a large margin is a fault."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Answer:
     margins: list[float]
 
     @classmethod
-    def of(cls, completion: Any) -> Answer:
+    def of(cls, completion: Any) -> Self:
         """Read an answer from vLLM's ``CompletionOutput``."""
         margins = []
         for logprobs in completion.logprobs or []:

@@ -1,13 +1,11 @@
 """Flags of ``vllm serve`` that all arms share, and an arm's engine and command made of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from vllm_graft.base.options import FLAG, KEY, without
 from vllm_graft.bench.common.arm import Arm
@@ -36,7 +34,7 @@ class Serving:
     @classmethod
     def read(
         cls, arguments: Sequence[str], whose: str = "the flags", *, preset: bool = False
-    ) -> Serving:
+    ) -> Self:
         """Read flags with vLLM's own parser, and let vLLM and our parts check them.
 
         With `preset` it is asked for, if the flags ask for no part of ours.

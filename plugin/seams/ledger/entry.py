@@ -1,10 +1,8 @@
 """One entry of the ledger, and how a file of the ledger is written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from vllm_graft.base.errors import SeamError
 
@@ -74,7 +72,7 @@ class Seam:
     later: tuple[tuple[Minor, str], ...] = ()
     since: Minor = (0, 0)
 
-    def at(self, minor: Minor) -> Seam:
+    def at(self, minor: Minor) -> Self:
         """The entry with what a minor version of vLLM is expected to have."""
         known = [self.expected, *(expected for since, expected in self.later if since <= minor)]
         return replace(self, expected=known[-1], later=())

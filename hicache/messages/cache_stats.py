@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vllm_graft.base.metric import PREFIX, Kind
+from vllm_graft.base.metric import PREFIX, Kind, Series
 from vllm_graft.hicache.messages.cache_metrics import METRICS
 
 COUNTERS = {row.name: row for row in METRICS.rows if row.kind is Kind.COUNTER}
@@ -50,24 +50,11 @@ class HiCacheProm(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labels: Any, values: Any) -> None:
         super().__init__(vllm_config, metric_types, labels, values)
-        self._series: dict[str, dict[int, Any]] = {}
-        for row in METRICS.rows:
-            named = {"name": f"{PREFIX}hicache_{row.name}", "documentation": row.help}
-            if row.kind is Kind.COUNTER:
-                metric = self._counter_cls(**named, labelnames=labels)
-            else:
-                # With several API servers the latest report counts, whoever got it.
-                metric = self._gauge_cls(**named, labelnames=labels, multiprocess_mode="mostrecent")
-            self._series[row.name] = {
-                engine: metric.labels(*label) for engine, label in values.items()
-            }
+        self._series = {
+            row.name: Series(row, f"{PREFIX}hicache_{row.name}", self) for row in METRICS.rows
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
-            series = self._series.get(name, {}).get(engine_idx)
-            if series is None:
-                continue
-            if name in GAUGES:
-                series.set(value)
-            elif value:
-                series.inc(value)
+            if name in self._series:
+                self._series[name].take(engine_idx, value)

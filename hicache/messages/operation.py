@@ -21,13 +21,6 @@ class PoolTransfer:
     host_indices: list[int]
     device_indices: list[int]
 
-    def __post_init__(self) -> None:
-        if len(self.host_indices) != len(self.device_indices):
-            raise ValueError(
-                f"pool {self.group}: {len(self.host_indices)} host slots for "
-                f"{len(self.device_indices)} device blocks"
-            )
-
     def __len__(self) -> int:
         return len(self.host_indices)
 
@@ -53,13 +46,10 @@ class CacheOperation:
 def merge_ops(operations: Iterable[CacheOperation]) -> CacheOperation | None:
     """Merge operations of one direction into one, the most urgent first; None without operations. A
     merged operation takes one submission to the driver and one event, however many requests it
-    serves. Pools keep the order in which they first appear. Raises `ValueError` if the directions
-    differ."""
+    serves. Pools keep the order in which they first appear."""
     ordered = sorted(operations, key=lambda operation: operation.priority)
     if not ordered:
         return None
-    if len({operation.direction for operation in ordered}) != 1:
-        raise ValueError("operations of both directions cannot be merged")
     pools: dict[int, PoolTransfer] = {}
     for operation in ordered:
         for transfer in operation.transfers:

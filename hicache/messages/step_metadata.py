@@ -1,5 +1,6 @@
 """Messages of each step: the scheduler's orders to the ranks, and the reports of the ranks."""
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Self
 
@@ -64,8 +65,8 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     """What ranks have finished. For each job it has how many ranks have ``done`` it, and how many
     of these have ``failed``."""
 
-    done: dict[int, int] = field(default_factory=dict)
-    failed: dict[int, int] = field(default_factory=dict)
+    done: Counter[int] = field(default_factory=Counter)
+    failed: Counter[int] = field(default_factory=Counter)
     loads: Transferred = field(default_factory=Transferred)
     stores: Transferred = field(default_factory=Transferred)
     unwaited_layers: int = 0
@@ -76,9 +77,8 @@ class HiCacheReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
         if not isinstance(other, HiCacheReport):
             raise TypeError(f"cannot add a {type(other).__name__} to a HiCacheReport")
-        for mine, theirs in ((self.done, other.done), (self.failed, other.failed)):
-            for job, count in theirs.items():
-                mine[job] = mine.get(job, 0) + count
+        self.done.update(other.done)
+        self.failed.update(other.failed)
         self.loads.merge(other.loads)
         self.stores.merge(other.stores)
         self.unwaited_layers += other.unwaited_layers
@@ -87,10 +87,9 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         return self
 
     def mark(self, jobs: list[int], failed: bool = False) -> None:
-        for job in jobs:
-            self.done[job] = self.done.get(job, 0) + 1
-            if failed:
-                self.failed[job] = self.failed.get(job, 0) + 1
+        self.done.update(jobs)
+        if failed:
+            self.failed.update(jobs)
 
     @property
     def empty(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.metric import PREFIX, Kind, Metric, Number, Origin
+from vllm_graft.base.metric import PREFIX, Kind, Metric, Origin, Series
 from vllm_graft.base.values import reason_of
 from vllm_graft.base.version import __version__
 from vllm_graft.metrics.part_states import State
@@ -32,55 +32,6 @@ COMMON = (
     ),
 )
 """Metrics that belong to no part. Their names follow `PREFIX` at once."""
-
-
-class Series:
-    """One metric: its children by engine, and by the value of its label. ``name`` is without
-    ``_total``; ``logger`` is vLLM's ``PrometheusStatLogger``."""
-
-    def __init__(self, row: Metric, name: str, logger: Any) -> None:
-        self.kind = row.kind
-        self._labels: dict[int, list[object]] = logger.per_engine_labelvalues
-        named: dict[str, Any] = {
-            "name": name,
-            "documentation": row.help,
-            "labelnames": ["model_name", "engine", *row.labels],
-        }
-        if row.kind is Kind.COUNTER:
-            self._metric = logger._counter_cls(**named)
-        elif row.kind is Kind.GAUGE:
-            self._metric = logger._gauge_cls(**named, multiprocess_mode="mostrecent")
-        else:
-            self._metric = logger._histogram_cls(**named, buckets=row.buckets)
-        self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
-        begun = [(value,) for value in row.values] if row.labels else [()]
-        for engine in self._labels:
-            for values in begun:
-                self._child(engine, values)
-
-    def take(self, engine: int, found: Number | Mapping[str, Number]) -> None:
-        """Add what is new of a counter or a histogram, or set a gauge."""
-        if self.kind is Kind.HISTOGRAM:
-            assert isinstance(found, Mapping)
-            child = self._child(engine, ())
-            for value, times in found.items():
-                for _ in range(int(times)):
-                    child.observe(float(value))
-        elif isinstance(found, Mapping):
-            for value, number in found.items():
-                self.put(engine, (value,), number)
-        else:
-            self.put(engine, (), found)
-
-    def put(self, engine: int, values: tuple[str, ...], number: Number) -> None:
-        child = self._child(engine, values)
-        (child.set if self.kind is Kind.GAUGE else child.inc)(number)
-
-    def _child(self, engine: int, values: tuple[str, ...]) -> Any:
-        if (engine, values) not in self._children:
-            child = self._metric.labels(*self._labels[engine], *values)
-            self._children[engine, values] = child
-        return self._children[engine, values]
 
 
 class Board:

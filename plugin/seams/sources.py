@@ -68,11 +68,18 @@ class Sources:
             raise LookupError(f"No module named 'vllm.{module}'")
         return self._read(name)
 
-    def find(self, path: str) -> Found:
+    def find(self, path: str, depth: int = _DEPTH) -> Found:
         """The definition of ``vllm.<path>``: the longest module, then names in it. Re-exports,
         inherited members and star imports are followed within vLLM. Raises `LookupError` if it
         cannot be found."""
-        return self._find(path, _DEPTH)
+        names = path.split(".")
+        for count in range(len(names), -1, -1):
+            module = ".".join(names[:count])
+            if self.file(module) is not None:
+                break
+        if count == len(names):
+            return Found(module, None)
+        return self._in_module(module, names[count:], depth)
 
     def member(self, found: Found, name: str) -> Found:
         """A member of a class or module, where it is defined. Raises `LookupError` if it cannot be
@@ -134,16 +141,6 @@ class Sources:
             self._members[found] = names, foreign
         return self._members[found]
 
-    def _find(self, path: str, depth: int) -> Found:
-        names = path.split(".")
-        for count in range(len(names), -1, -1):
-            module = ".".join(names[:count])
-            if self.file(module) is not None:
-                break
-        if count == len(names):
-            return Found(module, None)
-        return self._in_module(module, names[count:], depth)
-
     def _in_module(self, module: str, names: list[str], depth: int) -> Found:
         if depth == 0:
             raise LookupError(f"imports of {module} lead nowhere")
@@ -179,7 +176,7 @@ class Sources:
             for alias in node.names:
                 if (alias.asname or alias.name) == names[0]:
                     inner = f"{source}.{alias.name}" if source else alias.name
-                    return self._find(".".join([inner, *names[1:]]), depth - 1)
+                    return self.find(".".join([inner, *names[1:]]), depth - 1)
                 if alias.name == "*":
                     stars.append(source)
         for source in stars:
@@ -189,7 +186,7 @@ class Sources:
                 continue
         # Modules that make their attributes when they are asked for name them in a table.
         if target := _lazy_target(self._tree(module), names[0]):
-            return self._find(".".join([*target, *names[1:]]), depth - 1)
+            return self.find(".".join([*target, *names[1:]]), depth - 1)
         raise LookupError(f"vllm.{module} has no {names[0]}")
 
     def _source(self, module: str, node: ast.ImportFrom) -> str | None:

@@ -55,12 +55,8 @@ def differing(*parts: str) -> list[SeamReport] | str:
 
 
 def differing_in(path: Path, version: str, parts: Collection[str]) -> list[SeamReport]:
-    """Symbols of the vLLM at a path that are not as some parts expect them.
-
-    Raises:
-        GraftError: if there is no vLLM.
-        SeamError: if it is too old.
-    """
+    """Symbols of the vLLM at a path that are not as some parts expect them. Raises `GraftError` if
+    there is no vLLM, and `SeamError` if it is too old."""
     if is_too_old(version):
         raise SeamError(f"vLLM {version} is older than {OLDEST}: install a newer one")
     asked = [seam for seam in ledger_at(version) if seam.part in parts]

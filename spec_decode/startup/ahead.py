@@ -81,14 +81,8 @@ class Ahead:
         )
 
     def report(self) -> dict[str, Any]:
-        return {
-            "foretold": self.foretold,
-            "compiled": self.compiled,
-            "failed": dict(self.failed),
-            "seconds": round(self.seconds, 2),
-            "waited": round(self.waited, 2),
-            "why": self.why,
-        }
+        told = {name: value for name, value in vars(self).items() if name != "_running"}
+        return told | {name: round(told[name], 2) for name in ("seconds", "waited")}
 
 
 class _Running:

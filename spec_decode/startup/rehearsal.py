@@ -9,7 +9,7 @@ listed too much are compiled in vain, missing ones are compiled where they are f
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.values import lever, reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.kernels.ngram_insert import learn_rates
@@ -49,27 +48,6 @@ _SHORT = 64
 """Keys of the requests with which vLLM warms up: so few are not split among programs."""
 
 
-class Rehearsable(Protocol):
-    """A drafter of trees that has not loaded its model yet.
-
-    Attributes:
-        draft_model_config: the draft model's; None without a model.
-        input_buffers: vLLM's, of the draft.
-        grafts_draft: whether the draft's own attention layers run over trees.
-        grows_by_levels: whether a pass of the draft grows each level.
-        grows_from_block: whether it is a `BlockTrees` that can be rehearsed.
-    """
-
-    config: TreeConfig
-    trees: Any
-    draft_model_config: Any
-    input_buffers: Any
-    device: torch.device
-    grafts_draft: bool
-    grows_by_levels: bool
-    grows_from_block: bool
-
-
 class Rehearsed(NamedTuple):
     """The specialisations that the start will need, and what could not be rehearsed, and why."""
 
@@ -77,8 +55,9 @@ class Rehearsed(NamedTuple):
     problems: list[str]
 
 
-def begin(drafter: Rehearsable) -> Ahead:
-    """Begin to compile what a drafter and its target will launch; it never raises."""
+def begin(drafter: Any) -> Ahead:
+    """Begin to compile what a `TreeDrafting` without a model yet, and its target, will launch; it
+    never raises."""
     device, processes = drafter.device, lever(COMPILE_PROCESSES)
     if device.type == "cuda":
         # What the worker compiles itself is counted in any case.
@@ -98,7 +77,7 @@ def begin(drafter: Rehearsable) -> Ahead:
     return compile_ahead(launches, ("cuda", 10 * major + minor, 32), processes)
 
 
-def rehearse(drafter: Rehearsable, *, flash: bool) -> Rehearsed:
+def rehearse(drafter: Any, *, flash: bool) -> Rehearsed:
     """List what a drafter and its target will launch until the engine serves; `flash` says whether
     FlashAttention 3 can take the pass over a tree's prefix. Nothing of the drafter changes, and
     nothing is allocated or launched on its device."""
@@ -121,7 +100,7 @@ def rehearse(drafter: Rehearsable, *, flash: bool) -> Rehearsed:
 class _Stage:
     """A drafter's twin and its target's layers, without memory."""
 
-    def __init__(self, drafter: Rehearsable, *, flash: bool) -> None:
+    def __init__(self, drafter: Any, *, flash: bool) -> None:
         engine = drafter.trees.engine_config
         self.flash = flash and drafter.config.attention != "triton"
         self.auto = drafter.config.shape == "auto"

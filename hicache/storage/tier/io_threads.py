@@ -124,12 +124,8 @@ class Loader(JobQueue[Load, Load]):
         return load
 
 
-@dataclass(frozen=True)
-class Write:
-    """A page of host memory to write."""
-
-    page: Page
-    parts: Parts
+Write = tuple[Page, Parts]
+"""A page of host memory to write."""
 
 
 class Outcome(enum.Enum):
@@ -170,7 +166,7 @@ class WriteBehind(JobQueue[Write, tuple[Page, Outcome]]):
     def drop(self) -> None:
         """Drop all waiting writes. Writes that a thread has begun go on."""
         with self._changed:
-            self._finished += [(write.page, Outcome.DROPPED) for write in self._queue]
+            self._finished += [(page, Outcome.DROPPED) for page, _ in self._queue]
             self._queue.clear()
 
     def wait_idle(self) -> None:
@@ -192,12 +188,13 @@ class WriteBehind(JobQueue[Write, tuple[Page, Outcome]]):
         return self._join(max(0.1, end - time.monotonic()))
 
     def _run(self, write: Write) -> tuple[Page, Outcome]:
-        if all(self._backend.write(key, page) for key, page in write.parts):
+        page, parts = write
+        if all(self._backend.write(key, part) for key, part in parts):
             outcome = Outcome.KEPT
         else:
             outcome = Outcome.DECLINED if self._backend.is_full else Outcome.FAILED
         self._flush_if_due()
-        return write.page, outcome
+        return page, outcome
 
     def _flush_if_due(self) -> None:
         with self._changed:

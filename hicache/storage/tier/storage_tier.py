@@ -11,7 +11,7 @@ from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.tier.io_threads import Outcome, Parts, Write, WriteBehind
+from vllm_graft.hicache.storage.tier.io_threads import Outcome, Parts, WriteBehind
 from vllm_graft.hicache.storage.tier.prefetch_operation import PrefetchOperation
 from vllm_graft.hicache.storage.tier.prefetcher import Prefetcher
 
@@ -161,7 +161,7 @@ class StorageTier:
 
     def _write(self, page: Page) -> None:
         self._index.hold([page])
-        if not self._writer.submit(Write(page, self._parts(page))):
+        if not self._writer.submit((page, self._parts(page))):
             self._index.release([page])
             self.declined += 1
 

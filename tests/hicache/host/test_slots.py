@@ -286,10 +286,6 @@ def test_operations_of_a_step_are_merged_most_urgent_first() -> None:
         (0, [1], [10]),
     ]
     assert merge_ops([]) is None
-    with pytest.raises(ValueError, match="both directions"):
-        merge_ops([operation(1, 0, 0), CacheOperation([3], Direction.LOAD, [])])
-    with pytest.raises(ValueError, match="1 host slots for 2"):
-        PoolTransfer(0, [1], [2, 3])
 
 
 POLICIES = {"lru": LruPolicy, "arc": ArcPolicy}

@@ -1,6 +1,7 @@
 """What the scheduler's side does when weights change, and how long it takes for long prompts."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -73,7 +74,7 @@ class Engine:
         return [*metadata.early_stores, *metadata.stores]
 
     def ended(self, stores: list[CacheOperation]) -> None:
-        done = HiCacheReport(done={number: 1 for store in stores for number in store.ids})
+        done = HiCacheReport(done=Counter(number for store in stores for number in store.ids))
         self.scheduler.report(
             SimpleNamespace(invalid_block_ids=None, kv_connector_worker_meta=done)  # type: ignore[arg-type]
         )

@@ -16,7 +16,6 @@ from vllm_graft.hicache.storage.tier.io_threads import (
     Load,
     Loader,
     Outcome,
-    Write,
     WriteBehind,
 )
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
@@ -88,7 +87,7 @@ def test_a_write_finishes_whatever_the_store_does(fault: Callable[..., Any]) -> 
     writer = WriteBehind(store(write=fault, flush=fault), 1, 10)
     writer._last_flush = -100.0
     for slot_number, key in enumerate(KEYS):
-        assert writer.submit(Write(Page(key, slot_number), ((key, memoryview(b"page")),)))
+        assert writer.submit((Page(key, slot_number), ((key, memoryview(b"page")),)))
     assert writer.close(30)
     assert [outcome for _, outcome in writer.take_finished()] == [Outcome.FAILED] * 3
     assert writer.failed_flushes >= 1

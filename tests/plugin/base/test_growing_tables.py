@@ -27,7 +27,7 @@ BOUNDED = {
         plugin/hooks/manager.py:Manager._configured plugin/hooks/manager.py:Manager._hooks
         plugin/hooks/manager.py:Manager._plugins plugin/hooks/manager.py:Manager.broken
         plugin/hooks/manager.py:manager plugin/metrics/board.py:Board._states
-        plugin/metrics/board.py:Series._children plugin/metrics/relay.py:Increments._known
+        plugin/base/metric.py:Series._children plugin/metrics/relay.py:Increments._known
         plugin/metrics/relay.py:Relay._reported
         spec_decode/models/tokenizers.py:differing
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing

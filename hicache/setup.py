@@ -28,12 +28,8 @@ def make_scheduler(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
 ) -> HiCacheScheduler:
-    """Build the scheduler's side of an engine.
-
-    Raises:
-        HookError: if an entry has the wrong type.
-        ConfigError: if no plugin provides a named entry, or the entry refuses its options.
-    """
+    """Build the scheduler's side of an engine. Raises `HookError` if an entry has the wrong type,
+    and `ConfigError` if no plugin provides a named entry, or the entry refuses its options."""
     try:
         index = HostIndex(
             geometry.shape.num_slots,

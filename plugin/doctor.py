@@ -65,12 +65,8 @@ def diagnose(manager: Manager) -> list[Finding]:
 
 
 def diagnose_wheel(path: Path) -> list[Finding]:
-    """The ledger against a vLLM that is not installed: a wheel, or an unpacked one's folder.
-
-    Raises:
-        ConfigError: if there is no vLLM in it.
-        SeamError: if its version cannot be read.
-    """
+    """The ledger against a vLLM that is not installed: a wheel, or an unpacked one's folder. Raises
+    `ConfigError` if there is no vLLM in it, and `SeamError` if its version cannot be read."""
     sources = Sources(path)
     version = sources.version
     reports = read_seams(ledger_at(version), sources)
@@ -243,15 +239,9 @@ _LONGEST = 24
 
 
 def difference(report: SeamReport, known: Sources | None, other: Sources) -> list[str]:
-    """Lines of a unified diff, from what is known to what was found.
-
-    There are none where nothing has moved, or nothing is left.
-
-    Args:
-        report: a row, compared with ``other``.
-        known: a vLLM that the ledger fits: the texts of rows that look into one are compared.
-        other: the vLLM that may differ.
-    """
+    """Lines of a unified diff, from what is expected to what `other` has; none where nothing has
+    moved, or nothing is left. Texts of rows that look into one are compared with those of `known`,
+    a vLLM that the ledger fits."""
     if report.ok or report.is_missing:
         return []
     lines = _of_texts(report.seam.path, known, other) if provable(report) and known else []

@@ -31,15 +31,8 @@ def mixed_sizes(capture_sizes: Sequence[int]) -> list[int]:
 
 def plan_mixed_graphs(manager: CudaGraphManager, asked: bool | None, flag: str) -> None:
     """Plan graphs of mixed batches as the configuration says, before the target's manager captures.
-
-    Args:
-        asked: the configured value; None plans them where vLLM runs mixed batches piecewise and
-            nothing forbids it.
-        flag: the full flag that was given, for the error.
-
-    Raises:
-        ConfigError: if they are asked for and can't be captured.
-    """
+    `asked` None plans them where vLLM runs mixed batches piecewise and nothing forbids it. Raises
+    `ConfigError` if they are asked for and can't be captured."""
     if asked is False:
         return
     if asked is None and manager.cudagraph_mode.mixed_mode() != CUDAGraphMode.PIECEWISE:

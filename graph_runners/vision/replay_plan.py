@@ -45,15 +45,9 @@ def choose(
     buckets: Sequence[int],
     max_items: int,
 ) -> list[Replay] | None:
-    """The cheapest replays that serve the whole batch; None if there are none.
-
-    Args:
-        items: the batch.
-        exact: its groups, from :func:`groups`.
-        captured: keys of the exact graphs that exist.
-        buckets: patches of the captured buckets, ascending.
-        max_items: the most items of one padded graph.
-    """
+    """The cheapest replays that serve the whole batch; None if there are none. `exact` are its
+    groups, `captured` the keys of graphs that exist, `buckets` the patches of captured buckets,
+    ascending, and `max_items` the most items of one padded graph."""
     hits: list[Replay] = [group for group in exact if group.key in captured]
     cold = [index for group in exact if group.key not in captured for index in group.indices]
     plans = []

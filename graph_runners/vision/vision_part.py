@@ -101,11 +101,8 @@ class VisionPart(Part):
 
     def runner_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for ``EncoderCudaGraphManager(...)``: ``stock`` without our section.
-
-        Raises:
-            SeamError: if this vLLM is not one that the runner was written for.
-            HookError: if the chosen runner is not a subclass of ``stock``.
-        """
+        Raises `SeamError` if the runner was not written for this vLLM, and `HookError` if the
+        chosen one is not a subclass of ``stock``."""
         vit = VitConfig.from_vllm(vllm_config)
         if vit is None:
             return stock
@@ -129,12 +126,9 @@ def _offer(vit: VitConfig) -> manager.Offer:
 
 def adapt(model: Any, vllm_config: Any) -> None:
     """Give a model that does not speak vLLM's encoder protocol its adapter, if we are asked for.
-
-    Raises:
-        ConfigError: if there is none, or it refuses the model, or the tower is data-parallel. Where
-            a preset asks, the model is left as it is instead, and encodes as without us.
-        HookError: if it is not a ``VisionAdapter``.
-    """
+    Raises `ConfigError` if there is none, or it refuses the model, or the tower is data-parallel;
+    where a preset asks, the model is left as it is, and encodes as without us. Raises `HookError`
+    if it is not a ``VisionAdapter``."""
     if VitConfig.from_vllm(vllm_config) is None:
         return
     try:

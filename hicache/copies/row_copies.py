@@ -100,15 +100,9 @@ class PlannedCopy:
 
 
 class RowCopies:
-    """Plans and prepares 2D copies. If one fails, it makes no more of that kind.
-
-    ``run_copy`` prepares the copies from the ring's buffers to blocks.
-
-    Attributes:
-        strided: whether 2D copies are made. False after the driver has refused one.
-        staged: whether loads go through the ring. False without a ring, and after a failure.
-        ring: the ring. None also if the pages of no pool fit into its buffers.
-    """
+    """Plans and prepares 2D copies (`strided`), some of them through the `ring` (`staged`), from
+    whose buffers ``run_copy`` copies to blocks. If one fails, no more of that kind are made. There
+    is no ring either if the pages of no pool fit into its buffers."""
 
     def __init__(
         self,

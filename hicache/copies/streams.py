@@ -48,13 +48,10 @@ BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
 
 
 def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_order: bool) -> None:
-    """Enqueue all copies with one call of the driver (cuMemcpyBatchAsync), on the current stream.
-
-    Args:
-        sources, targets, sizes: int64 ``[n]``, addresses, addresses and bytes.
-        any_order: whether the driver may read the sources before earlier work of the stream ends.
-            It may for host memory, which no stream writes meanwhile, but not for the KV cache.
-    """
+    """Enqueue all copies with one call of the driver (cuMemcpyBatchAsync), on the current stream;
+    addresses and bytes are int64 ``[n]``. In `any_order` the driver may read the sources before
+    earlier work of the stream ends: so for host memory, which no stream writes meanwhile, but not
+    for the KV cache."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(
@@ -109,13 +106,9 @@ def layer_batches(count: int) -> list[range]:
 
 
 class StreamCopyEngine(CopyEngine):
-    """Copies on streams of a CUDA device. The shard is pinned memory.
-
-    Args:
-        batch_copy: enqueues a batch of copies. Tests replace it.
-        run_copy: prepares the copies of a load within a step, which are then enqueued in ranges.
-        ring: buffers for loads to blocks in any order; None for none. It needs ``strided``.
-    """
+    """Copies on streams of a CUDA device; the shard is pinned memory. `run_copy` prepares the
+    copies of a load within a step, which are then enqueued in ranges. `ring` has buffers for loads
+    to blocks in any order, and needs ``strided``."""
 
     def __init__(
         self,

@@ -27,14 +27,9 @@ class PoolTransfer:
 
 @dataclass
 class CacheOperation:
-    """Pages of several pools that move together, all or nothing.
-
-    Attributes:
-        ids: numbers of the jobs that the operation does; one, until operations are merged.
-        transfers: one for each pool that takes part.
-        priority: operations with smaller numbers are copied first.
-        request_ids: requests that wait for it, one for each of ``ids``. Empty for stores.
-    """
+    """Pages of several pools that move together, all or nothing. `ids` are numbers of the jobs that
+    it does, one until operations are merged; those of smaller `priority` are copied first.
+    `request_ids` wait for it, one for each of ``ids``; none for stores."""
 
     ids: list[int]
     direction: Direction

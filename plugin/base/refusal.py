@@ -77,14 +77,10 @@ class Refusals(list[Refusal]):
 
 
 def setting(path: str, fine: Callable[[Any], Any] = operator.not_, says: str = "") -> Find:
-    """Look at one value of vLLM's configuration.
-
-    Args:
-        path: the section and the attribute, as ``"parallel_config.pipeline_parallel_size"``. The
-            target's ``model_config`` counts, also where vLLM derived a configuration for the draft.
-        fine: whether a value is none to refuse.
-        says: what to say of it; else the name that users know, and the value.
-    """
+    """Look at one value of vLLM's configuration. `path` has its section and attribute, as
+    ``"parallel_config.pipeline_parallel_size"``; the target's ``model_config`` counts, also where
+    vLLM derived a configuration for the draft. `fine` says whether a value is none to refuse, and
+    `says` what to say of it; else its flag and the value are told."""
     section, _, name = path.rpartition(".")
     known = path if section == "speculative_config" else f"--{name.replace('_', '-')}"
 

@@ -31,15 +31,9 @@ class Table(NamedTuple):
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str] | None = None
 ) -> str:
-    """Draw a table, whose last column may be long; each line ends with a newline.
-
-    In a terminal, cells are wrapped. In a file or a pipe each row is one line, which programs like
-    grep can read.
-
-    Args:
-        heads: names of the columns; empty texts for none.
-        styles: rich's style for cells with such a text, as ``{"off": "dim"}``.
-    """
+    """Draw a table, whose last column may be long; each line ends with a newline. In a terminal,
+    cells are wrapped; in a file or a pipe each row is one line, which programs like grep can read.
+    `styles` has rich's style for cells with such a text, as ``{"off": "dim"}``."""
     drawn = _drawn(heads, rows, styles or {}) if sys.stdout.isatty() else None
     return drawn if drawn is not None else plain(heads, rows)
 

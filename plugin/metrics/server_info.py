@@ -107,12 +107,9 @@ class _Refused(Exception):
 
 
 def samples(text: str, prefix: str | tuple[str, ...] = "") -> Iterator[Sample]:
-    """The samples of a page whose names begin with a prefix, by the parser that vLLM brings.
-
-    Raises:
-        ImportError: where vLLM is not installed.
-        Exception: ValueError and others, if a line with this prefix has another form.
-    """
+    """The samples of a page whose names begin with a prefix, by the parser that vLLM brings. Raises
+    `ImportError` where vLLM is not installed, and ValueError and others if a line with this prefix
+    has another form."""
     from prometheus_client import parser
 
     # Python's own splitlines() would also split labels.

@@ -26,13 +26,8 @@ _BOARD = "vllm_graft_board"
 
 
 class Wiring:
-    """Hooks vLLM's processes.
-
-    Args:
-        parts: all parts.
-        asked_for: says which of them a configuration asks for.
-        extension: the worker extension that answers ``graft_states``.
-    """
+    """Hooks vLLM's processes. `asked_for` says which of all `parts` a configuration asks for, and
+    `extension` names the worker extension that answers ``graft_states``."""
 
     def __init__(self, parts: Sequence[Part], asked_for: AskedFor, extension: str) -> None:
         self._parts, self._asked_for, self._extension = parts, asked_for, extension

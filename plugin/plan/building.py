@@ -43,16 +43,10 @@ def _is_shared(name: str) -> bool:
 
 
 def build(model: Any, vllm_config: Any) -> Built:
-    """Build a model for the first rank.
-
-    Args:
-        model: vLLM's ``ModelConfig``, of the target or of the draft.
-        vllm_config: the whole configuration. vLLM writes the size of blocks into its
-            ``cache_config``, and layers into its ``compilation_config``.
-
-    Raises:
-        Exception: whatever vLLM's classes raise where this process can't build them.
-    """
+    """Build a model of a ``ModelConfig``, the target's or the draft's, for the first rank. vLLM
+    writes the size of blocks into the configuration's ``cache_config``, and layers into its
+    ``compilation_config``. Whatever its classes raise where this process can't build them is
+    raised."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding, sparse_attn_indexer

@@ -29,14 +29,9 @@ ROOM, GRAPHS = "room for K/V", "CUDA graphs"
 
 @dataclass(frozen=True)
 class Memory:
-    """What one thing takes.
-
-    Attributes:
-        what: the thing.
-        num_bytes: its bytes; None if they are not known before the start.
-        per: ``rank`` (one device), ``token`` or ``request`` of one rank, or ``host``.
-        says: where the number is from, or why there is none.
-    """
+    """What one thing takes: `num_bytes`, None if they are not known before the start, `per`
+    ``rank`` (one device), ``token`` or ``request`` of one rank, or ``host``. It `says` where the
+    number is from, or why there is none."""
 
     what: str
     num_bytes: int | None
@@ -157,13 +152,9 @@ def _cache_rows(who: str, specs: Iterable[Any], vllm_config: Any) -> Iterator[Me
 
 
 def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Memory]:
-    """What a tree keeps beside vLLM's cache: made as the worker makes it, on no device.
-
-    Args:
-        vllm_config: the whole configuration.
-        states: specs of the target's recurrent layers.
-        layers: layers of the draft that have K/V of their own.
-    """
+    """What a tree keeps beside vLLM's cache: made as the worker makes it, on no device. `states`
+    are specs of the target's recurrent layers, `layers` those of the draft with K/V of their
+    own."""
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     if tree is None or speculative is None:
         return

@@ -64,19 +64,8 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole plan.
-
-    Attributes:
-        verdict: whether the server would start, with parts of ours or without.
-        device: the platform that was planned for.
-        command: the command that serves this; empty where the server does not start.
-        refused: why it does not start.
-        target: the target in a sentence.
-        drafts: what drafts, in a sentence.
-        parts: our parts; empty where the server does not start.
-        memory: memory by part.
-        better: what would draft instead, and the command for it; empty where nothing would.
-    """
+    """The whole plan. Where the server does not start, `refused` says why, and there are no
+    command, parts and memory. `better` is what would draft instead, and the command for it."""
 
     verdict: Verdict
     device: str

@@ -52,12 +52,8 @@ class Request:
         return self.parse([*self.arguments, *flags])
 
     def create(self) -> Any:
-        """Build vLLM's whole configuration, as the server's frontend does, from files alone.
-
-        Raises:
-            GraftError: if a part of ours refuses it.
-            Exception: whatever vLLM refuses it with.
-        """
+        """Build vLLM's whole configuration, as the server's frontend does, from files alone. Raises
+        `GraftError` if a part of ours refuses it, and whatever vLLM refuses it with."""
         from vllm.usage.usage_lib import UsageContext
 
         return self.engine.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)

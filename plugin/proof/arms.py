@@ -34,16 +34,10 @@ _KEPT = (
 
 @dataclass(frozen=True)
 class Arms:
-    """Options of ``vllm.LLM`` for both engines.
-
-    Attributes:
-        target: folder of the tiny target.
-        dtype: what both compute in, as vLLM names it.
-        alone: options without our parts, and without drafts unless they are vLLM's own chains.
-        asked: options with all of it.
-        wanted: counters of the engine with our parts that have to be above 0, and what they count.
-        look: makes requests about images; None if these engines take none.
-    """
+    """Options of ``vllm.LLM`` for both engines, which compute in `dtype`: `alone` are those without
+    our parts, and without drafts unless they are vLLM's own chains. `wanted` has the counters of
+    the other engine that have to be above 0, and what they count. `look` makes requests about
+    images; None if these engines take none."""
 
     target: Path
     dtype: str
@@ -54,14 +48,9 @@ class Arms:
 
 
 def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> Arms:
-    """Write tiny models into a folder, and say how both engines are built.
-
-    Args:
-        engine: vLLM's ``EngineArgs`` of the flags.
-        vllm_config: the configuration that is made of them.
-        parts: names of our parts that it turns on.
-        folder: an empty one.
-    """
+    """Write tiny models into an empty folder, and say how both engines are built, from vLLM's
+    ``EngineArgs`` of the flags, the configuration made of them, and the names of our parts that it
+    turns on."""
     from vllm.platforms import current_platform
 
     model, speculative = vllm_config.model_config, vllm_config.speculative_config

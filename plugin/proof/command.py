@@ -65,14 +65,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prove(arguments: Sequence[str]) -> Any:
-    """Run both engines; None if the flags turn nothing of ours on.
-
-    Returns:
-        a `vllm_graft.seams.proofs.Proof`, not kept yet.
-
-    Raises:
-        GraftError: if the flags are refused.
-    """
+    """Run both engines; returns a `vllm_graft.seams.proofs.Proof` that is not kept yet, or None if
+    the flags turn nothing of ours on. Raises `GraftError` if the flags are refused."""
     from vllm_graft.proof import engine_process, verdict
     from vllm_graft.proof.arms import make_arms
     from vllm_graft.proof.questions import rounds

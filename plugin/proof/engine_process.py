@@ -21,15 +21,9 @@ _MOST_SECONDS, _LAST_SECONDS = 600, 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an engine.
-
-    Attributes:
-        answers: by round; empty where there are none.
-        counts: its counters by name, after the last round.
-        rows: symbols that parts asked for and that differ from the ledger, by path, as found.
-        error: why there are no answers.
-        starting: seconds from its configuration to the first request.
-    """
+    """What came of an engine: answers by round, or the `error` in their place; its counters after
+    the last round; symbols that differ from the ledger, by path, as found (`rows`); and the seconds
+    from its configuration to the first request (`starting`)."""
 
     answers: list[list[Answer]] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)

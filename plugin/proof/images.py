@@ -52,17 +52,9 @@ def link_processor(model: Any, folder: Path) -> None:
 
 
 class Looking:
-    """Makes requests; see `vllm_graft.proof.questions.Look`.
-
-    Args:
-        vllm_config: the configuration that is served.
-
-    Attributes:
-        sees: whether the model takes images, and not sounds alone.
-
-    Raises:
-        GraftError: if vLLM can't make the model's processor.
-    """
+    """Makes requests to the configuration that is served; see `vllm_graft.proof.questions.Look`.
+    `sees` says whether the model takes images, and not sounds alone. Raises `GraftError` if vLLM
+    can't make the model's processor."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.renderers import renderer_from_config

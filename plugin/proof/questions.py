@@ -51,14 +51,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Round:
-    """Questions that are asked at once.
-
-    Attributes:
-        name: what they show.
-        questions: in their order.
-        preempt_at: the steps after which all running requests are preempted.
-        forget: whether the device's prefix cache is emptied before.
-    """
+    """Questions that are asked at once, to show what `name` says. After the steps `preempt_at` all
+    running requests are preempted; `forget` says whether the device's prefix cache is emptied
+    before."""
 
     name: str
     questions: tuple[Question, ...]

@@ -21,14 +21,9 @@ def differences(
     expected: Sequence[Sequence[Answer]],
     dtype: str,
 ) -> Iterator[str]:
-    """A sentence for each answer that is not the expected one, but for rounding.
-
-    Args:
-        asked: the rounds of questions.
-        found: answers by round, of the engine that is judged.
-        expected: those of the engine without our parts, which have all log-probabilities.
-        dtype: that both computed in, a key of `TOLERANCES`.
-    """
+    """A sentence for each answer of the judged engine (`found`, by round) that is not the expected
+    one, but for rounding. The `expected` ones are those without our parts, which have all
+    log-probabilities; `dtype`, that both computed in, is a key of `TOLERANCES`."""
     near = TOLERANCES[dtype]
     alike = total = 0
     for each, mine, theirs in zip(asked, found, expected, strict=True):

@@ -60,19 +60,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Proof:
-    """What ``vllm-graft prove`` has found.
-
-    Attributes:
-        machine: the versions and the device that it ran with.
-        flags: what of the flags matters, from `flags_of`.
-        parts: names of our parts that ran.
-        rows: vLLM's symbols that differed from the ledger while it ran, by path, as they were.
-        differences: why it failed, a sentence each; empty if it passed.
-        shown: how often what was to be shown happened, by what it is, and seconds of the start.
-        command: the command line.
-        date: day and time of its end, in ISO 8601.
-        seconds: how long it took.
-    """
+    """What ``vllm-graft prove`` has found, and bound to which machine and flags (`flags_of`): the
+    names of our `parts` that ran; vLLM's symbols that differed from the ledger meanwhile, by path,
+    as they were (`rows`); why it failed (`differences`, none if it passed); how often what was to
+    be `shown` happened, by what it is. `date` is the time of its end in ISO 8601."""
 
     machine: Machine
     flags: dict[str, Any]

@@ -86,15 +86,10 @@ def _chosen(stock: type[Any], vllm_config: Any, choosers: list[_Chooser]) -> typ
 
 
 def compose(target_model: nn.Module, vllm_config: VllmConfig, mixin: type[Any]) -> type[ModelState]:
-    """Stack ``mixin`` over the ModelState class that vLLM would use for ``target_model``.
-
-    Hooks that the mixin overrides must call ``super()``. Parts stack in the order of their calls,
-    the last one outermost. Model Runner V2 asks this model, which alone is changed, for its class
-    first (``get_model_state_cls``); so this comes while the model is loaded.
-
-    Raises:
-        GraftError: if ``mixin`` is already part of the model's class.
-    """
+    """Stack ``mixin``, whose hooks must call ``super()``, over the ModelState class that vLLM would
+    use for ``target_model``; the last call is outermost. Model Runner V2 asks this model, which
+    alone is changed, for its class first (``get_model_state_cls``); so this comes while the model
+    is loaded. Raises `GraftError` if ``mixin`` is already part of the model's class."""
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
     base = resolve_model_state_cls(vllm_config, target_model)

@@ -25,13 +25,8 @@ whose shares are so near agree."""
 
 
 class OutputLayers:
-    """They do not change.
-
-    Attributes:
-        embedding: ``[tokens, hidden]``.
-        output: likewise.
-        form: of the last norm.
-    """
+    """The embedding and the output ``[tokens, hidden]`` of a target, which do not change, and the
+    `form` of the last norm."""
 
     def __init__(self, target: Target, model: str, device: torch.device) -> None:
         self.target, self.form = target, FORMS[0]

@@ -12,15 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """One text of the folder.
-
-    Attributes:
-        number: of the request; it names the file.
-        tokens: whose states the file has.
-        prompt: how many of them were given.
-        temperature: at which the target drew the rest; -1 where somebody else wrote it.
-        held_out: whether it is for measuring alone.
-    """
+    """One text of the folder: the request's number, which names the file; how many `tokens` have
+    states, of which `prompt` were given; the temperature at which the target drew the rest, -1
+    where somebody else wrote it; and whether it is for measuring alone."""
 
     number: int
     tokens: int

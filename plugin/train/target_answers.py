@@ -90,13 +90,8 @@ class Questions:
 
 
 class Answering:
-    """An engine that is asked, and the folder that its states go to.
-
-    Args:
-        llm: a ``vllm.LLM`` with `engine_options`.
-        part, parts: number of this engine, and how many there are.
-        shows: whether to draw a progress bar.
-    """
+    """An engine with `engine_options`, which is number `part` of `parts`, and the folder that its
+    states go to. It `shows` a progress bar or not."""
 
     def __init__(self, llm: Any, job: Job, part: int, parts: int, *, shows: bool) -> None:
         self.engine, self.job, self.folder = llm.llm_engine, job, Path(job.states)

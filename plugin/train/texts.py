@@ -53,17 +53,9 @@ class Text:
 
 
 def read_texts(files: Sequence[str], longest: int) -> tuple[list[Text], list[str]]:
-    """Read each question of files once.
-
-    Args:
-        longest: tokens of a text; a text without turns is cut into pieces of about so many.
-
-    Returns:
-        the questions, and a sentence on each file of which something was left out.
-
-    Raises:
-        ConfigError: a file can't be read, or has nothing to ask.
-    """
+    """Read each question of files once; a text without turns is cut into pieces of about `longest`
+    tokens. Returns the questions, and a sentence on each file of which something was left out.
+    Raises `ConfigError` if a file can't be read, or has nothing to ask."""
     texts: dict[Words, Text] = {}
     notes = []
     for name in files:

@@ -34,14 +34,9 @@ _SLOW = ("split_kernel", "latent_kernel", "own_rows_kernel")
 
 @dataclass
 class Ahead:
-    """Kernels that are compiled ahead, and what came of them.
-
-    Attributes:
-        foretold: how many specialisations the start will need, as far as was known.
-        failed: those that could not be compiled ahead, with the compiler's words.
-        waited: seconds, of those to the last kernel, in which the worker had nothing else to do.
-        why: why nothing was compiled ahead; empty if it was.
-    """
+    """Kernels that are compiled ahead, and what came of them: how many the start will need, as far
+    as was `foretold`; those that `failed`, with the compiler's words; seconds to the last kernel,
+    and of these those in which the worker `waited`; and `why` none were, empty if they were."""
 
     foretold: int = 0
     compiled: int = 0

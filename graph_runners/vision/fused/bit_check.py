@@ -19,14 +19,8 @@ def agreed_blocks(
     model: Any, same: Same = torch.equal, agree: Callable[[bool], bool] = bool
 ) -> FusedBlocks | str:
     """Fuse as many operators as keep the bits of a model's blocks, or say why nothing is fused.
-
     Compiles the kernels, runs some of the blocks on noise with and without them, and waits for the
-    device.
-
-    Args:
-        same: compares two tensors.
-        agree: tells whether all ranks that share the tower say yes; each runs the same blocks.
-    """
+    device. `agree` tells whether all ranks that share the tower say yes."""
     blocks = find_blocks(model)
     if blocks is None:
         return UNKNOWN_BLOCKS

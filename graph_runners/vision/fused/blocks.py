@@ -30,15 +30,9 @@ Normed = tuple[torch.Tensor, torch.Tensor]
 
 
 class FusedBlocks:
-    """The fused blocks of one tower, all of one class that :func:`find_blocks` knows.
-
-    Args:
-        norms: whether norms are fused with the additions before them.
-        gates: whether the gate of a SwiGLU is our kernel.
-
-    Attributes:
-        mergers: the mergers that run beside the blocks; None if there are none.
-    """
+    """The fused blocks of one tower, all of one class that :func:`find_blocks` knows: with norms
+    fused with the additions before them, our kernel for the gate of a SwiGLU, and `mergers` that
+    run beside the blocks, as far as there are any."""
 
     def __init__(self, blocks: Sequence[Any], norms: bool = True, gates: bool = True) -> None:
         self.blocks = list(blocks)

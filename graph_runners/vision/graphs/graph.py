@@ -79,18 +79,11 @@ class ExactGraph(TowerGraph):
 
 class PaddedGraph(TowerGraph):
     """The graph of a bucket: it takes any items of up to `rows` patches; padding fills the rest.
-
     Padding has segments of its own. So every row belongs to a segment and is written, and the
     offsets that attention kernels get end at the number of rows. Offsets have room for more
     segments than a capture uses; unused segments are empty. Numbers that kernels read on the host
-    are frozen at an upper bound.
-
-    Args:
-        arena: holds all buffers but the offsets.
-        pieces: data of any items, as examples of shapes and dtypes.
-        constants: what :meth:`filled` returned.
-        segments: attention segments that the bucket has to hold at least.
-    """
+    are frozen at an upper bound. `pieces` are examples of shapes and dtypes, `constants` what
+    :meth:`filled` returned."""
 
     def __init__(
         self,

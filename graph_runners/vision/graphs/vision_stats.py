@@ -12,19 +12,10 @@ Reason = str
 
 @dataclass
 class VitStats:
-    """Counters since the runner was built.
-
-    Attributes:
-        items: images and videos, by what served them: exact, bucket, fused, eager.
-        replays: by kind of graph: exact, bucket.
-        declines: batches left to the engine's own path, by reason.
-        captures: graphs that were captured and kept, by kind.
-        dropped: graphs that were not kept, by reason.
-        failures: the causes of the latest failures, as text.
-        rows: patches of the items in replays of padded graphs.
-        padded_rows: patches of these replays, including padding.
-        capture_seconds: wall time of captures and measurements while serving.
-    """
+    """Counters since the runner was built: images and videos by what served them (exact, bucket,
+    fused, eager), replays and captures by kind of graph, declined batches and dropped graphs by
+    reason, the latest failures, patches of replayed padded graphs without and with padding, and
+    wall seconds of captures and measurements while serving."""
 
     items: Counter[str] = field(default_factory=Counter)
     replays: Counter[str] = field(default_factory=Counter)

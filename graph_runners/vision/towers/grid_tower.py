@@ -181,15 +181,8 @@ def fused_blocks(
     model: Any, side_stream: Callable[[], CaptureStream | None], agree: Callable[[bool], bool]
 ) -> FusedBlocks | str:
     """Fuse as many operators of a model's vision blocks as keep their bits, or say why not any.
-
     Runs blocks on noise, and waits for the device. Never raises: a vLLM that differs from the
-    ledger, for example, only means that the blocks run as they are.
-
-    Args:
-        side_stream: gives a second stream; called only if there is work to run beside the
-            blocks.
-        agree: tells whether all ranks that share the tower say yes.
-    """
+    ledger, for example, only means that the blocks run as they are."""
     try:
         require_seams("fused")
         from vllm_graft.graph_runners.vision.fused.bit_check import agreed_blocks

@@ -30,14 +30,9 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass
 class Recovered:
-    """The result of recovering one segment.
-
-    Attributes:
-        segment: the open segment. None if nothing of it is usable. Then its files have to be
-            deleted, unless ``foreign``: its format is newer than this code.
-        salvaged: number of recovered pages that had no entry in the index file.
-        cut_bytes: bytes cut off the end of the data file.
-    """
+    """The result of recovering a segment, None if nothing of it is usable. Then its files have to
+    be deleted, unless ``foreign``: its format is newer than this code. `salvaged` pages had no
+    entry in the index file, and `cut_bytes` were cut off the end of the data file."""
 
     segment: Segment | None = None
     entries: dict[PageKey, Entry] = field(default_factory=dict)

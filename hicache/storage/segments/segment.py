@@ -121,12 +121,9 @@ class Segment:
         files.write(self._file(), [header, page], offset)
 
     def commit(self, files: Files, entries: Iterable[Entry]) -> None:
-        """Make the records of ``entries`` durable, and after that their index entries.
-
-        Raises:
-            DataLostError: if the records cannot be made durable.
-            OSError: if only the index file could not be written.
-        """
+        """Make the records of ``entries`` durable, and after that their index entries. Raises
+        `DataLostError` if the records cannot be made durable, and `OSError` if only the index file
+        could not be written."""
         self._sync_data(files)
         content = b"".join(map(encode_entry, entries))
         try:

@@ -31,13 +31,9 @@ Location = tuple[Segment, Entry]
 
 
 class Space:
-    """The segments of a namespace, within a byte limit. Call it under the store's lock.
-
-    Attributes:
-        active: the segment that gets new records; None before the first write.
-        sealed: all other segments, by number.
-        dirty: segments with entries to commit.
-    """
+    """The segments of a namespace, within a byte limit: the `active` one, which gets new records,
+    the `sealed` ones by number, and those with entries to commit (`dirty`). Call it under the
+    store's lock."""
 
     def __init__(
         self,

@@ -168,15 +168,9 @@ NOISE = 1.02
 
 
 def advice(rows: Sequence[Row], commands: Mapping[str, str]) -> str:
-    """The command to use, and how many times as fast it is as the best arm of the other side.
-
-    Arms are compared by the geometric mean over all cases, because one command serves them all; an
-    arm that lacks a case is no candidate.
-
-    Args:
-        rows: a row for each arm and case.
-        commands: the command that serves what an arm of a name measures.
-    """
+    """The command to use, and how many times as fast it is as the best arm of the other side. Arms
+    are compared by the geometric mean over all cases, because one command serves them all; an arm
+    that lacks a case, or is not in `commands`, is no candidate."""
     speeds: dict[str, dict[str, float]] = {}
     cases = {str(row.case) for row in rows}
     for row in rows:

@@ -35,14 +35,9 @@ class Serving:
     def read(
         cls, arguments: Sequence[str], whose: str = "the flags", *, preset: bool = False
     ) -> Self:
-        """Read flags with vLLM's own parser, and let vLLM and our parts check them.
-
-        With `preset` it is asked for, if the flags ask for no part of ours.
-
-        Raises:
-            BenchmarkError: vLLM or a part of ours refuses them; nothing was loaded.
-            SystemExit: vLLM's parser doesn't know a flag; it says which.
-        """
+        """Read flags with vLLM's own parser, and let vLLM and our parts check them. With `preset`
+        it is asked for, if the flags ask for no part of ours. Raises `BenchmarkError` if vLLM or a
+        part of ours refuses them; vLLM's parser exits for a flag that it doesn't know."""
         if not arguments or arguments[0].startswith("-"):
             raise BenchmarkError(
                 "MODEL comes first, and the flags of vllm serve behind it: give a folder or a name."

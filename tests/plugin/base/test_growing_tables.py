@@ -45,8 +45,7 @@ BOUNDED = {
         graph_runners/vision/graphs/vision_stats.py:VitStats.replays
         graph_runners/vision/capture/graph_backend.py:stream_of
         hicache/rank/worker.py:HiCacheWorker._counters
-        spec_decode/verification/accepted_kv.py:LayerSaves._seen
-        hicache/messages/cache_stats.py:HiCacheProm._series""",
+        spec_decode/verification/accepted_kv.py:LayerSaves._seen""",
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
         plugin/base/log.py:Once._said""",
     "Filled at the start, from the model's layers and the configuration.": """

@@ -1,10 +1,6 @@
-"""The controller of the scheduler's side: it reserves slots, issues jobs and completes them.
-
-The ranks only execute, so they never have to agree on anything. A job is done when every rank has
-reported it.
-"""
-
-from __future__ import annotations
+"""The controller of the scheduler's side: it reserves slots, issues jobs and completes them. The
+ranks only execute, so they never have to agree on anything. A job is done when every rank has
+reported it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,12 +57,10 @@ class HybridCacheController:
     def store(
         self, source: PageBlocks, priority: int = 0, volatile: bool = False
     ) -> CacheOperation | None:
-        """Reserve slots for pages of one request in all pools, and issue a store of them.
-
-        Pages that the host has already, or that are on their way to it, are left out. The result is
-        None if no page is left to store, or if there is not enough room for all of them, which
-        ``declined_stores`` counts. Volatile pages are not written to storage.
-        """
+        """Reserve slots for pages of one request in all pools, and issue a store of them. Pages
+        that the host has already, or that are on their way to it, are left out. The result is None
+        if no page is left to store, or if there is not enough room for all of them, which
+        ``declined_stores`` counts. Volatile pages are not written to storage."""
         wanted = {key: block for key, block in source if self.index.get(key) is None}
         if not wanted:
             return None
@@ -84,10 +78,8 @@ class HybridCacheController:
         return operation
 
     def load(self, source: PageBlocks, request_id: str) -> CacheOperation | None:
-        """Hold pages of one request in all pools, and issue a load of them to these blocks.
-
-        The result is None, with nothing held, if the host does not have all of the pages.
-        """
+        """Hold pages of one request in all pools, and issue a load of them to these blocks. The
+        result is None, with nothing held, if the host does not have all of the pages."""
         pages = [
             page for key, _ in source if (page := self.index.get(key)) is not None and page.ready
         ]

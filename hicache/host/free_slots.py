@@ -1,10 +1,6 @@
-"""The free slots of the host pool, kept as ranges.
-
-Pages that are stored together should get consecutive slots, because 2D copies (``strided``) need
-slots that ascend one by one along with the device's blocks.
-"""
-
-from __future__ import annotations
+"""The free slots of the host pool, kept as ranges. Pages that are stored together should get
+consecutive slots, because 2D copies (``strided``) need slots that ascend one by one along with the
+device's blocks."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -37,11 +33,8 @@ class FreeSlots:
         return self._free
 
     def take(self, count: int) -> list[int]:
-        """Take ``count`` slots in ascending order, from few ranges if possible.
-
-        Raises:
-            ValueError: if fewer slots are free. Nothing is taken then.
-        """
+        """Take ``count`` slots in ascending order, from few ranges if possible. Raises `ValueError`
+        if fewer slots are free. Nothing is taken then."""
         if count > self._free:
             raise ValueError(f"{count} slots are wanted, {self._free} are free")
         taken: list[int] = []
@@ -66,9 +59,7 @@ class FreeSlots:
 
     def _choose(self, count: int) -> int:
         """The first slot of a range to take: one of about ``count`` slots if it is long enough.
-
-        Otherwise it is a longer range, or one of the longest if all are shorter.
-        """
+        Otherwise it is a longer range, or one of the longest if all are shorter."""
         bits = count.bit_length()
         if bits < len(self._classes):
             for first in islice(self._classes[bits], _LOOKED_AT):

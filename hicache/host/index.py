@@ -1,11 +1,6 @@
-"""The index of the host pool: it knows which page is in which slot.
-
-Only the scheduler's thread uses it. A page is *ready* once its bytes are in host memory and were
-checked; only then is it offered to requests. A page that a copy or a write needs is *held*, and
-is not evicted meanwhile.
-"""
-
-from __future__ import annotations
+"""The index of the host pool: it knows which page is in which slot. Only the scheduler's thread
+uses it. A page is *ready* once its bytes are in host memory and were checked; only then is it
+offered to requests. A page that a copy or a write needs is *held*, and is not evicted meanwhile."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +32,8 @@ class Page:
 
 
 class HostIndex:
-    """Maps page keys to slots of the host pool. The policy orders ready pages.
-
-    ``page_bytes`` has the bytes of a page of each pool, by the pool's number.
-    """
+    """Maps page keys to slots of the host pool. The policy orders ready pages. ``page_bytes`` has
+    the bytes of a page of each pool, by the pool's number."""
 
     def __init__(
         self, num_slots: int, policy: EvictionPolicy, page_bytes: Mapping[int, int]
@@ -82,12 +75,9 @@ class HostIndex:
         from_storage: bool = False,
         blocks: Sequence[int] | None = None,
     ) -> list[Page] | None:
-        """Reserve slots for new pages, and evict other pages if necessary.
-
-        The new pages are not ready, and each is held once. ``blocks`` are the device blocks that
-        their bytes will come from. The result is None, with nothing changed, if there cannot be a
-        slot for each.
-        """
+        """Reserve slots for new pages, and evict other pages if necessary. The new pages are not
+        ready, and each is held once. ``blocks`` are the device blocks that their bytes will come
+        from. The result is None, with nothing changed, if there cannot be a slot for each."""
         short = len(keys) - len(self._free)
         if short > 0:
             victims = self.policy.evict(short, self._is_protected)
@@ -112,10 +102,8 @@ class HostIndex:
             self.policy.refresh(key)
 
     def commit(self, pages: Sequence[Page]) -> None:
-        """Make reserved pages ready, because their bytes have arrived, and release them.
-
-        In each pool the head of the prefix comes first, as the tail shall be evicted before it.
-        """
+        """Make reserved pages ready, because their bytes have arrived, and release them. In each
+        pool the head of the prefix comes first, as the tail shall be evicted before it."""
         for page in reversed(pages):
             page.ready = True
             if page.indexed:

@@ -1,7 +1,5 @@
 """The size of the machine's memory and of file systems, whether it is free or in use."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator
@@ -27,10 +25,8 @@ def filesystem_bytes(path: Path) -> int | None:
 
 
 def unclaimed_bytes(path: Path) -> int:
-    """Free bytes of the file system at ``path`` that no sparse file there may still come to take.
-
-    A sparse file, such as vLLM's message queues, takes memory only when it is written to.
-    """
+    """Free bytes of the file system at ``path`` that no sparse file there may still come to take. A
+    sparse file, such as vLLM's message queues, takes memory only when it is written to."""
     status = os.statvfs(path)
     claimed = 0
     for file in path.iterdir():
@@ -52,11 +48,9 @@ def _limits() -> Iterator[int]:
 
 
 def _groups() -> Iterator[tuple[Path, str]]:
-    """This process's group in each hierarchy that may limit memory, and the limit's file there.
-
-    The roots are among them, because within a container they stand for its group, whose path
-    outside may be what is named.
-    """
+    """This process's group in each hierarchy that may limit memory, and the limit's file there. The
+    roots are among them, because within a container they stand for its group, whose path outside
+    may be what is named."""
     older = (_GROUPS / "memory", "memory.limit_in_bytes")
     versions = {"": (_GROUPS, "memory.max"), "memory": older}
     yield from versions.values()

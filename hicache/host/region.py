@@ -1,11 +1,7 @@
-"""The shared region: a file in ``/dev/shm`` that only the processes of one engine map.
-
-One process creates the file and locks it before it has a name. The others open it by that name.
-Every process holds a shared lock while it has the file mapped. So if a file is not locked, its
-engine was killed before it could remove the name. The next engine that starts deletes such files.
-"""
-
-from __future__ import annotations
+"""The shared region: a file in ``/dev/shm`` that only the processes of one engine map. One process
+creates the file and locks it before it has a name. The others open it by that name. Every process
+holds a shared lock while it has the file mapped. So if a file is not locked, its engine was killed
+before it could remove the name. The next engine that starts deletes such files."""
 
 import contextlib
 import fcntl
@@ -60,11 +56,8 @@ def create(name: str, num_bytes: int) -> int:
 
 
 def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
-    """Open the region that another process creates, and wait for it; see :func:`create`.
-
-    Raises:
-        GraftError: if the region does not appear within ``seconds``, or is not this engine's.
-    """
+    """Open the region that another process creates, and wait for it; see :func:`create`. Raises
+    `GraftError` if the region does not appear within ``seconds``, or is not this engine's."""
     path = SHM / name
     end = time.monotonic() + seconds
     while True:
@@ -88,21 +81,17 @@ def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
 
 
 def remove(name: str, inode: int | None = None) -> None:
-    """Remove the region's name, of the file ``inode`` only if that is given.
-
-    The memory is freed when the last process unmaps it.
-    """
+    """Remove the region's name, of the file ``inode`` only if that is given. The memory is freed
+    when the last process unmaps it."""
     with contextlib.suppress(FileNotFoundError):
         if inode is None or (SHM / name).lstat().st_ino == inode:
             (SHM / name).unlink()
 
 
 def remove_orphans() -> int:
-    """Delete regions that no process has mapped, and return their number.
-
-    One in use is locked from before it has a name until the last process has unmapped it or ended,
-    a forked child that outlives its engine included.
-    """
+    """Delete regions that no process has mapped, and return their number. One in use is locked from
+    before it has a name until the last process has unmapped it or ended, a forked child that
+    outlives its engine included."""
     removed = freed = 0
     for path in SHM.iterdir() if SHM.is_dir() else ():
         if _OURS.fullmatch(path.name):

@@ -14,8 +14,6 @@ mere copy gets another fingerprint because of its times. That costs a cold cache
 mistake would cost wrong tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -61,10 +59,7 @@ Range = tuple[Path, int, int]
 
 def weights_of(model: Any, engine: Any) -> str:
     """The identity of a model's weights: the user's, a commit's, or a fingerprint of the files.
-
-    Raises:
-        ConfigError: if the weights are not on a local disk, and the user gave no identity.
-    """
+    Raises `ConfigError` if the weights are not on a local disk, and the user gave no identity."""
     if engine.weights:
         return str(engine.weights)
     load_format = engine.loader_of(model).load_format
@@ -134,11 +129,8 @@ def _place(model: Any) -> Path:
 
 
 def checkpoint_fingerprint(path: Path, load_format: str = "auto") -> bytes:
-    """The fingerprint, 16 bytes, of the checkpoint at ``path``, a file or a directory.
-
-    Raises:
-        OSError: if there are no weights, or a file cannot be read.
-    """
+    """The fingerprint, 16 bytes, of the checkpoint at ``path``, a file or a directory. Raises
+    `OSError` if there are no weights, or a file cannot be read."""
     files = weight_files(path, load_format)
     if not files:
         raise FileNotFoundError(f"no weights ({', '.join(SUFFIXES)}) at {str(path)!r}")

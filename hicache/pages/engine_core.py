@@ -1,10 +1,6 @@
-"""The engine core of this process: what its ranks run, and when somebody replaces its weights.
-
-All orders to an engine that serves go through its ``EngineCore``, in the process of the scheduler
-and between two steps. So what is heard of here is heard of before the next request is looked up.
-"""
-
-from __future__ import annotations
+"""The engine core of this process: what its ranks run, and when somebody replaces its weights. All
+orders to an engine that serves go through its ``EngineCore``, in the process of the scheduler and
+between two steps. So what is heard of here is heard of before the next request is looked up."""
 
 import enum
 import weakref
@@ -18,38 +14,18 @@ from vllm_graft.seams.wrap import wrap
 MODULE = "vllm.v1.engine.core"
 """The module whose import :func:`hook` waits for."""
 
-KEEPS_WEIGHTS = frozenset(
-    (
-        "check_health",
-        "checkpoint_prepare",
-        "checkpoint_restore",
-        "compute_weight_checksums",
-        "get_cache_block_size_bytes",
-        "get_encoder_timing_stats",
-        "get_kv_cache_spec",
-        "get_kv_connector_handshake_metadata",
-        "get_model_inspection",
-        "get_supported_tasks",
-        "graft_info",
-        "graft_states",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown_weight_transfer_engine",
-        "synchronize_device",
-        "update_max_model_len",
-    )
+_KEEPS_WEIGHTS = (
+    "check_health checkpoint_prepare checkpoint_restore compute_weight_checksums "
+    "get_cache_block_size_bytes get_encoder_timing_stats get_kv_cache_spec "
+    "get_kv_connector_handshake_metadata get_model_inspection get_supported_tasks graft_info "
+    "graft_states init_weight_transfer_engine list_loras pin_lora profile reset_encoder_cache "
+    "reset_mm_cache save_sharded_state save_tensorized_model shutdown_weight_transfer_engine "
+    "synchronize_device update_max_model_len"
 )
-"""Methods of workers that are known to leave the weights alone.
-
-A call of any other, such as a trainer's own extension, counts as a replacement of weights. That may
-cost a cold cache, while the opposite mistake would cost wrong tokens.
-"""
+KEEPS_WEIGHTS = frozenset(_KEEPS_WEIGHTS.split())
+"""Methods of workers that are known to leave the weights alone. A call of any other, such as a
+trainer's own extension, counts as a replacement of weights. That may cost a cold cache, while the
+opposite mistake would cost wrong tokens."""
 
 
 class Change(enum.Enum):
@@ -79,20 +55,16 @@ found there, and is stored as if it were new."""
 
 def core_of(model: str) -> Any:
     """The engine core of this process that serves a model of that name or path; None without one.
-
-    It is for those who are built with the scheduler, when the ranks have loaded the model.
-    """
+    It is for those who are built with the scheduler, when the ranks have loaded the model."""
     core = None if _latest is None else _latest()
     return core if core is not None and core.vllm_config.model_config.model == model else None
 
 
 def attention_of(worker: Any) -> dict[str, list[str]]:
-    """The names of a rank's layers by the attention that they really run with.
-
-    It runs in each worker. Attention is the backend's class and a CPU's instruction set. Flags say
-    what was asked for, but trees on a CPU replace vLLM's attention after the pools were made, and
-    vLLM's own CPU kernels pack K by the instruction set.
-    """
+    """The names of a rank's layers by the attention that they really run with. It runs in each
+    worker. Attention is the backend's class and a CPU's instruction set. Flags say what was asked
+    for, but trees on a CPU replace vLLM's attention after the pools were made, and vLLM's own CPU
+    kernels pack K by the instruction set."""
     layers = worker.vllm_config.compilation_config.static_forward_context
     found: dict[str, list[str]] = {}
     for name, layer in sorted(layers.items()):

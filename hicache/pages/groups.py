@@ -1,11 +1,7 @@
-"""KV cache groups as the host cache sees them, and the longest prefix that all of them hold.
-
-A group is a set of layers that share a block table. Its kind of attention decides which of its
-blocks a prefix of ``t`` tokens needs: every block, the last few (a sliding window), or only the
-state at ``t`` (a recurrent layer). This module is plain Python: no engine, no tensors.
-"""
-
-from __future__ import annotations
+"""KV cache groups as the host cache sees them, and the longest prefix that all of them hold. A
+group is a set of layers that share a block table. Its kind of attention decides which of its blocks
+a prefix of ``t`` tokens needs: every block, the last few (a sliding window), or only the state at
+``t`` (a recurrent layer). This module is plain Python: no engine, no tensors."""
 
 import enum
 import math
@@ -53,10 +49,8 @@ class Group:
         return f"{self.index}:{self.hit_policy.value}"
 
     def needed(self, start: int, end: int) -> range:
-        """Numbers of the blocks to load in order to extend a prefix from ``start`` to ``end``.
-
-        Both are tokens, multiples of ``block_tokens``; the device has the KV of ``start`` already.
-        """
+        """Numbers of the blocks to load in order to extend a prefix from ``start`` to ``end``. Both
+        are tokens, multiples of ``block_tokens``; the device has the KV of ``start`` already."""
         first, last = start // self.block_tokens, end // self.block_tokens
         if self.hit_policy is HitPolicy.LAST_PAGE:
             first = max(first, last - 1)

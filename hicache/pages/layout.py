@@ -1,9 +1,7 @@
 """Where the bytes of a page lie: in a block of vLLM's KV cache, and in a slot of the host pool.
-
 vLLM gives each layer a strided view of one allocation. Groups may overlay the same bytes, and only
 the first dimension of a view is known to count blocks. So this module assumes no contiguity: it
-derives from the strides which runs of bytes are contiguous.
-"""
+derives from the strides which runs of bytes are contiguous."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ class Copies:
 
 def page_runs(shape: Sequence[int], strides: Sequence[int], item: int) -> list[tuple[int, int]]:
     """The contiguous runs ``(offset, bytes)`` of one block of a view, by increasing offset.
-
-    ``strides`` are in elements of ``item`` bytes. The first dimension counts blocks.
-    """
+    ``strides`` are in elements of ``item`` bytes. The first dimension counts blocks."""
     dims = sorted(
         ((stride * item, size) for size, stride in zip(shape[1:], strides[1:]) if size > 1),
     )
@@ -136,12 +132,10 @@ def copies(
     host_address: int,
     pinned_slots: int,
 ) -> Copies:
-    """Addresses of the pages of ``layers`` for pairs of a block and a slot.
-
-    Runs that are adjacent on both sides are merged, but not across the border of two pinned
-    pieces of ``pinned_slots`` slots. So this is only for a host that keeps the device's bytes.
-    ``host_address`` is that of slot 0.
-    """
+    """Addresses of the pages of ``layers`` for pairs of a block and a slot. Runs that are adjacent
+    on both sides are merged, but not across the border of two pinned pieces of ``pinned_slots``
+    slots. So this is only for a host that keeps the device's bytes. ``host_address`` is that of
+    slot 0."""
     found = _addresses(layers, blocks, slots, slot_bytes, host_address)
     device, host, sizes = (column.T.ravel() for column in found)
     border = (host - host_address) % (pinned_slots * slot_bytes) == 0
@@ -158,13 +152,9 @@ def layer_copies(
     slot_bytes: int,
     host_address: int,
 ) -> tuple[Copies, dict[str, tuple[int, int]]]:
-    """Addresses of pages, one layer after the other. Nothing is merged.
-
-    ``parts`` has for each group its layers, block ids, and one slot for each block.
-
-    Returns:
-        All copies, and for each layer's name the range ``(begin, end)`` of its copies.
-    """
+    """Addresses of pages, one layer after the other. Nothing is merged. ``parts`` has for each
+    group its layers, block ids, and one slot for each block. Returns All copies, and for each
+    layer's name the range ``(begin, end)`` of its copies."""
     found: list[Copies] = []
     ranges: dict[str, tuple[int, int]] = {}
     end = 0

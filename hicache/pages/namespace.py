@@ -1,10 +1,6 @@
-"""The namespace: 16 bytes that differ whenever the same page bytes could mean something else.
-
-A block's hash covers its tokens. The namespace covers everything else that decides what the bytes
-of a page mean: the rows of :data:`INPUTS`. KV is shared only within a namespace.
-"""
-
-from __future__ import annotations
+"""The namespace: 16 bytes that differ whenever the same page bytes could mean something else. A
+block's hash covers its tokens. The namespace covers everything else that decides what the bytes of
+a page mean: the rows of :data:`INPUTS`. KV is shared only within a namespace."""
 
 import hashlib
 import json
@@ -66,9 +62,7 @@ class Engine:
 @dataclass(frozen=True)
 class Input:
     """One input of K/V, which JSON or :func:`str` can write, and its text in ``docs/hicache.md``.
-
-    ``early`` ones are known before the model is loaded.
-    """
+    ``early`` ones are known before the model is loaded."""
 
     name: str
     says: str
@@ -205,109 +199,45 @@ _PARALLEL = (
     "enable_expert_parallel",
 )
 
+# fmt: off
 INPUTS: tuple[Input, ...] = (
     Input("format", "the version of our records", lambda engine: FORMAT),
     Input("vLLM", "vLLM's version", _vllm),
     Input("device", "the kind of device", _device),
-    Input(
-        "weights",
-        "the weights of target and draft, or the text that `weights` gives",
-        _each(weights_of),
-    ),
-    Input(
-        "commit",
-        "the commit of a snapshot in the Hugging Face cache",
-        _each(lambda model, engine: commit_of(model)),
-    ),
-    Input(
-        "loader",
-        "how weights are loaded: `--load-format`, `--model-loader-extra-config`",
-        _each(_loader),
-    ),
+    Input("weights", "the weights of target and draft, or the text that `weights` gives", _each(weights_of)),
+    Input("commit", "the commit of a snapshot in the Hugging Face cache", _each(lambda model, engine: commit_of(model))),
+    Input("loader", "how weights are loaded: `--load-format`, `--model-loader-extra-config`", _each(_loader)),
     Input("config", "the models' configurations, with `--hf-overrides` and rope", _each(_config)),
     Input("longest request", "`--max-model-len`, if LongRoPE chooses by it", _each(_longest)),
-    Input(
-        "code",
-        "the Python files of a model with `--trust-remote-code`, and `--model-impl`",
-        _each(_code),
-    ),
+    Input("code", "the Python files of a model with `--trust-remote-code`, and `--model-impl`", _each(_code)),
     Input("dtype", "the models' dtype", _each(lambda model, engine: model.dtype)),
     Input("quantization", "`--quantization` and its settings", _each(_quantization)),
-    Input(
-        "modalities",
-        "files and settings of processors of images and sound, and transformers' version",
-        _each(_modalities),
-    ),
-    Input(
-        "draft",
-        "the method of speculation",
-        lambda engine: getattr(engine.vllm_config.speculative_config, "method", None),
-    ),
+    Input("modalities", "files and settings of processors of images and sound, and transformers' version", _each(_modalities)),
+    Input("draft", "the method of speculation", lambda engine: getattr(engine.vllm_config.speculative_config, "method", None)),
     Input("LoRA", "whether there are adapters", _adapters),
     Input("weight transfer", "weights that a trainer sends: shared with nobody", _transfer),
-    Input(
-        "KV dtype",
-        "`--kv-cache-dtype` and its exceptions",
-        _field("cache_config", "cache_dtype", "kv_cache_dtype_skip_layers"),
-    ),
+    Input("KV dtype", "`--kv-cache-dtype` and its exceptions", _field("cache_config", "cache_dtype", "kv_cache_dtype_skip_layers")),
     Input("block size", "`--block-size`, if it was given", _block_size),
-    Input(
-        "hash", "`--prefix-caching-hash-algo`", _field("cache_config", "prefix_caching_hash_algo")
-    ),
+    Input("hash", "`--prefix-caching-hash-algo`", _field("cache_config", "prefix_caching_hash_algo")),
     Input("window", "`--disable-sliding-window`", _field("model_config", "disable_sliding_window")),
     Input("backend", "`--attention-backend`, as it was asked for", _backend),
-    Input(
-        "layout", "`VLLM_KV_CACHE_LAYOUT`", lambda engine: os.environ.get("VLLM_KV_CACHE_LAYOUT")
-    ),
-    Input(
-        "options",
-        "the connector's `kv_layout` and `host_dtype`",
-        lambda engine: dict(engine.options),
-    ),
-    Input(
-        "parallel sizes",
-        "tensor, pipeline, context and expert parallelism",
-        _field("parallel_config", *_PARALLEL),
-    ),
-    Input(
-        "replica",
-        "the number of the data-parallel replica",
-        _field("parallel_config", "data_parallel_index"),
-    ),
-    Input(
-        "states",
-        "dtypes of recurrent states",
-        _field("cache_config", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-        early=False,
-    ),
+    Input("layout", "`VLLM_KV_CACHE_LAYOUT`", lambda engine: os.environ.get("VLLM_KV_CACHE_LAYOUT")),
+    Input("options", "the connector's `kv_layout` and `host_dtype`", lambda engine: dict(engine.options)),
+    Input("parallel sizes", "tensor, pipeline, context and expert parallelism", _field("parallel_config", *_PARALLEL)),
+    Input("replica", "the number of the data-parallel replica", _field("parallel_config", "data_parallel_index")),
+    Input("states", "dtypes of recurrent states", _field("cache_config", "mamba_cache_dtype", "mamba_ssm_cache_dtype"), early=False),
     Input("pools", "kinds, sizes and layers of the pools", _pools, early=False),
     Input("hash blocks", "how many tokens a hash covers", _hash_blocks, early=False),
-    Input(
-        "pool layout",
-        "the layout of the device's KV cache",
-        lambda engine: engine.kv_cache_config.kv_cache_layout,
-        early=False,
-    ),
-    Input(
-        "attention",
-        "the attention that layers run with, as ranks tell it; on a CPU its instruction set",
-        _ranks,
-        early=False,
-    ),
-    Input(
-        "host layout",
-        "how the host lays pages out",
-        lambda engine: dict(engine.layout),
-        early=False,
-    ),
+    Input("pool layout", "the layout of the device's KV cache", lambda engine: engine.kv_cache_config.kv_cache_layout, early=False),
+    Input("attention", "the attention that layers run with, as ranks tell it; on a CPU its instruction set", _ranks, early=False),
+    Input("host layout", "how the host lays pages out", lambda engine: dict(engine.layout), early=False),
 )
+# fmt: on
 
 
 def namespace(engine: Engine) -> bytes:
-    """The namespace of an engine, whose model is loaded. It reads the checkpoint: call it once.
-
-    Its first half is that of :func:`namespace_start`; it raises as :func:`weights_of`.
-    """
+    """The namespace of an engine, whose model is loaded. It reads the checkpoint: call it once. Its
+    first half is that of :func:`namespace_start`; it raises as :func:`weights_of`."""
     parts = {row.name: row.read(engine) for row in INPUTS}
     early = {row.name: parts[row.name] for row in INPUTS if row.early}
     found = digest(early)[:NAMESPACE_START] + digest(parts)[NAMESPACE_START:]
@@ -318,9 +248,7 @@ def namespace(engine: Engine) -> bytes:
 
 def namespace_start(engine: Engine) -> bytes:
     """The first half of a namespace; the model need not be loaded. It raises as :func:`weights_of`.
-
-    Engines share it if they differ only in what is known of a loaded model.
-    """
+    Engines share it if they differ only in what is known of a loaded model."""
     early = {row.name: row.read(engine) for row in INPUTS if row.early}
     return digest(early)[:NAMESPACE_START]
 

@@ -1,7 +1,5 @@
 """The key of a page, and the limits of its fields."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import NamedTuple
 
@@ -36,11 +34,9 @@ class PageKey(NamedTuple):
 
 
 def salted(block_hash: bytes, salt: bytes) -> bytes:
-    """The hash of a page that only those find who know the salt, of up to 64 bytes.
-
-    A namespace says what an engine has started with. Its pages get a random salt once that is no
-    longer true, because weights were replaced or may have been; until then the salt is empty.
-    """
+    """The hash of a page that only those find who know the salt, of up to 64 bytes. A namespace
+    says what an engine has started with. Its pages get a random salt once that is no longer true,
+    because weights were replaced or may have been; until then the salt is empty."""
     if not salt:
         return block_hash
     return hashlib.blake2b(block_hash, digest_size=32, key=salt).digest()

@@ -172,7 +172,8 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     each = f" for each of {engines} data-parallel engines" if engines > 1 else ""
     head = f"{key} is {human(wanted)}{each}, but"
     machine = machine_bytes()
-    needed = _needed_bytes(machine, processes=1 + engines * parallel.world_size)
+    # As far as that is a tenth of all.
+    needed = min((1 + engines * parallel.world_size) * PROCESS_BYTES, machine // 10)
     if wanted * engines > machine - needed:
         # Rounded down, so that the advice is not refused.
         tenths = 10 * (machine - needed) // engines >> 30
@@ -193,11 +194,6 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
 
 PROCESS_BYTES = 2 << 30
 """Memory that is left to each process of vLLM for its libraries, its CUDA context and buffers."""
-
-
-def _needed_bytes(machine: int, processes: int) -> int:
-    """Bytes that the pool must leave: `PROCESS_BYTES` each, as far as that is a tenth of all."""
-    return min(processes * PROCESS_BYTES, machine // 10)
 
 
 def _is_here(parallel: Any) -> bool:

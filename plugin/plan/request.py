@@ -1,8 +1,9 @@
 """Flags of ``vllm serve``, read by vLLM's own parser."""
 
 import json
+import operator
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -89,8 +90,4 @@ def inspecting() -> AbstractContextManager[Any]:
     takes many seconds, and would not know of a GPU that is pretended."""
     from vllm.model_executor.models import registry
 
-    return mock.patch.object(registry, "_run_in_subprocess", _here)
-
-
-def _here(function: Callable[[], Any]) -> Any:
-    return function()
+    return mock.patch.object(registry, "_run_in_subprocess", operator.call)

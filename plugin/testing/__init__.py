@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_graft.testing.contracts.cache_contracts import (
-        EvictionPolicyContract,
-        StorageBackendContract,
+        EvictionPolicyContract as EvictionPolicyContract,
     )
-    from vllm_graft.testing.contracts.tree_contracts import DrafterContract, TreePolicyContract
-    from vllm_graft.testing.engine import cpu_engine, greedy, model_runner, running, spec_metrics
-    from vllm_graft.testing.interpreter.install import install
-    from vllm_graft.testing.models.llama import TinyShape, write_eagle, write_eagle3, write_llama
+    from vllm_graft.testing.contracts.cache_contracts import (
+        StorageBackendContract as StorageBackendContract,
+    )
+    from vllm_graft.testing.contracts.tree_contracts import DrafterContract as DrafterContract
+    from vllm_graft.testing.contracts.tree_contracts import TreePolicyContract as TreePolicyContract
+    from vllm_graft.testing.engine import cpu_engine as cpu_engine
+    from vllm_graft.testing.engine import greedy as greedy
+    from vllm_graft.testing.engine import model_runner as model_runner
+    from vllm_graft.testing.engine import running as running
+    from vllm_graft.testing.engine import spec_metrics as spec_metrics
+    from vllm_graft.testing.interpreter.install import install as install
+    from vllm_graft.testing.models.llama import TinyShape as TinyShape
+    from vllm_graft.testing.models.llama import write_eagle as write_eagle
+    from vllm_graft.testing.models.llama import write_eagle3 as write_eagle3
+    from vllm_graft.testing.models.llama import write_llama as write_llama
 
 _NAMES = {
     "contracts.cache_contracts": "EvictionPolicyContract StorageBackendContract",
@@ -26,22 +36,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "DrafterContract",
-    "EvictionPolicyContract",
-    "StorageBackendContract",
-    "TinyShape",
-    "TreePolicyContract",
-    "cpu_engine",
-    "greedy",
-    "install",
-    "model_runner",
-    "running",
-    "spec_metrics",
-    "write_eagle",
-    "write_eagle3",
-    "write_llama",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

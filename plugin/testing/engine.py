@@ -75,7 +75,6 @@ def cpu_engine(
     load_general_plugins()
     with contextlib.ExitStack() as patches:
         _patch_config(patches, async_scheduling)
-        _patch_sampling(patches)
         if attention == "triton":
             _patch_attention(patches)
         # What the process's last engine published would be told, and kept alive, by this one.
@@ -165,7 +164,10 @@ def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
 def _patch_config(patches: contextlib.ExitStack, async_scheduling: bool) -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.sample.ops import topk_topp_sampler
 
+    # Top-k and top-p in PyTorch, as on a CPU without the interpreter.
+    patches.enter_context(mock.patch.object(topk_topp_sampler, "HAS_TRITON", False))
     # vLLM looks at a model class in a child process, which would spend seconds on imports and
     # would have none of the mends.
     patches.enter_context(mock.patch.object(registry, "_run_in_subprocess", lambda fn: fn()))
@@ -184,13 +186,6 @@ def _patch_config(patches: contextlib.ExitStack, async_scheduling: bool) -> None
             CpuPlatform, "check_and_update_config", classmethod(check_and_update_config)
         )
     )
-
-
-def _patch_sampling(patches: contextlib.ExitStack) -> None:
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    # Top-k and top-p in PyTorch, as on a CPU without the interpreter.
-    patches.enter_context(mock.patch.object(topk_topp_sampler, "HAS_TRITON", False))
 
 
 def _patch_attention(patches: contextlib.ExitStack) -> None:

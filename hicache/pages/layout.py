@@ -153,7 +153,7 @@ def layer_copies(
     host_address: int,
 ) -> tuple[Copies, dict[str, tuple[int, int]]]:
     """Addresses of pages, one layer after the other. Nothing is merged. ``parts`` has for each
-    group its layers, block ids, and one slot for each block. Returns All copies, and for each
+    group its layers, block ids, and one slot for each block. Returns all copies, and for each
     layer's name the range ``(begin, end)`` of its copies."""
     found: list[Copies] = []
     ranges: dict[str, tuple[int, int]] = {}

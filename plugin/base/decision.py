@@ -65,8 +65,8 @@ def gave_drafts(vllm_config: Any) -> bool:
 
 
 def decline_or_raise(part: str, refused: GraftError, vllm_config: Any) -> None:
-    """Leave a part off in this process if a preset turned it on. Raises `GraftError`: ``refused``,
-    if the user named the part."""
+    """Leave a part off in this process if a preset turned it on. Raises ``refused`` if the user
+    named the part."""
     if decision_of(vllm_config) is None:
         raise refused
     info.decline(part, str(refused))

@@ -191,6 +191,6 @@ def manager() -> Manager:
 
 
 def resolve(hook: str, name: str, *path: str) -> Any:
-    """The object of the entry that the configuration names at a path, as ``"tree", "policy"``.
-    Raises `EntryError`: see :meth:`Manager.choose`."""
+    """The object of the entry that the configuration names at a path, as ``"tree", "policy"``; see
+    :meth:`Manager.choose` for its errors."""
     return manager().choose(hook, name, flag(*path)).entry.resolve()

@@ -176,8 +176,8 @@ class GraphBackend:
         torch.cuda.empty_cache()
 
     def capture(self, region: Region) -> Captured:
-        """Capture `region`, which the caller has run before with tensors of these shapes. Raises
-        `Exception`: whatever the region raises; no stream is left in capture mode."""
+        """Capture `region`, which the caller has run before with tensors of these shapes. Whatever
+        it raises is raised; no stream is left in capture mode."""
         if self._pool is None:
             # A failed capture has spoilt the last pool; static buffers are not affected.
             self._open_pool(None)

@@ -67,7 +67,7 @@ def described(seam: Seam, form: Symbol) -> str:
     """A symbol in the notation of what a seam expects of it: equal to it if nothing has moved."""
     if seam.kind == "name":
         return "present"
-    if seam.kind in ("call", "def"):
+    if seam.kind == "call":
         return ", ".join(fitting(form.parameters(), items(seam.expected))) or "no parameter"
     if seam.kind == "class":
         return ", ".join(form.bases())

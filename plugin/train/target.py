@@ -55,7 +55,7 @@ class Target:
     @classmethod
     def of(cls, model_config: Any) -> Self:
         """Read vLLM's ``ModelConfig`` and the names of the checkpoint's tensors. Raises
-        `ConfigError` if no head can be trained for it, and why."""
+        `ConfigError`, which says why, if no head can be trained for it."""
         _require_trainable(model_config)
         text = model_config.hf_text_config
         layers, hidden = model_config.get_total_num_hidden_layers(), model_config.get_hidden_size()

@@ -138,7 +138,7 @@ def _rows(file: Path, content: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _of_row(row: Any, longest: int) -> list[Text]:
-    """The questions of a row. Raises `ValueError` if it has none, and why."""
+    """The questions of a row. Raises `ValueError`, which says why, if it has none."""
     if isinstance(row, str):
         return list(_pieces(row, longest))
     if not isinstance(row, dict):

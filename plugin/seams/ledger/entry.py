@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from vllm_graft.base.errors import SeamError
 
-Kind = Literal["class", "call", "def", "source", "order", "has", "name", "module"]
+Kind = Literal["class", "call", "source", "order", "has", "name", "module"]
 Minor = tuple[int, int]
 
 
@@ -48,14 +48,13 @@ class Seam:
             in vLLM's own connector.
         path: dotted path, below ``vllm.``.
         kind: how it is compared. ``class``: the names of its bases; ``call``: the parameters that
-            are required and, with ``=`` behind them, those optional ones that we pass by name;
-            ``no other`` at their end: ours stands in its place and would not know what is added;
-            ``def``: as ``call``, read from the file of a module that cannot be imported everywhere;
+            are required and, with ``=`` behind them, those optional ones that we pass by name; ``no
+            other`` at their end: ours stands in its place and would not know what is added;
             ``has``: members, fields or attributes of a class or module, and ``name(...)`` for the
             parameters of one, as for ``call``; ``order``: texts that its source holds in this
             order; ``source``: hash of its source, where nothing else can tell; ``name``: it exists;
-            ``module``: it is there, and is not imported to look. In parentheses, ``has``, ``order``
-            and ``source`` may begin with a class's bases or a function's parameters.
+            ``module``: it is there. In parentheses, ``has``, ``order`` and ``source`` may begin
+            with a class's bases or a function's parameters.
         expected: what ``kind`` yields on the oldest vLLM that we know.
         why: what we do with it.
         until: what would make it unnecessary.

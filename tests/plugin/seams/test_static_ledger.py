@@ -70,7 +70,7 @@ def read(wheel: Path, path: str, kind: Kind, expected: str) -> str:
         ("config.Cache.read", "call", "self, key, *more, strict=, **rest"),
         ("config.Cache.size", "name", "present"),
         ("lazy.LLM.read", "name", "present"),
-        ("maybe.fallback", "def", "a, b="),
+        ("maybe.fallback", "call", "a, b="),
         ("config.Cache", "has", "(Base), limit, last, read(self, key)"),
         ("config", "has", "Store, Base"),
         ("config.Cache.read", "order", "(self, key, strict=), first(key), second(key)"),

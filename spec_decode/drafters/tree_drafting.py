@@ -346,7 +346,8 @@ class TreeDrafting(DraftModelSpeculator):
         if ngrams is not None:
             ngrams.remember(input_batch, drafts=num_speculative_tokens != 0)
         if num_speculative_tokens == 0:
-            return self.draft_tokens[: input_batch.num_reqs].fill_(-1)
+            # vLLM writes -1 over drafts that it has not asked for.
+            return self.draft_tokens[: input_batch.num_reqs]
         if self.head.learned is not None and not dummy_run:
             self.head.learned.step()
         plan = self.trees.plan_of_step(

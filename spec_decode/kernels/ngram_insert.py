@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -241,11 +243,13 @@ LOWEST, HIGHEST = 0.01, 0.99
 """Bounds of a learned rate: its logarithm has to be negative and finite."""
 
 
-@Kernel
 @triton.jit
-def _learn_kernel(
-    pending, rates, PAD: tl.constexpr, MEMORY: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
-):
+def learn(
+    pending, rates, counts, published,
+    PAD: tl.constexpr, COUNTS: tl.constexpr,
+    MEMORY: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Move each rate towards what was seen, and copy the counts to the host."""
     n = tl.arange(0, PAD)
     trials = tl.load(pending + 2 * n).to(tl.float32)
     hits = tl.load(pending + 2 * n + 1).to(tl.float32)
@@ -254,20 +258,46 @@ def _learn_kernel(
     tl.store(rates + n, tl.minimum(tl.maximum(rate, LOW), HIGH), mask=trials > 0)
     tl.store(pending + 2 * n, tl.zeros([PAD], tl.int32))
     tl.store(pending + 2 * n + 1, tl.zeros([PAD], tl.int32))
+    count = tl.arange(0, COUNTS)
+    tl.store(published + count, tl.load(counts + count))
 
 
-def learn_rates(state: NgramState) -> None:
-    """Move each rate towards what was seen since the last call: an exponential average.
+@Kernel
+@triton.jit
+def _learn_kernel(
+    pending, rates, counts, published,
+    PAD: tl.constexpr, COUNTS: tl.constexpr,
+    MEMORY: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    learn(pending, rates, counts, published, PAD, COUNTS, MEMORY, LOW, HIGH)
+
+
+class Learned(NamedTuple):
+    """What is learned from a step, by `learn_rates` or in another launch of it.
+
+    Attributes:
+        pending: `NgramState.pending`; `rates` likewise.
+        counts: int64, a power of two of them.
+        published: as long, in pinned memory of the host, which a kernel writes as its own.
+    """
+
+    pending: torch.Tensor
+    rates: torch.Tensor
+    counts: torch.Tensor
+    published: torch.Tensor
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants of `learn`."""
+        sizes = {"PAD": len(self.rates), "COUNTS": len(self.counts)}
+        return {**sizes, "MEMORY": MEMORY, "LOW": LOWEST, "HIGH": HIGHEST}
+
+
+def learn_rates(learned: Learned) -> None:
+    """Move each rate towards what was seen since the last call: an exponential average; and copy
+    the counts to the host, which does not wait for them.
 
     It is no part of a growth. So a growth that runs again in the same step, as when a graph is
     compared with launches, finds the same rates and chooses the same tree.
     """
-    _learn_kernel[(1,)](
-        state.pending,
-        state.rates,
-        PAD=len(state.rates),
-        MEMORY=MEMORY,
-        LOW=LOWEST,
-        HIGH=HIGHEST,
-        num_warps=1,
-    )
+    _learn_kernel[(1,)](*learned, **learned.constants, num_warps=1)

@@ -22,9 +22,11 @@ def _walk_kernel(
     tree_parents,
     positions,
     prefill_len,
+    seq_lens,
     sampled,
     path,
     num_sampled,
+    num_rejected,
     emitted,
     extra_nodes,
     extra_counts,
@@ -70,7 +72,13 @@ def _walk_kernel(
         count += 1
         child = follow & (parent == current) & (draft == token)
         current = tl.min(tl.where(child, node, WIDTH_PAD), 0)
-    tl.store(num_sampled + req, count)
+    if num_rejected is not None:
+        unfinished = tl.load(seq_lens + req) < tl.load(prefill_len + slot)
+        tl.store(num_rejected + req, tl.where(unfinished, 0, rows - count))
+        count_told = tl.where(unfinished, 0, count)
+        tl.store(num_sampled + req, count_told)
+    else:
+        tl.store(num_sampled + req, count)
     for kind in tl.static_range(EXTRAS):
         bits = tl.load(extra_nodes + kind * SLOTS + slot)
         is_extra = follow & (((bits >> node.to(tl.int64)) & 1) != 0)
@@ -96,6 +104,8 @@ def walk_tree(
     extra_nodes: torch.Tensor | None = None,
     extra_counts: torch.Tensor | None = None,
     teaches: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    num_rejected: torch.Tensor | None = None,
 ) -> None:
     """Accept the path from the root on which each next node is the token that the target drew.
 
@@ -121,6 +131,10 @@ def walk_tree(
         extra_counts: i64 ``[2 * kinds]``, needed with `extra_nodes`; is increased by how many of
             each kind took part and how many were accepted.
         teaches: i32 ``[max_reqs]``, 0 for requests whose tokens `emitted` does not count.
+        seq_lens: i32 ``[num_reqs]``, tokens of each request behind the step, needed with
+            `num_rejected`.
+        num_rejected: i32 ``[num_reqs]``; receives the rows that are not accepted. A request whose
+            prompt is not whole then has none, and none that is accepted.
     """
     num_reqs = cu_num_logits.shape[0] - 1
     if num_reqs <= 0:
@@ -133,9 +147,11 @@ def walk_tree(
         tree.parents,
         positions,
         prefill_len,
+        seq_lens,
         sampled,
         path,
         num_sampled,
+        num_rejected,
         emitted,
         extra_nodes,
         extra_counts,

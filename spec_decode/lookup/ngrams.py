@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import Learned, insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.text_memory import (
@@ -126,6 +126,8 @@ class Ngrams:
         self._published = torch.zeros(
             2 * kinds, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
+        state = self.state
+        self.learned = Learned(state.pending, state.rates, self.counts, self._published)
 
     def attach(self, req_states: RequestState) -> None:
         """Read the texts where the engine keeps them; both tensors have fixed addresses."""
@@ -214,8 +216,7 @@ class Ngrams:
 
     def end_step(self) -> None:
         """Learn from a step; send the counts to the host, which does not wait for them."""
-        learn_rates(self.state)
-        self._published.copy_(self.counts, non_blocking=True)
+        learn_rates(self.learned)
 
     def numbers(self) -> Numbers:
         return {
@@ -252,12 +253,16 @@ class Ngrams:
 class SeveralNgrams(Ngrams):
     """An `Extra` of several matches, where `Ngrams` has one beside what a draft model drafts.
 
-    From each match at most `depth` tokens follow; all else is as in `Ngrams`.
+    From each match at most `depth` tokens follow. All else is as in `Ngrams`, but that the first
+    launch of a step learns from the step before (`keep_slots`).
     """
 
     def __init__(self, *args: Any, depth: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.depth = depth
+
+    def end_step(self) -> None:
+        """Do nothing."""
 
     def columns(self, num_nodes: int) -> int:
         """A column for each token of each path."""

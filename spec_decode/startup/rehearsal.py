@@ -247,7 +247,7 @@ class _Stage:
             hidden = accepted.rows.states[: batch.num_tokens]
             accepted.move(context, batch, hidden, twin.max_num_reqs)
             if (ngrams := twin.trees.sources.ngrams) is not None:
-                learn_rates(ngrams.state)
+                learn_rates(ngrams.learned)
                 ngrams.remember(batch, drafts=False)
 
 
@@ -298,6 +298,7 @@ def _walk(context: TreeContext, batch: Any, max_reqs: int) -> None:
         drafts=batch.input_ids,
         sampled=empty(batch.num_reqs, context.shape.num_nodes + 1, dtype=torch.int64),
         num_sampled=empty(batch.num_reqs),
+        num_rejected=empty(batch.num_reqs),
     )
     whole: Any = None
     requests, tokens = slice(0, batch.num_reqs), slice(0, batch.num_tokens)

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 
 class TargetState(Protocol):
-    """What the layers of one family cache, before and after a pass over trees."""
+    """What the layers of one family cache, before and after a pass over trees.
+
+    Attributes:
+        reads_rows: whether a pass without drafts reads the context's `rows`, too, with one token
+            per request.
+    """
+
+    reads_rows: bool = True
 
     def fork(self, step: VerifyStep) -> None:
         """Before the pass: make room for what differs between branches; by default nothing."""

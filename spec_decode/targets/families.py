@@ -114,6 +114,8 @@ def family_of(name: str, layer: Any, among: Sequence[Served]) -> TargetFamily:
 class UnchangedState(TargetState):
     """What vLLM itself keeps in step with the accepted tokens of a chain."""
 
+    reads_rows = False
+
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
         """Do nothing: the accepted rows are the first ones."""
 

@@ -90,6 +90,8 @@ class TreeModelState:
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
         self.target_states = self.layers.states(layers, kv_cache_config, block_tables)
+        states = self.target_states
+        self.graft.reads_rows = any(getattr(state, "reads_rows", True) for state in states)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)  # type: ignore[misc]

@@ -67,8 +67,11 @@ class _Record:
     missed: float = 0.0
     paired_misses: float = 0.0
     paired_expected: float = 0.0
+    step: int = 0
 
-    def fade(self, factor: float) -> None:
+    def fade_to(self, step: int) -> None:
+        """Count less by the steps since the last call."""
+        factor, self.step = math.exp((self.step - step) / MEMORY), step
         self.missed *= factor
         self.paired_misses *= factor
         self.paired_expected *= factor
@@ -136,6 +139,7 @@ class Acceptance:
         self._texts = {self._class: _MissRate(FIRST_MISS * _PRIOR_LEVELS, _PRIOR_LEVELS)}
         self._recent = _MissRate()
         self._before = _MissRate()
+        self._steps = 0
         self._last_nodes = 0
         self._last_trees = 0
         self._paired_left = 0
@@ -159,9 +163,7 @@ class Acceptance:
             temperature: mean temperature of the requests.
         """
         self._go_on_with(bisect_left(TEMPERATURES, temperature))
-        factor = math.exp(-1 / MEMORY)
-        for each in self._seen.values():
-            each.fade(factor)
+        self._steps += 1
         trees = len(emitted) if nodes else 0
         fading = math.exp(-max(1 / TEXT_STEPS, trees / TEXT_TREES))
         deep = self._deep[self._class]
@@ -175,7 +177,7 @@ class Acceptance:
             self._recent = _MissRate()
             alike = False
         self._last_trees = len(emitted)
-        depth, seen = self._levels[nodes], self._seen[nodes]
+        depth, seen = self._levels[nodes], self._record(nodes)
         deep.observe([count - 1 for count in emitted], depth)
         accepted = [min(count - 1, depth) for count in emitted]
         misses = sum(count < depth for count in accepted)
@@ -199,9 +201,15 @@ class Acceptance:
         """Upper estimate of the accepted drafts per tree: levels are missed as rarely as may be."""
         if not nodes:
             return 0.0
-        seen = self._seen[nodes]
+        seen = self._record(nodes)
         found = self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
         return found + self._deep[self._class].beyond(nodes, self._levels[nodes])
+
+    def _record(self, nodes: int) -> _Record:
+        """What was seen of a number of nodes, as old as it is now."""
+        seen = self._seen[nodes]
+        seen.fade_to(self._steps)
+        return seen
 
     @property
     def _text(self) -> _MissRate:
@@ -230,7 +238,7 @@ class Acceptance:
             self._paired_left = 0
         before = self._before
         if self._paired_left and before.misses > 1:
-            seen, expected = self._seen[nodes], levels * before.misses / before.levels
+            seen, expected = self._record(nodes), levels * before.misses / before.levels
             # Both rates are estimates: few trees before the change prove little.
             weight = before.misses / (before.misses + PAIRED * expected)
             seen.paired_misses += weight * misses

@@ -166,7 +166,10 @@ class StepWatch:
             prompts=kind.prompts,
             verified=kind.verified,
             same=2 * len(before & self._decodes) >= len(kind.decodes),
-            temperature=self._mean_temperature(kind.decodes),
+            # Of the same requests it is the same.
+            temperature=self._last_temperature
+            if before == self._decodes
+            else self._mean_temperature(kind.decodes),
             context=self._context(output.num_scheduled_tokens),
         )
 

@@ -36,7 +36,7 @@ MANY = 16
 """Timings that are no hiccup, and after which half of `own` is believed. Raised, noise rules fewer
 numbers out, and costs that were measured too low are found out later."""
 
-_FEW = 1.5
+FEW = 1.5
 """Timings, two that are a little older, of which clearly shorter ones prove a cost wrong."""
 
 _FITTED = (4, 8, 16)
@@ -211,7 +211,7 @@ class Shared(NamedTuple):
         if timed.timings < MANY:
             # Of few timings, twice the cost is a hiccup of the host.
             own = min(own, cost)
-        few = _FEW if own < 0 else MANY
+        few = FEW if own < 0 else MANY
         if self.host or timed.timings < few or abs(own) <= noise:
             return timed.weight * own, False
         return own - (1 - timed.weight) * math.copysign(noise, own), True
@@ -288,12 +288,15 @@ class StepTimes:
     Args:
         experts: whether rows read experts. Random tokens, with which costs are measured, ask for
             other experts than a text, so `shared` grows with the nodes, and no host is looked for.
+        plain_apart: whether steps without drafts leave the host much less to do, as without a draft
+            model.
     """
 
-    def __init__(self, *, experts: bool = False) -> None:
+    def __init__(self, *, experts: bool = False, plain_apart: bool = False) -> None:
         self.costs: Costs = {}
+        self._measured: dict[tuple[int, int], float | None] = {}
         self.rates = Rates()
-        self._experts = experts
+        self._experts, self._plain_apart = experts, plain_apart
         self._seen: dict[tuple[int, bool], dict[int, dict[int, _Timings]]] = {}
         self._kept: dict[int, tuple[int, _Size]] = {}
         self._now = 0
@@ -302,10 +305,17 @@ class StepTimes:
         """Take in the costs measured at the start, and forget all timings."""
         self.costs = {nodes: dict(sorted(times.items())) for nodes, times in costs.items()}
         self._seen, self._kept, self.rates = {}, {}, Rates()
+        self._measured.clear()
 
     def measured(self, size: int, nodes: int) -> float | None:
         """Seconds as measured at the start, interpolated between numbers of requests."""
-        costs = self.costs.get(nodes)
+        if (size, nodes) not in self._measured:
+            self._measured[size, nodes] = self._between(self.costs.get(nodes), size)
+        return self._measured[size, nodes]
+
+    @staticmethod
+    def _between(costs: Mapping[int, float] | None, size: int) -> float | None:
+        """Seconds at a size, from those of ascending sizes around it; None above all of them."""
         if not costs:
             return None
         counts = list(costs)
@@ -367,10 +377,19 @@ class StepTimes:
         cost = self.measured(size, nodes)
         if cost is not None:
             own, _ = shared.own(timed, nodes, cost) if timed else (0.0, False)
+            if self._plain_apart and not nodes and timed and timed.timings >= FEW:
+                # The host has less to do than in the others: they tell it alone.
+                beyond = timed.seconds - shared.seconds(nodes, cost)
+                own = beyond if beyond < -NOISE * timed.seconds else own
             return max(shared.seconds(nodes, cost) + own, LEAST * cost)
         # A number that was tried little and long ago is tried again.
         known = timed and (timed.timings >= MANY or self._now - timed.last < _AGAIN)
         return timed.seconds if timed and known else None
+
+    def timings(self, size: int, nodes: int) -> float:
+        """Timings without prompts of one number of nodes, discounted by their age."""
+        timed = self._told(size).alone.get(nodes)
+        return timed.timings if timed else 0.0
 
     def judged(self, size: int) -> dict[int, bool]:
         """Whether measured costs are wrong, of the numbers of nodes whose timings can tell it."""
@@ -378,7 +397,7 @@ class StepTimes:
         return {
             nodes: told.shared.own(timed, nodes, timed.cost)[1]
             for nodes, timed in told.alone.items()
-            if timed.cost is not None and timed.timings >= _FEW
+            if timed.cost is not None and timed.timings >= FEW
         }
 
     def added(self, size: int) -> float:
@@ -427,7 +446,12 @@ class StepTimes:
         return found
 
     def _shared(self, timed: Mapping[int, Timed]) -> Shared:
-        points, for_host = [], []
+        points, for_host, hiccup = [], [], 0.0
+        plain = timed.get(0) if self._plain_apart and len(timed) > 1 else None
+        if plain and plain.cost and plain.seconds > (1 + HOST) * plain.cost:
+            # The host bounds steps without drafts, and has less to do than in the others.
+            timed = {nodes: each for nodes, each in timed.items() if nodes}
+            hiccup = 2 * plain.seconds
         for nodes, each in timed.items():
             if each.cost is None:
                 continue
@@ -436,7 +460,8 @@ class StepTimes:
             beyond = each.seconds - each.cost
             # A cost that was too high says nothing of the others.
             if self._experts or beyond > -NOISE * each.cost:
-                beyond = beyond if each.timings >= MANY else min(beyond, each.cost)
+                most = max(hiccup - each.cost, each.cost)
+                beyond = beyond if each.timings >= MANY else min(beyond, most)
                 points.append(Point(each.weight, nodes, 0.0, beyond))
         shared = Shared.of(points, sloped=self._experts)
         return shared if self._experts else with_host(shared, for_host)

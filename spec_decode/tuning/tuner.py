@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
-from vllm_graft.spec_decode.tuning.step_times import Costs, StepTimes
+from vllm_graft.spec_decode.tuning.step_times import FEW, Costs, StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 
 BLOCK = 6
 """Steps for which a choice is kept. The first of them can't be timed. Raised, more of them are
 timed, and a trial takes longer."""
 
+BLOCKS = 4
+"""Blocks that drafts without a model take from one choice to the next at most, once it is the same
+again. What they lose ends them sooner. Raised, the host chooses less often."""
+
 LOSS = 0.005
 """Part of a step that each step without drafts saves for trying some: the text may have changed.
 Raised, texts without drafts take longer, and drafts that begin to pay are found sooner."""
 
-MOST = 1.0
-"""Steps that are saved at most. Raised, drafts that pay seldom rest less, and texts that have just
-become hopeless take longer."""
+TRIAL = 1.0
+"""Steps that are saved for a trial at most. What it loses beyond them is saved afterwards. Raised,
+dear drafts are tried more seldom."""
+
+MOST = 4.0
+"""Steps that drafts win ahead at most. Raised, drafts that pay seldom rest less, and texts that
+have just become hopeless take longer."""
+
+DEAR = 4.0
+"""Blocks that are saved for what a number of nodes costs more than the cheapest one, before drafts
+that go on take it. Raised, numbers are chosen by what they cost rather than by hopes."""
+
+LIKELY = 0.75
+"""Part of the best score from which on a number is tried that was never timed. Raised, the time of
+fewer numbers is known where texts seldom repeat themselves."""
+
+AGAIN = 100
+"""Choices between two tries to time steps without drafts. Raised, a machine whose batches change
+before it succeeds takes less time for it."""
 
 STEADY = 8
 """Steps in a row of one batch size before their times are recorded, where costs were measured.
@@ -44,10 +64,14 @@ class _BatchHistory:
     prompt_fraction: float = 0.0
     tokens: float = 1.0
     prompt_rows: deque[int] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    quiet: int = 0
     context: int = 0
     choice: int | None = None
     steps_left: int = 0
+    until_plain: int = 0
     ratios: dict[int, float] = field(default_factory=dict)
+    least_ratio: float = 1.0
+    blocks: int = 1
 
     @property
     def prompts(self) -> list[int]:
@@ -61,6 +85,9 @@ class _BatchHistory:
         self.prompt_fraction += (has_prompts - self.prompt_fraction) / self.steps
         self.tokens += (sum(emitted) / max(1, len(emitted)) - self.tokens) / self.steps
         self.prompt_rows.append(prompt_rows)
+        self.quiet = 0 if prompt_rows > 0 else self.quiet + 1
+        if self.quiet >= _WINDOW:
+            self.prompt_fraction = 0.0
 
 
 class NodeTuner:
@@ -74,7 +101,9 @@ class NodeTuner:
     No drafts tell nothing of a text that may have changed. So steps without drafts save a part of a
     step each (`LOSS`); drafts are tried when this pays for a block that yields nothing. What drafts
     lose is taken from it, and what they win is added, up to `MOST`. With `rests` no others are
-    drafted at all: estimates of acceptance are hopeful, and most texts have nothing to draft.
+    drafted at all: estimates of acceptance are hopeful, and most texts have nothing to draft. All
+    of that rests on what a step takes without drafts, which leaves the host less to do than its
+    cost tells. So such steps are timed first, where they might be the better ones.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -102,15 +131,16 @@ class NodeTuner:
     ) -> None:
         self._schedule = schedule
         self._rests = rests and 0 in schedule[1:]
-        self._saved = MOST
+        self._saved = self._grant = TRIAL
+        self._won = 0.0
         self._cuts = cuts
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
         self._node_counts = sorted(set(schedule[1:]))
         self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._node_counts})
-        self.times = StepTimes(experts=experts)
+        self.times = StepTimes(experts=experts, plain_apart=self._rests)
         self._trials = Trials(BLOCK)
-        self._batches: dict[int, _BatchHistory] = {}
+        self._batches: defaultdict[int, _BatchHistory] = defaultdict(_BatchHistory)
         # Kept, as a small target's steps are as long as the host's work: acceptance lengths by
         # number of nodes, and numbers of nodes by requests.
         self._lengths: dict[int, float] = {}
@@ -141,12 +171,16 @@ class NodeTuner:
         """Begin a step of `batch` requests; return the nodes that it drafts for each of them. This
         is no mere question: a choice lasts `BLOCK` steps, and each call uses up one of them."""
         size = self._size(batch)
-        history = self._batches.setdefault(size, _BatchHistory())
+        history = self._batches[size]
         allowed = self.allowed(batch)
-        if history.choice not in allowed or history.steps_left <= 0:
-            captured = self._captured(history, allowed, batch)
-            history.choice = self._best(size, captured, batch)
+        if history.steps_left <= 0 and self._goes_on_resting(history):
             history.steps_left = BLOCK
+        if history.choice not in allowed or history.steps_left <= 0:
+            captured, before = self._captured(history, allowed, batch), history.choice
+            history.choice = self._best(size, captured, batch)
+            same = self._rests and history.choice == before != 0
+            history.blocks = min(history.blocks + 1, BLOCKS) if same else 1
+            history.steps_left = history.blocks * BLOCK
         history.steps_left -= 1
         return history.choice
 
@@ -185,16 +219,24 @@ class NodeTuner:
             self._acceptance.observe(
                 nodes, emitted, alike=alike, same=same, temperature=temperature
             )
-        history = self._batches.setdefault(size, _BatchHistory())
+        history = self._batches[size]
         history.add(emitted, prompts, context)
         if not same:
-            # Other requests may repeat themselves.
-            self._saved, history.steps_left = MOST, history.steps_left if nodes else 0
+            self._grant_again()
+            history.steps_left = history.steps_left if nodes else 0
         elif not nodes:
-            self._saved = min(self._saved + LOSS, MOST)
+            self._saved = max(min(self._saved + LOSS, TRIAL), self._saved)
         elif verified in (None, nodes):
-            won = sum(emitted) / len(emitted) - history.ratios.get(nodes, UNKNOWN_RATIO)
-            self._saved = min(max(self._saved + won, 0.0), MOST)
+            ratio = history.ratios.get(nodes, UNKNOWN_RATIO)
+            won, least = sum(emitted) / len(emitted) - ratio, 0.0
+            self._won += won
+            self._saved = min(self._saved + won, MOST if self._rests else TRIAL)
+            if self._saved <= 0 and self._rests:
+                history.steps_left = 0
+                # What a trial costs beyond `TRIAL` is saved afterwards. Steps are chosen ahead, so
+                # that it takes more than a block.
+                least = min(TRIAL - 2 * BLOCK * (ratio - 1), 0.0)
+            self._saved = max(self._saved, least)
         if seconds is None or seconds <= 0:
             return
         measured = self.times.measured(size, nodes)
@@ -203,17 +245,26 @@ class NodeTuner:
             return
         self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
 
+    def _grant_again(self) -> None:
+        """Save steps for drafts of other requests. They may repeat themselves, likelier so if those
+        before them did."""
+        if self._rests and self._won < 0:
+            self._grant /= 2
+        elif self._rests and self._won > 0:
+            self._grant = min(max(2 * self._grant, TRIAL), MOST)
+        self._won, self._saved = 0.0, max(min(self._saved, TRIAL), self._grant)
+
     def _captured(self, history: _BatchHistory, allowed: list[int], batch: int) -> list[int]:
         """Drop the node counts for which most steps would no longer fit a captured graph. How long
         a step takes without one is known only by a long trial, as the host launches it piece by
         piece. Steps that fit no graph even with the smallest number do not count."""
-        prompts = history.prompts
+        if not (prompts := history.prompts):
+            return allowed
 
         def fitting(nodes: int, prompt_fraction: float) -> float:
             """Fraction of steps that fit a graph, if `prompt_fraction` of them contain prompts."""
             found = bisect_right(prompts, self._max_rows - batch * (1 if self._cuts else nodes + 1))
-            beside_prompts = found / len(prompts) if prompts else 1.0
-            return 1.0 - prompt_fraction + prompt_fraction * beside_prompts
+            return 1.0 - prompt_fraction + prompt_fraction * found / len(prompts)
 
         kept = []
         for nodes in allowed:
@@ -227,10 +278,13 @@ class NodeTuner:
         times, added = self._seconds(size, allowed)
         history = self._batches[size]
         history.ratios = {nodes: times[nodes] / times[0] for nodes in times if 0 in times}
+        history.least_ratio = min((history.ratios[n] for n in history.ratios if n), default=1.0)
         affordable = [nodes for nodes in allowed if nodes and self._affordable(history, nodes)]
         if self._rests:
             allowed = affordable or [0]
         tokens = {nodes: self._tokens_per_step(size, nodes, batch) for nodes in allowed}
+        if self._rests and affordable and self._doubts_rest(history, size, tokens, times):
+            return 0
         scores = {nodes: tokens[nodes] / times[nodes] for nodes in allowed if nodes in times}
         best = max(scores.values(), default=0.0)
         unknown = [
@@ -243,6 +297,12 @@ class NodeTuner:
             start = self._schedule[min(batch, len(self._schedule) - 1)]
             return min(unknown, key=lambda nodes: (abs(nodes - start), nodes))
         choice = max(scores, key=scores.__getitem__)
+        if self._rests and not history.choice:
+            # A trial that ends a rest tells another number's time, too.
+            likely = (nodes for nodes in scores if scores[nodes] >= LIKELY * scores[choice])
+            choice = next((n for n in likely if self.times.timings(size, n) < FEW), choice)
+            if choice:
+                return choice
         if not choice and (tried := [nodes for nodes in affordable if nodes in scores]):
             return min(tried, key=times.__getitem__)
         rival = None
@@ -250,30 +310,59 @@ class NodeTuner:
             rival = self._trials.rival(size, scores, times, self.times.judged(size))
         return choice if rival is None else rival
 
+    def _goes_on_resting(self, history: _BatchHistory) -> bool:
+        """Whether not even the cheapest drafts are saved for, as far as is known: a step of a rest
+        takes as little of the host's time as may be."""
+        if not self._rests or history.choice != 0 or len(history.ratios) < 2:
+            return False
+        return self._saved < min(BLOCK * (history.least_ratio - 1), TRIAL)
+
+    def _doubts_rest(
+        self,
+        history: _BatchHistory,
+        size: int,
+        tokens: Mapping[int, float],
+        times: Mapping[int, float],
+    ) -> bool:
+        """Whether a step without drafts may be the better one, as nobody knows how long it takes
+        beyond its measured cost: it leaves the host less to do."""
+        history.until_plain -= 1
+        least = self.times.measured(size, 0) or 0.0
+        if (
+            history.until_plain > 0
+            or self._steps_of_size < STEADY
+            or self.times.timings(size, 0) >= FEW
+            or any(tokens[n] * least > times[n] for n in tokens if n in times)
+        ):
+            return False
+        history.until_plain = AGAIN
+        return True
+
     def _affordable(self, history: _BatchHistory, nodes: int) -> bool:
-        """Whether a block of drafts that yield nothing is saved for, or as much as ever is."""
-        loss = BLOCK * (history.ratios.get(nodes, UNKNOWN_RATIO) - 1)
-        return self._saved >= min(loss, MOST)
+        """Whether a block of drafts that yield nothing is saved for, or as much as ever is. Drafts
+        that were begun go on until all is spent."""
+        ratio = history.ratios.get(nodes, UNKNOWN_RATIO)
+        if not history.choice or not self._rests:
+            return self._saved >= min(BLOCK * (ratio - 1), TRIAL)
+        dear = DEAR * BLOCK * (ratio - history.least_ratio)
+        return self._saved > 0 and self._saved >= min(dear, TRIAL)
 
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
         """Expected seconds of a step per known node count, and the part of them that prompts
         cause."""
-        history = self._batches[size]
-        alone, beside = (
-            {
-                nodes: seconds
-                for nodes in allowed
-                if (seconds := self.times.predict(size, nodes, history.context, prompts=prompts))
-                is not None
-            }
-            for prompts in (False, True)
-        )
-        added = self.times.added(size)
-        found = {}
-        for nodes, more in beside.items():
-            # If only steps with prompts were timed, to guess the others is better than to wait.
-            less = alone.get(nodes, max(more - added, min(alone.values(), default=more)))
-            found[nodes] = less + self._prompt_fraction(history, nodes) * (more - less)
+        history, found = self._batches[size], dict[int, float]()
+        alone = {n: self.times.predict(size, n, history.context) for n in allowed}
+        added, fastest = self.times.added(size), min(filter(None, alone.values()), default=None)
+        for nodes, less in alone.items():
+            fraction = self._prompt_fraction(history, nodes)
+            if less is not None and not fraction:
+                found[nodes] = less
+                continue
+            more = self.times.predict(size, nodes, history.context, prompts=True)
+            if more is not None:
+                # If only steps with prompts were timed, to guess the others is better than to wait.
+                less = max(more - added, fastest or more) if less is None else less
+                found[nodes] = less + fraction * (more - less)
         return found, history.prompt_fraction * added
 
     def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
@@ -326,7 +415,6 @@ class NodeTuner:
         ``measured_ms`` at the start, are there where known.
         """
         size = self._size(batch)
-        self._batches.setdefault(size, _BatchHistory())
         allowed, found = self.allowed(batch), {}
         seconds, _ = self._seconds(size, allowed)
         for nodes in allowed:

@@ -121,6 +121,10 @@ class TreeContext:
             device; None if no layer keeps them (see ``recurrent_form`` of `TreeConfig`).
         mode: which requests of the coming pass the tree kernel computes.
         step: the pass under way.
+        reads_rows: whether layers read `rows` of steps without drafts, as recurrent ones do.
+        plain_sizes: requests, and as many tokens, of the captured graphs of one token per request,
+            which compute attention as stock vLLM does.
+        has_mixed: whether graphs of mixed batches were captured, which read `rows`.
     """
 
     shape: TreeShape
@@ -141,8 +145,12 @@ class TreeContext:
     kept_bytes: int = 0
     mode: VerifyMode = VerifyMode.NONE
     step: VerifyStep | None = None
+    reads_rows: bool = True
+    plain_sizes: set[int] = field(default_factory=set)
+    has_mixed: bool = False
     counters: Counters = field(default_factory=Counters)
     saves: LayerSaves = field(default_factory=LayerSaves)
+    _no_drafts: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
     _made: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """A metadata object and what was made of it for the coming pass, by its ``id()``."""
 
@@ -163,6 +171,7 @@ class TreeContext:
             rows=TreeRows.allocate(max_reqs, max_tokens, device),
             path=torch.zeros(max_reqs, width, dtype=torch.int32, device=device),
             workspace=workspace,
+            _no_drafts=torch.zeros(max_reqs, dtype=torch.int32, device=device),
         )
 
     def begin(
@@ -175,6 +184,9 @@ class TreeContext:
         With `keep_shift` the step keeps the change of the positions as its `depth_shift`.
         """
         no_drafts = batch.num_draft_tokens == 0
+        if no_drafts and not self._needs_rows(batch):
+            self.step = VerifyStep(batch, self._no_drafts[: batch.num_reqs])
+            return self.step
         linear = batch.positions.clone() if keep_shift else None
         prepare_rows(
             self.tree,
@@ -193,6 +205,15 @@ class TreeContext:
         self.counters.nodes_verified += batch.num_draft_tokens
         return self.step
 
+    def _needs_rows(self, batch: InputBatch) -> bool:
+        """Whether anything reads the rows of a step without drafts: not where each request has one
+        token and attention is the platform's alone. A small target's steps are as long as the
+        host's work."""
+        if self.reads_rows or batch.num_tokens != batch.num_reqs:
+            return True
+        alone = batch.decode_graph_eligible and batch.num_tokens_after_padding in self.plain_sizes
+        return self.has_mixed and not alone
+
     def choose_mode(self, batch: InputBatch, for_capture: bool, *, is_graph: bool = False) -> None:
         """Decide on the host how the coming pass, which may be captured or be the replay of one
         graph, computes attention."""
@@ -205,9 +226,11 @@ class TreeContext:
             # A graph of mixed batches declares longer queries than its dummy requests have.
             mixed = batch.num_reqs * (batch.max_query_len or 0) > batch.num_tokens
             self.mode = VerifyMode.MIXED if mixed else VerifyMode.ALL
+            self.has_mixed = self.has_mixed or mixed
             if batch.max_query_len == 1:
                 # Queries of one token have no drafts: a step without drafts is stock vLLM's.
                 self.mode = VerifyMode.NONE
+                self.plain_sizes.add(batch.num_tokens)
         elif drafts is None or not drafts.any():
             self.mode = VerifyMode.NONE
         else:

@@ -74,12 +74,15 @@ class TreeRejectionSampler(RejectionSampler):
         sampled = ids.new_empty((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
         drafts = ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1)
-        rows = VerifiedRows(logits, ids, positions, drafts, sampled, num_sampled)
+        num_rejected = None if self._wants_logprobs(batch) else torch.empty_like(num_sampled)
+        rows = VerifiedRows(logits, ids, positions, drafts, sampled, num_sampled, num_rejected)
         logprobs = self._verify(rows, batch)
-        prefill_len = sampler.req_states.prefill_len.gpu
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_len
-        )
+        if num_rejected is None:
+            # Logprobs are those of rows that an unfinished prompt has, too.
+            prefill_len = sampler.req_states.prefill_len.gpu
+            num_sampled, num_rejected = get_num_sampled_and_rejected(
+                num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_len
+            )
         assert context.step is not None
         context.step.num_sampled = num_sampled
         return SamplerOutput(
@@ -92,7 +95,7 @@ class TreeRejectionSampler(RejectionSampler):
 
     def _verify(self, rows: VerifiedRows, batch: InputBatch) -> LogprobsTensors | None:
         chunks = _chunks(batch, _max_rows(rows.logits.shape[1]))
-        if not self._wants_logprobs(batch):
+        if rows.num_rejected is not None:
             drawn = [self._draw(rows, batch, chunk)[0] for chunk in chunks]
             whole = chunks[0] if len(chunks) == 1 else Chunk.of(batch, 0, batch.num_reqs)
             self.walk(drawn[0] if len(drawn) == 1 else torch.cat(drawn), rows, batch, whole)
@@ -145,6 +148,7 @@ class TreeRejectionSampler(RejectionSampler):
         self, drawn: torch.Tensor, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
     ) -> None:
         """Walk the trees of a chunk by the drawn tokens, int64 ``[num_rows]``."""
+        rejected = rows.num_rejected
         walk_tree(
             drawn,
             _part(rows.drafts, chunk.rows),
@@ -157,6 +161,8 @@ class TreeRejectionSampler(RejectionSampler):
             # Drafts after an unfinished prompt are placeholders: a remote KV load pads with them.
             positions=_part(rows.positions, chunk.rows),
             prefill_len=self.sampler.req_states.prefill_len.gpu,
+            seq_lens=batch.seq_lens[chunk.requests],
+            num_rejected=None if rejected is None else _part(rejected, chunk.requests),
             emitted=self.context.emitted,
             extra_nodes=self.context.extra_nodes,
             extra_counts=self.context.extra_counts,
@@ -225,6 +231,7 @@ class VerifiedRows(NamedTuple):
             `drafts`, which are `ids` or -1 where a grammar refused the draft.
         sampled: int64 ``[num_reqs, num_nodes + 1]``.
         num_sampled: int32 ``[num_reqs]``.
+        num_rejected: likewise; None where logprobs are wanted.
     """
 
     logits: torch.Tensor
@@ -233,6 +240,7 @@ class VerifiedRows(NamedTuple):
     drafts: torch.Tensor
     sampled: torch.Tensor
     num_sampled: torch.Tensor
+    num_rejected: torch.Tensor | None
 
 
 class Chunk(NamedTuple):

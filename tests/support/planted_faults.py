@@ -96,13 +96,15 @@ def _seeds(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_token_more(patch: pytest.MonkeyPatch) -> None:
-    def longer(_: None, *args: Any, **__: Any) -> None:
+    def longer(_: None, *args: Any, num_rejected: Any = None, **__: Any) -> None:
         starts, sampled, num_sampled = args[2], args[5], args[7]
         rows = torch.arange(len(num_sampled))
         more = (num_sampled > 0) & (num_sampled < starts.diff())
         last = sampled[rows, (num_sampled - 1).clamp(min=0).long()]
         sampled[rows[more], num_sampled[more].long()] = last[more]
         num_sampled += more
+        if num_rejected is not None:
+            num_rejected -= more
 
     _after(patch, sampler, "walk_tree", longer)
 

@@ -172,8 +172,10 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         else:
             # Not vLLM's copies: six launches, of which a draft without draws needs no temperature
             # and no seed. A small target's steps are as long as the host's work.
+            ngrams = self.trees.sources.ngrams
+            assert ngrams is not None
             keep_slots(
                 input_batch.idx_mapping, last_sampled, self.idx_mapping, self.last_tokens,
-                input_batch.num_reqs,
+                input_batch.num_reqs, ngrams.learned,
             )  # fmt: skip
         return input_batch

@@ -30,6 +30,7 @@ class DenseState:
 
     table: KVCacheTable
     slot_mappings: torch.Tensor
+    reads_rows: bool = False
 
     @classmethod
     def of(

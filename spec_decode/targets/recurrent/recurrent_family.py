@@ -54,6 +54,7 @@ class RecurrentState:
     table: StateTable
     kept: KeptRows | None = None
     folds: FoldTable | None = None
+    reads_rows: bool = True
 
     def fork(self, step: VerifyStep) -> None:
         """Let prompts of one token that carry placeholders for drafts be verified, from zeros.

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.references.memory_reference import Found, PlainMemory, begin_of
 from tests.support.references.ngram_reference import Trie, check_nodes, continuation, nodes_in
+from tests.support.worlds.ngram_worlds import learned_of
 from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
@@ -189,7 +190,7 @@ def run(seed: int, steps: int = 45, **options: Any) -> World:
         here.write(slots)
         here.match(slots)
         here.grow(slots, 63 if steps == 3 else rng.randint(1, 3))
-        learn_rates(here.state)
+        learn_rates(learned_of(here.state))
         for slot in slots:
             if slot < 0:
                 continue

@@ -1,8 +1,11 @@
 """Drafts without a model rest where texts never repeat themselves, and come back where they do."""
 
+import statistics
+
 import pytest
 
 from tests.support.worlds.repeating_world import (
+    HOST_BOUND,
     Engine,
     Step,
     best_rate,
@@ -53,6 +56,58 @@ def test_other_requests_end_a_rest() -> None:
     engine = Engine(make(), 1, seed=0)
     engine.serve(0.0, 700)
     assert begins_to_draft(engine.serve(COPY, 60, others=True)) <= 3
+
+
+def of_best(batch: int, chance: float, seed: int) -> float:
+    """Throughput where the host bounds the steps, and drafts let it do more, over the best one."""
+    engine = Engine(make(), batch, seed, HOST_BOUND)
+    engine.serve(chance, 100)
+    return rate(engine.serve(chance, 1500)) / best_rate(batch, chance, HOST_BOUND)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2])
+def test_drafts_that_take_the_host_more_than_they_yield_rest(
+    chance: float, batch: int, seed: int
+) -> None:
+    """Their steps take 1.3 times as long, and yield 1.25 tokens at most."""
+    assert of_best(batch, chance, seed) > 0.99
+
+
+@pytest.mark.parametrize(("batch", "least"), [(1, 0.9), (4, 0.96), (16, 0.96)])
+@pytest.mark.parametrize("chance", [0.5, COPY])
+def test_drafts_that_pay_where_the_host_bounds_steps(
+    batch: int, least: float, chance: float
+) -> None:
+    assert statistics.mean(of_best(batch, chance, seed) for seed in range(3)) > least
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_drafts_that_nothing_is_compared_with_go_on(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: a step without drafts is taken to be as long as one with drafts."""
+    monkeypatch.setattr(NodeTuner, "_doubts_rest", lambda *_: False)
+    assert min(of_best(batch, 0.1, seed) for seed in range(2)) < 0.93
+
+
+@pytest.mark.parametrize(("chance", "least"), [(0.0, 0.99), (0.1, 0.99), (0.5, 0.97)])
+def test_requests_are_trusted_as_those_before_them(chance: float, least: float) -> None:
+    """Each request of 100 steps is another text. Not even its first drafts may cost much."""
+    engine = Engine(make(), 1, 0, HOST_BOUND)
+    engine.serve(chance, 60)
+    steps = [step for _ in range(12) for step in engine.serve(chance, 100, others=True)]
+    assert rate(steps) > least * best_rate(1, chance, HOST_BOUND)
+
+
+def test_steps_without_drafts_are_timed_once() -> None:
+    """Copies that are good beyond doubt are never interrupted, others for a block."""
+    for chance, rests in ((COPY, 0), (0.5, BLOCK)):
+        engine = Engine(make(), 4, 0, HOST_BOUND)
+        engine.serve(COPY, 40)
+        steps = engine.serve(chance, 400)
+        assert sum(not step.nodes for step in steps) <= rests
 
 
 def test_without_rests_hopeful_estimates_draft_on() -> None:

@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.kernels.history import (
     path_tokens,
     penalize,
 )
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import Learned, insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.noise import Noise
@@ -70,7 +70,7 @@ def walk() -> None:
     """Two kinds of nodes are counted, and requests that teach nothing are told apart."""
     walk_tree(
         i64(64), i64(64), empty(3), i64(2), trees(63), i64(2, 64), empty(2, 64), empty(2), i64(64),
-        empty(256), empty(VOCABULARY), i64(2, 256), i64(4), empty(256),
+        empty(256), empty(VOCABULARY), i64(2, 256), i64(4), empty(256), empty(2), empty(2),
     )  # fmt: skip
 
 
@@ -118,6 +118,11 @@ def _matched(state: NgramState) -> None:
     search_memory(state, empty(4), i64(2), 2)
 
 
+def _learned(state: NgramState) -> Learned:
+    kinds = 1 if state.memory is None else 2
+    return Learned(state.pending, state.rates, i64(2 * kinds), i64(2 * kinds))
+
+
 def ngrams(topk: int, levels: int, depth: int, state: NgramState) -> None:
     """One match beside a draft's levels."""
     table = CandidateTable.allocate(2, topk, levels, META, extra=depth)
@@ -125,7 +130,7 @@ def ngrams(topk: int, levels: int, depth: int, state: NgramState) -> None:
     places: dict[str, int] = {"levels": levels, "first": first, "depth": depth}
     _matched(state)
     insert_ngrams(table, state, empty(4), i64(2), 2, **places, vocab_size=VOCABULARY)
-    learn_rates(state)
+    learn_rates(_learned(state))
 
 
 def paths(depth: int, nodes: int, state: NgramState) -> None:
@@ -134,7 +139,7 @@ def paths(depth: int, nodes: int, state: NgramState) -> None:
     _matched(state)
     sizes: dict[str, int] = {"first": nodes, "depth": depth}
     insert_paths(table, state, empty(4), i64(2), 2, **sizes, vocab_size=VOCABULARY)
-    keep_slots(empty(2), i64(4, 1), empty(4), i64(4), 2)
+    keep_slots(empty(2), i64(4, 1), empty(4), i64(4), 2, _learned(state))
 
 
 def remember() -> None:

@@ -19,6 +19,7 @@ from vllm_graft.spec_decode.kernels.ngram_insert import (
     HIGHEST,
     LOWEST,
     MEMORY,
+    Learned,
     insert_ngrams,
     learn_rates,
 )
@@ -29,6 +30,12 @@ from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
 
 BEHIND = 3
 """Columns of a table behind those that n-grams may take."""
+
+
+def learned_of(state: NgramState) -> Learned:
+    """What is learned from a step, with counts that nobody reads."""
+    counts = torch.zeros(2, dtype=torch.int64, device=state.rates.device)
+    return Learned(state.pending, state.rates, counts, counts.clone())
 
 
 def random_table(
@@ -155,7 +162,7 @@ class World:
         return table
 
     def _learn(self) -> None:
-        learn_rates(self.state)
+        learn_rates(learned_of(self.state))
         for n, (trials, hits) in self.pending.items():
             rate = learned(self.rates[n], trials, hits, MEMORY)
             self.rates[n] = min(max(rate, LOWEST), HIGHEST)

@@ -13,6 +13,10 @@ DEPTH, NODES, MAX_ROWS = 31, 63, 512
 COMMON_MS, DRAFT_MS = 0.8, 0.04
 """The head, the sampler and the host; and finding matches."""
 
+DEVICE_BOUND, HOST_BOUND = (0.0, 0.0), (9.2, 12.0)
+"""Milliseconds of the host without and with drafts: a large target's, and a small one's beside what
+its device takes, as on an H200 (1.85 and 2.4 ms of a 1.5B target)."""
+
 
 def schedule(max_num_seqs: int = MAX_REQS) -> list[int]:
     config = TreeConfig(topk=4, steps=DEPTH, shape="auto")
@@ -50,10 +54,15 @@ class Step:
 
 
 class Engine:
-    """A closed loop in which the scheduler chooses one step ahead of what is verified."""
+    """A closed loop in which the scheduler chooses one step ahead of what is verified.
 
-    def __init__(self, tuner: NodeTuner, batch: int, seed: int) -> None:
-        self.tuner, self.batch, self.rng = tuner, batch, random.Random(seed)
+    A step takes as long as the host at least: `host` are its milliseconds without and with drafts.
+    """
+
+    def __init__(
+        self, tuner: NodeTuner, batch: int, seed: int, host: tuple[float, float] = DEVICE_BOUND
+    ) -> None:
+        self.tuner, self.batch, self.rng, self.host = tuner, batch, random.Random(seed), host
         self.chosen, self.previous = deque([0]), -1
 
     def serve(self, chance: float, steps: int, *, others: bool = False) -> list[Step]:
@@ -65,7 +74,8 @@ class Engine:
         nodes, drafting = self.chosen.popleft(), self.tuner.begin_step(self.batch)
         self.chosen.append(drafting)
         emitted = [self._emitted(chance, nodes) for _ in range(self.batch)]
-        ms = COMMON_MS + graph_ms(self.batch, nodes) * self.rng.uniform(0.98, 1.04)
+        device = COMMON_MS + graph_ms(self.batch, nodes) * self.rng.uniform(0.98, 1.04)
+        ms = max(device, self.host[nodes > 0] * self.rng.uniform(0.98, 1.04))
         alike = nodes == self.previous == drafting
         seconds = ms / 1e3 if alike else None
         self.tuner.observe(nodes, emitted, seconds, batch=self.batch, same=same)
@@ -84,12 +94,15 @@ def rate(steps: list[Step]) -> float:
     return sum(step.tokens for step in steps) / sum(step.ms for step in steps)
 
 
-def fixed_rate(batch: int, nodes: int, chance: float = 0.0) -> float:
+def fixed_rate(
+    batch: int, nodes: int, chance: float = 0.0, host: tuple[float, float] = DEVICE_BOUND
+) -> float:
     """The expected rate of one number of nodes for all steps."""
     length = sum(chance**level for level in range(min(nodes, DEPTH) + 1))
-    return batch * length / (COMMON_MS + 1.01 * graph_ms(batch, nodes))
+    ms = max(COMMON_MS + 1.01 * graph_ms(batch, nodes), 1.01 * host[nodes > 0])
+    return batch * length / ms
 
 
-def best_rate(batch: int, chance: float) -> float:
+def best_rate(batch: int, chance: float, host: tuple[float, float] = DEVICE_BOUND) -> float:
     fitting = [nodes for nodes in NUMBERS if fits(batch, nodes, MAX_ROWS)]
-    return max(fixed_rate(batch, nodes, chance) for nodes in fitting)
+    return max(fixed_rate(batch, nodes, chance, host) for nodes in fitting)

@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 from benchmarks.fuzz import kill
@@ -281,10 +282,12 @@ def killed(
     asked = wanted.requests, options.workers, options.kill
     found, seconds = kill.ask(server.port, server.group, *asked)
     lasted = time.monotonic() - begin
-    answered = [place for place, answer in enumerate(found) if not kill.was_ended(answer)]
     judge = Judge(gap_by(reference.server.port), life.rules)
-    parts = ([each[place] for place in answered] for each in (wanted.requests, expected, found))
-    result = compare_all(name, judge, *parts)
+    there = [not kill.was_ended(answer) for answer in found]
+    answered = [*compress(wanted.requests, there)]
+    result = compare_all(
+        name, judge, answered, [*compress(expected, there)], [*compress(found, there)]
+    )
     result.rules["ended by the kill"] = len(found) - len(answered)
     result.requests, result.seconds = len(found), lasted
     result.broken += kill.judged(found, seconds)

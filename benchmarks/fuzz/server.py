@@ -9,10 +9,10 @@ texts, logprobs, finish reasons, usage, errors. Every difference is explained by
 name (`compare.py`). Large requests follow, `--flood` of each kind; `growth.py` judges the time of
 steps, memory, logs and threads. Each server's result is a line of JSON, which `--log` collects. If
 anything is wrong the exit status is 1, and `OUT/ARM.json` has the differences. A GPU is used if
-there is one; the arms `rich` need a CPU, `ranks` and `replicas` two GPUs. Runs with other seeds are
-slices of a longer one. `--only` sends only the requests of these numbers. `--corrupt 100` alters
-about one answered token in a hundred of each arm: the run must fail. `--kill 20` kills one of an
-arm's ranks once 20 requests have ended: all others have to end soon, with an error (`kill.py`).
+there is one; the arms `rich` need a CPU, `ranks` two GPUs, `replicas` two or a CPU. Runs with other
+seeds are slices of a longer one. `--only` sends only the requests of these numbers. `--corrupt 100`
+alters about one answered token in a hundred of each arm: the run must fail. `--kill 20` kills one
+of an arm's ranks once 20 requests have ended: others have to end soon, with an error (`kill.py`).
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ texts, logprobs, finish reasons, usage, errors. Every difference is explained by
 name (`compare.py`). Large requests follow, `--flood` of each kind; `growth.py` judges the time of
 steps, memory, logs and threads. Each server's result is a line of JSON, which `--log` collects. If
 anything is wrong the exit status is 1, and `OUT/ARM.json` has the differences. A GPU is used if
-there is one; the arms `rich` need a CPU, `ranks` and `replicas` two GPUs. Runs with other seeds are
-slices of a longer one. `--only` sends only the requests of these numbers. `--corrupt 100` alters
-about one answered token in a hundred of each arm: the run must fail.
+there is one; the arms `rich` need a CPU, `ranks` two GPUs, `replicas` two or a CPU. Runs with other
+seeds are slices of a longer one. `--only` sends only the requests of these numbers. `--corrupt 100`
+alters about one answered token in a hundred of each arm: the run must fail. `--kill 20` kills one
+of an arm's ranks once 20 requests have ended: others have to end soon, with an error (`kill.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
+from benchmarks.fuzz import kill
 from benchmarks.fuzz.answers import Answer, read
 from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, Life, settings
 from benchmarks.fuzz.client import send, send_all
@@ -248,6 +251,9 @@ def run_arm(arm: Arm, references: References, options: argparse.Namespace) -> It
             else:
                 stack.close()
                 served = stack.enter_context(serving(life, options.out / arm.name, options.out))
+            if options.kill:
+                yield killed(name, served, life, references, options)
+                return
             begin = time.monotonic()
             found, troubles = served.ask(wanted, options.workers, arm.disturbances(), options.seed)
             seconds = time.monotonic() - begin
@@ -265,6 +271,28 @@ def run_arm(arm: Arm, references: References, options: argparse.Namespace) -> It
                 result.broken += [f"{name} is 0" for name in arm.idle(metrics)]
             report(result, wanted.compared, options.out)
             yield result
+
+
+def killed(
+    name: str, served: Served, life: Life, references: References, options: argparse.Namespace
+) -> Result:
+    """Ask an arm, one of whose ranks is killed meanwhile; compare what it has answered."""
+    reference, wanted, expected = references.of(life.target)
+    server, begin = served.server, time.monotonic()
+    asked = wanted.requests, options.workers, options.kill
+    found, seconds = kill.ask(server.port, server.group, *asked)
+    lasted = time.monotonic() - begin
+    judge = Judge(gap_by(reference.server.port), life.rules)
+    there = [not kill.was_ended(answer) for answer in found]
+    answered = [*compress(wanted.requests, there)]
+    result = compare_all(
+        name, judge, answered, [*compress(expected, there)], [*compress(found, there)]
+    )
+    result.rules["ended by the kill"] = len(found) - len(answered)
+    result.requests, result.seconds = len(found), lasted
+    result.broken += kill.judged(found, seconds)
+    report(result, wanted.requests, options.out)
+    return result
 
 
 def replace_weights(served: Served, weights: str) -> None:
@@ -326,6 +354,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=10, help="requests at a time")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of requests to send")
     parser.add_argument("--corrupt", type=int, default=0, help="alter one token in so many")
+    parser.add_argument("--kill", type=int, default=0, help="kill a rank after so many answers")
     parser.add_argument("--log", type=Path, help="file that takes a line of JSON for each arm")
     parser.add_argument("--out", type=Path, help="folder for logs and differences")
     options = parser.parse_args(arguments)

@@ -58,6 +58,10 @@ def register() -> None:
 
     for (module, owner, method), parts in WATCHED.items():
         after_import(module, functools.partial(_attach, owner, method, parts))
+    if os.environ.get("GRAFT_TEST_REPLICAS"):
+        from tests.support.engines.cpu_replicas import mend
+
+        after_import("vllm.distributed.device_communicators.cpu_communicator", mend)
 
 
 def _attach(owner: str, method: str, parts: dict[str, tuple[str, ...]], module: Any) -> None:

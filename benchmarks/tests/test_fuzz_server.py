@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.fuzz import growth, trouble
+from benchmarks.fuzz import growth, kill, trouble
 from benchmarks.fuzz import server as fuzz_server
 from benchmarks.fuzz.answers import Answer, Choice, Raw
 from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, Life, arm, settings
@@ -28,9 +28,10 @@ pytestmark = pytest.mark.slow
 # Stands in for `vllm`: each answer is a function of the request, in the form of a completion or a
 # chat, in one piece or streamed. `--wrong N` answers N's request with another token; `--refuse N`
 # with an error. `--keep`, `--chatty`, `--threads` and `--slow` let it grow, or take long, with each
-# large request; a request to `/sleep` is refused.
+# large request; a request to `/sleep` is refused. `--ranks N` gives it two ranks: once one is
+# gone it ends (1), does not answer any more (2), or goes on (3).
 FAKE = """
-import json, os, sys, threading, time, zlib
+import json, os, subprocess, sys, threading, time, zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 arguments = sys.argv[1:]
 def number(flag):
@@ -48,6 +49,18 @@ def grow(text, name):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     if number("--slow"):
         note(call="Fake.add_request", ms=5.5, request=f"cmpl-{name}-0")
+def end(rank):
+    global hangs
+    rank.wait()
+    if number("--ranks") == 1:
+        os._exit(1)
+    hangs = number("--ranks") == 2
+hangs = False
+if number("--ranks"):
+    for n in range(2):
+        title = f"VLLM::EngineCore_DP{n}"
+        rank = subprocess.Popen([title, "60"], executable="/bin/sleep")
+        threading.Thread(target=end, args=(rank,), daemon=True).start()
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -73,6 +86,9 @@ class Handler(BaseHTTPRequestHandler):
             body = json.loads(text)
         except ValueError:
             body = None
+        time.sleep(0.01 if number("--ranks") else 0)
+        while hangs:
+            time.sleep(1)
         key = zlib.crc32(text.encode()) % 1000
         if body is None or number("--refuse") > key:
             self.head(400, "application/json")
@@ -118,6 +134,10 @@ FAKES = {
         arm("refusing", ["--refuse", "100"]),
         arm("asleep", troubles=("sleep",)),
         arm("stopping", ["--refuse", "no number"]),
+        arm("ending", ["--ranks", "1"]),
+        arm("hanging", ["--ranks", "2"]),
+        arm("staying", ["--ranks", "3"]),
+        arm("ending wrong", ["--ranks", "1", "--wrong", "500"]),
         Arm("lives", (Life(), Life(target="noisy", reload=True), Life((["--wrong", "100"],)))),
         *(
             arm(name, [f"--{name}", "1"])
@@ -220,6 +240,32 @@ def test_a_disturbance_that_is_refused_fails_the_run(
 
 def test_answers_that_are_altered_on_purpose_are_found(fuzz: list[str]) -> None:
     assert fuzz_server.main([*fuzz, "--arm", "right", "--corrupt", "100"]) == 1
+
+
+KILLED = {
+    "hanging": "the last request ended",
+    "staying": "the kill has ended no request",
+    "right": "there are 0 ranks to kill one of",
+}
+"""Arms of which a rank is killed in vain, and what is said of each."""
+
+
+@pytest.mark.nightly
+def test_requests_end_when_a_rank_is_killed(
+    fuzz: list[str], tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kill, "SECONDS", 1.0)
+    monkeypatch.setattr(kill, "HANG_SECONDS", 2.0)
+    flags = [*fuzz, "--kill", "20", "--log", str(tmp_path / "log")]
+    assert fuzz_server.main([*flags, "--arms", "ending"]) == 0
+    assert fuzz_server.main([*flags, "--arms", "ending wrong", *KILLED]) == 1
+    fine, wrong, *broken = told()
+    assert fine["rules"]["ended by the kill"] > 40
+    assert fine["rules"]["equal"] >= 10
+    assert wrong["unexplained"] > 0
+    for line in broken:
+        assert any(each.startswith(KILLED[line["arm"]]) for each in line["broken"])
+    assert [line["arm"] for line in broken] == [*KILLED]
 
 
 def test_an_arm_that_did_not_do_its_work_fails(fuzz: list[str], tmp_path: Path, told: Told) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
 from benchmarks.fuzz.compare import Judge
 from benchmarks.fuzz.requests import World, generate
 from benchmarks.fuzz.server import answers, compare_all, corrupted, gap_by
+from benchmarks.fuzz.server import main as fuzz
 from tests.support.engines.pair_server import (
     MODEL,
     require_cpu_server,
@@ -141,3 +143,14 @@ def test_misspelt_key_ends_the_server_before_it_loads_a_model(tmp_path: Path) ->
     assert message in log
     assert message in str(failure.value)
     assert "Loading" not in log
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_the_other_rank_s_requests_end_when_a_rank_is_killed(tmp_path: Path) -> None:
+    """Data-parallel ranks with experts wait for each other in every pass."""
+    log = tmp_path / "log"
+    flags = ["--requests", "60", "--flood", "0", "--workers", "6", "--kill", "15"]
+    arm = ["--seed", "55", "--arms", "replicas", "--out", str(tmp_path / "out"), "--log", str(log)]
+    assert fuzz([*flags, *arm]) == 0, log.read_text()
+    assert json.loads(log.read_text())["rules"]["ended by the kill"] > 6

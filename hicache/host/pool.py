@@ -1,7 +1,8 @@
 """The memory of the host pool, which all ranks and the scheduler of an engine share.
 
 The slots of one rank lie together and form a *shard*. So a rank pins only its own shard, on the
-NUMA node next to its GPU. Ranks that hold the same KV (MLA) share one shard.
+NUMA node next to its GPU. Ranks that hold the same KV (MLA) share one shard, of which each takes a
+part from its node.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class HostPool:
 
     Args:
         name: name of the shared file; None maps private memory.
-        node: NUMA node on which ``shard`` should lie; None leaves the choice to the kernel.
-        shard: the shard that this process fills; None if it fills none.
+        node: NUMA node on which ``part`` should lie; None leaves the choice to the kernel.
+        part: the bytes whose memory this process takes at once; None if it takes none.
         creates: whether this process creates the file, and deletes the ``orphans`` of killed
             engines. Exactly one process of the engine does.
 
@@ -50,7 +51,7 @@ class HostPool:
         shape: PoolShape,
         name: str | None = None,
         node: int | None = None,
-        shard: int | None = None,
+        part: range | None = None,
         creates: bool = False,
     ) -> None:
         self.shape = shape
@@ -80,11 +81,11 @@ class HostPool:
         # too. If the engine is killed, the next one removes it as an orphan.
         if name is not None:
             Finalize(self, region.remove, (name, self._inode), exitpriority=0)
-        if node is not None and shard is not None:
-            prefer_node(self.shard_address(shard), shape.shard_bytes, node)
-        if name is not None and shard is not None:
+        if node is not None and part is not None:
+            prefer_node(self.address + part.start, len(part), node)
+        if name is not None and part is not None:
             try:
-                self._populate(shard)
+                self._populate(part)
             except ConfigError:
                 self.close()
                 raise
@@ -93,18 +94,17 @@ class HostPool:
         """Address of slot 0 of a shard."""
         return self.address + shard * self.shape.shard_bytes
 
-    def _populate(self, shard: int) -> None:
-        """Make all memory of a shard present now, by its own rank, next to whose GPU it lies then.
+    def _populate(self, part: range) -> None:
+        """Make all memory of a part present now, by its own rank, next to whose GPU it lies then.
 
         Without it, a copy would die of SIGBUS later if the file system is full.
         """
-        start, size = shard * self.shape.shard_bytes, self.shape.shard_bytes
         try:
-            if not _populated(self._map, start, size):
-                os.posix_fallocate(self._fd, start, size)
+            if part and not _populated(self._map, part.start, len(part)):
+                os.posix_fallocate(self._fd, part.start, len(part))
         except OSError as error:
             raise ConfigError(
-                f"{flag('host_bytes')}: {region.SHM} has no room for {size} bytes any more "
+                f"{flag('host_bytes')}: {region.SHM} has no room for {len(part)} bytes any more "
                 f"({error}): raise its size (docker --shm-size), or lower {flag('host_bytes')}."
             ) from None
 

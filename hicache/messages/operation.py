@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Direction(enum.Enum):
@@ -24,6 +24,11 @@ class PoolTransfer:
     def __len__(self) -> int:
         return len(self.host_indices)
 
+    def share(self, number: int, count: int) -> PoolTransfer:
+        """The pages of share ``number``, if ``count`` shares have about as many each."""
+        part = slice(number * len(self) // count, (number + 1) * len(self) // count)
+        return PoolTransfer(self.group, self.host_indices[part], self.device_indices[part])
+
 
 @dataclass
 class CacheOperation:
@@ -36,6 +41,19 @@ class CacheOperation:
     transfers: list[PoolTransfer]
     priority: int = 0
     request_ids: list[str] = field(default_factory=list)
+
+
+def share_of(operation: CacheOperation, rank: int, ranks: int) -> CacheOperation | None:
+    """The part of an operation that one of ``ranks`` ranks does; None if there is none for it.
+
+    The ranks get the same operations, and so agree without a message. Their parts are consecutive
+    pages, because those are copied faster. The job's number decides who is first: else operations
+    of a single page would all be one rank's.
+    """
+    number = (rank + operation.ids[0]) % ranks
+    parts = [transfer.share(number, ranks) for transfer in operation.transfers]
+    parts = [part for part in parts if len(part)]
+    return replace(operation, transfers=parts) if parts else None
 
 
 def merge_ops(operations: Iterable[CacheOperation]) -> CacheOperation | None:

@@ -46,7 +46,8 @@ class Geometry:
     Attributes:
         shared_name: name of the shared region's file, unique to this engine. Rank 0 creates the
             file. None if one process uses the memory alone.
-        replicas: number of consecutive ranks that hold the same KV.
+        replicas: number of consecutive ranks that hold the same KV, as all do with MLA. They share
+            a shard, of which each writes a part.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
         convert_from: dtype of the device's K/V if the host keeps it as fp8, else None.
@@ -66,11 +67,12 @@ class Geometry:
     convert_from: torch.dtype | None = None
 
     def shard_of(self, rank: int) -> int:
-        """The shard that a rank reads. One of the rank's replicas writes it."""
+        """The shard that a rank reads. It and its replicas write it."""
         return rank // self.replicas
 
-    def is_writer(self, rank: int) -> bool:
-        return rank % self.replicas == 0
+    def memory_of(self, rank: int) -> range:
+        """The bytes of the region that a rank allocates: its part of its shard."""
+        return self.shape.part(self.shard_of(rank), rank % self.replicas, self.replicas)
 
     @classmethod
     def of(

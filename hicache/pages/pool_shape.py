@@ -73,6 +73,11 @@ class PoolShape:
     def num_bytes(self) -> int:
         return self.shard_bytes * self.num_shards
 
+    def part(self, shard: int, number: int = 0, count: int = 1) -> range:
+        """The bytes of a shard, or of one of ``count`` parts of it, which are whole slots."""
+        slots = (each * self.num_slots // count for each in (number, number + 1))
+        return range(*(shard * self.shard_bytes + slot * self.slot_bytes for slot in slots))
+
 
 def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
     """The least bytes of a page of a target or a draft on all ranks; 0 if its layers differ."""

@@ -27,7 +27,12 @@ from vllm_graft.hicache.copies.copy_engine import (
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.host.pool import HostPool, node_of_gpu
-from vllm_graft.hicache.messages.operation import CacheOperation, Direction, merge_ops
+from vllm_graft.hicache.messages.operation import (
+    CacheOperation,
+    Direction,
+    merge_ops,
+    share_of,
+)
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy
@@ -47,8 +52,7 @@ class HiCacheWorker:
         self._geometry = geometry
         self._has_states = any(group.hit_policy is HitPolicy.LAST_PAGE for group in geometry.groups)
         self._shard = geometry.shard_of(rank)
-        self._writes = geometry.is_writer(rank)
-        self._creates = rank == 0
+        self._rank = rank
         self._num_blocks = num_blocks
         self._staging_bytes = staging_bytes
         self._pool: HostPool | None = None
@@ -84,7 +88,11 @@ class HiCacheWorker:
         device = next(iter(caches.values())).device
         node = _numa_node(device) if device.type == "cuda" else None
         self._pool = HostPool(
-            geometry.shape, geometry.shared_name, node, self._shard, creates=self._creates
+            geometry.shape,
+            geometry.shared_name,
+            node,
+            geometry.memory_of(self._rank),
+            creates=self._rank == 0,
         )
         shard = HostShard.of(self._pool, self._shard)
         self._unhooked = frozenset(
@@ -100,6 +108,7 @@ class HiCacheWorker:
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
+            + (f", once for each {geometry.replicas} ranks" if geometry.replicas > 1 else "")
             + (", K/V kept as fp8 (e4m3), which is lossy" if geometry.convert_from else "")
         )
 
@@ -128,6 +137,7 @@ class HiCacheWorker:
             "engine": type(self._engine).__name__,
             "slots": shape.num_slots,
             "slot_bytes": shape.slot_bytes,
+            "ranks_of_a_page": self._geometry.replicas,
             "orphaned_regions": self._pool.orphans if self._pool is not None else 0,
             "strided_copies": self._engine is not None and self._engine.strided,
             "staged_loads": self._engine is not None and self._engine.staged,
@@ -273,11 +283,12 @@ class HiCacheWorker:
         operation = merge_ops(stores)
         if operation is None:
             return
-        if not self._writes:
-            # Another rank holds the same KV and writes the shard that both read.
+        # Ranks that hold the same KV share the pages. A page is read once all have reported.
+        share = share_of(operation, self._rank, self._geometry.replicas)
+        if share is None:
             self._report.mark(operation.ids)
             return
-        self.engine.store(operation)
+        self.engine.store(share)
         if self._geometry.zeroes_blocks:
             # vLLM zeroes reused blocks before it calls us in the next step, so a fence then would
             # come too late. The compute stream has to wait for the store now.

@@ -65,7 +65,11 @@ def memory_of(vllm_config: Any) -> tuple[list[Memory], str]:
     each = f", of each of {replicas} replicas" if replicas > 1 else ""
     rows += [
         Memory(
-            "host pool", int(cache.host_bytes), HOST, f"host_bytes, for all ranks together{each}"
+            "host pool",
+            size := int(cache.host_bytes),
+            HOST,
+            f"host_bytes, for all ranks together{each}"
+            + ("" if cache.host_dtype else _host_tokens(size, specs, planned)),
         )
         for _, cache in parse_connectors(planned)
     ]
@@ -112,6 +116,23 @@ def _file_bytes(model: Any, parallel: Any) -> tuple[int | None, str, str]:
     if not (held := sum(file.stat().st_size for file in shards)):
         return None, RANK, "neither its class nor its files can tell"
     return held // ranks, RANK, f"from the size of its files, over {ranks} ranks"
+
+
+def _host_tokens(size: int, specs: dict[str, Any] | None, vllm_config: Any) -> str:
+    """The tokens that a host pool holds, if each layer keeps all of them. Replicas count once."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    kept = [*(specs or {}).values()]
+    limits = ("sliding_window", "attention_chunk_size")
+    if not kept or any(
+        not isinstance(spec, FullAttentionSpec) or any(getattr(spec, name) for name in limits)
+        for spec in kept
+    ):
+        return ""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    replicas = math.gcd(ranks, *(ranks // min(ranks, spec.max_tp_shards or ranks) for spec in kept))
+    held = sum(spec.page_size_bytes // spec.block_size for spec in kept) * ranks // replicas
+    return f"; {size // held} tokens"
 
 
 def _is_state(spec: Any) -> bool:

@@ -42,7 +42,7 @@ CACHE = (
         ("kv_cache_interface.RSWASpec", "has", "block_size", "refused"),
         ("kv_cache_interface.SlidingWindowSpec", "has", "extra_retained_tokens, sliding_window", "pages that a prefix needs"),
         ("kv_cache_interface.UniformTypeKVCacheSpecs", "has", "kv_cache_specs", "layers of a group"),
-        ("kv_cache_interface.KVCacheConfig", "has", "needs_kv_cache_zeroing, prefix_cacheable_group_ids", "needs_kv_cache_zeroing: reused blocks are zeroed before we are told; prefix_cacheable_group_ids: pools that a prefix is made of"),
+        ("kv_cache_interface.KVCacheConfig", "has", "kv_tp_replicas, needs_kv_cache_zeroing, prefix_cacheable_group_ids", "kv_tp_replicas: ranks that hold the same K/V, and keep it once; needs_kv_cache_zeroing: reused blocks are zeroed before we are told; prefix_cacheable_group_ids: pools that a prefix is made of"),
     ),
     *seams("hicache", "vLLM's connector API becomes stable", "",
         ("distributed.kv_transfer.get_kv_transfer_group", "name", "present", "the connector whose loads begin early"),

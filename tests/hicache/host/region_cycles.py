@@ -30,7 +30,7 @@ Process = multiprocessing.context.ForkProcess
 
 def rank(pipe: Connection, name: str, number: int) -> None:
     """Run a rank: write its number to its shard, and read what the scheduler has written."""
-    pool = HostPool(SHAPE, name, shard=number, creates=number == 0)
+    pool = HostPool(SHAPE, name, part=SHAPE.part(number), creates=number == 0)
     pool.page(number, 5, 1)[:] = bytes([number + 1])
     pipe.send("up")
     pipe.recv()

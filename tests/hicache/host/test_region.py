@@ -150,7 +150,7 @@ def test_a_full_shm_is_an_error_at_the_start(folder: Path, monkeypatch: pytest.M
     # A file that was cut has no memory to give either.
     monkeypatch.setattr(host_pool, "prefer_node", lambda *_: os.truncate(folder / "region", 0))
     with pytest.raises(ConfigError, match=f"no room for {SHAPE.shard_bytes} bytes any more"):
-        HostPool(SHAPE, "region", node=0, shard=1, creates=True)
+        HostPool(SHAPE, "region", node=0, part=SHAPE.part(1), creates=True)
     # All that was taken is given back: the next try in this process may ask for less.
     assert not list(folder.iterdir())
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in _target(fd)]
@@ -172,7 +172,7 @@ def test_a_rank_has_its_shard_from_the_start(
 ) -> None:
     if old_kernel:
         monkeypatch.setattr(host_pool, "_populated", lambda *_: False)
-    rank = HostPool(SHAPE, name, shard=1, creates=True)
+    rank = HostPool(SHAPE, name, part=SHAPE.part(1), creates=True)
     assert (region.SHM / name).stat().st_blocks * 512 == SHAPE.shard_bytes
     looks = HostPool(SHAPE, name)
     assert (region.SHM / name).stat().st_blocks * 512 == SHAPE.shard_bytes

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from tests.plugin.plan import stranger_models
-from vllm_graft.plan.memory import RANK, TOKEN
+from vllm_graft.plan.memory import RANK, TOKEN, _host_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +67,27 @@ def test_the_suggested_host_cache_keeps_the_trees(found: dict[str, list[dict[str
 
 
 def test_each_replica_has_a_host_pool(found: dict[str, list[dict[str, Any]]]) -> None:
-    for name, replicas in (("llama-eagle3-host", ""), ("llama-host-replicas", "of 2 replicas")):
+    for name, says in (
+        ("llama-eagle3-host", f"together; {(64 << 40) // (33 * 4096)} tokens"),
+        ("llama-host-replicas", f"of 2 replicas; {(64 << 40) // (32 * 4096)} tokens"),
+    ):
         row = memory(found[name][0])["host pool"]
         assert (row["num_bytes"], row["per"]) == (64 << 40, "host")
-        assert row["says"].endswith(replicas or "together")
+        assert row["says"].endswith(says)
+
+
+@pytest.mark.parametrize("draft_is_sharded", [False, True])
+def test_latents_count_once_on_the_host(draft_is_sharded: bool) -> None:
+    """A draft that each rank has a part of makes all of them keep pages of their own."""
+    sizes: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.bfloat16}
+    latents = MLAAttentionSpec(head_size=576, max_tp_shards=1, **sizes)
+    heads = FullAttentionSpec(head_size=128, **sizes)
+    specs: dict[str, Any] = {"a": latents, "b": heads if draft_is_sharded else latents}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=4))
+    each = 4 * (1152 + 512) if draft_is_sharded else 2 * 1152
+    assert _host_tokens(1 << 30, specs, config) == f"; {(1 << 30) // each} tokens"
+    window = {"c": FullAttentionSpec(head_size=128, sliding_window=128, **sizes)}
+    assert _host_tokens(1 << 30, specs | window, config) == ""
 
 
 def test_a_preset_gives_no_advice_about_what_nobody_asked_for(

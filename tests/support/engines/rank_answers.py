@@ -131,7 +131,7 @@ def _answer(questions: Questions) -> RankAnswers:
         if isinstance(value := getattr(metric, "value", None), int | float)
     }
     ranks: list[dict[str, Any]] = []
-    if questions.engine.get("additional_config"):
+    if questions.engine.keys() & {"additional_config", "kv_transfer_config"}:
         ranks = llm.collective_rpc("graft_info")
     return RankAnswers(rounds, metrics, ranks)
 

@@ -16,7 +16,7 @@ SHAPE = PoolShape(num_slots=3, slot_bytes=PAGE, num_shards=2)
 def be_killed(pipe: Connection, name: str, folder: Path, fork: bool) -> None:
     """Map a region in ``folder``, send the process id of a child that lives on, and die."""
     region.SHM = folder
-    pool = HostPool(SHAPE, name, shard=0, creates=True)
+    pool = HostPool(SHAPE, name, part=SHAPE.part(0), creates=True)
     child = os.fork() if fork else None
     if child == 0:
         signal.pause()

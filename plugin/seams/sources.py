@@ -192,9 +192,10 @@ class Sources:
         above = above[: len(above) - (node.level - 1)] if node.level > 1 else above
         return ".".join([*above, *([node.module] if node.module else [])])
 
-    @functools.cache  # noqa: B019 (one object a command, gone with it)
-    def _tree(self, module: str) -> ast.Module:
-        return ast.parse(self.text(module))
+    @functools.cached_property
+    def _tree(self) -> Callable[[str], ast.Module]:
+        """Parses a module once; the trees, a hundred megabytes of them, go with this object."""
+        return functools.cache(lambda module: ast.parse(self.text(module)))
 
 
 def name_of(expression: ast.expr) -> str:

@@ -161,6 +161,7 @@ def test_data_parallel_ranks_of_experts_draft_one_number(
         target,
         {"topk": 3, "steps": 3, "shape": shape},
         tensor_parallel_size=1,
+        distributed_executor_backend="uni",
         max_model_len=LENGTH,
         max_num_batched_tokens=LENGTH,
         num_gpu_blocks_override=6,

@@ -82,6 +82,7 @@ def test_two_ranks_answer_as_one(
     assert compared_trees(found) >= drafts / ASKED
 
 
+@pytest.mark.nightly
 def test_a_chain_of_stock_s_is_told_its_length_on_two_ranks(pair: Pair, tmp_path: Path) -> None:
     """The scheduler of `bench trees` is in another process than the workers."""
     speculative = {

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
 
 QUICK = (sys.executable, "-P", "-m", "tests.support.engines.quick_processes")
 TREE = {"topk": 3, "steps": 3}
-STATES = {"tree": "on", "hicache": "on", "vit": "off", "draft": "off"}
+STATES = {"tree": "on", "hicache": "on", "vit": "off", "draft": "off", "learn": "off"}
 
 
 require_cpu_server()

@@ -242,6 +242,7 @@ def test_engines_of_tests_rank_and_draw_as_the_kernels_do(
 ) -> None:
     """The same tokens, with ties, noise, NaN and rows that have too few numbers."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
     from tests.support.engines.quick_kernels import quicken
     from tests.support.engines.quick_launches import LAUNCHES
@@ -271,7 +272,9 @@ def test_engines_of_tests_rank_and_draw_as_the_kernels_do(
 
     def sampled() -> list[torch.Tensor]:
         rows = logits.nan_to_num(0.0), slots, heat, seeds, positions
-        return [gumbel_sample(*rows, *each) for each in product([True, False], repeat=2)]
+        drawn = [gumbel_sample(*rows, *each) for each in product([True, False], repeat=2)]
+        scores = compute_topk_scores(logits[:2], topk, drawn[0][:2])
+        return [*drawn, scores.selected_token_ranks, scores.logprobs.mul(1e4).round()]
 
     def grown() -> list[torch.Tensor]:
         table = CandidateTable.allocate(5, topk, 3, "cpu")
@@ -300,6 +303,7 @@ def test_engines_of_tests_rank_and_draw_as_the_kernels_do(
     assert all(map(torch.equal, sampled(), wanted))
     assert all(map(torch.equal, grown(), right))
     ranks = {"_block_kernel": 5, "_merge_kernel": 5}
-    assert calls == ranks | {"_gumbel_sample_kernel": 4, "_expand_kernel": 2}
+    draws = {"_gumbel_sample_kernel": 4, "_topk_log_softmax_kernel": 1, "_ranks_kernel": 1}
+    assert calls == ranks | draws | {"_expand_kernel": 2}
     assert not torch.equal(expected[0][1], expected[2][1])
     assert not torch.equal(wanted[0], wanted[1])

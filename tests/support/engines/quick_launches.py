@@ -192,11 +192,31 @@ def draw(given: Given, grid: tuple[int, ...]) -> bool:
     return True
 
 
+def score(given: Given, grid: tuple[int, ...]) -> bool:
+    """vLLM's `_topk_log_softmax_kernel`."""
+    logits = rows_of(given["logits_ptr"], grid[0], given["vocab_size"], given["logits_stride"])
+    logits = logits - logits.amax(1, keepdim=True)
+    norm = logits.exp().sum(1, keepdim=True, dtype=torch.float64).log().float()
+    given["output_ptr"].copy_(logits.gather(1, given["topk_ids_ptr"]) - norm)
+    return True
+
+
+def count_better(given: Given, grid: tuple[int, ...]) -> bool:
+    """vLLM's `_ranks_kernel`."""
+    logits = rows_of(given["logits_ptr"], grid[0], given["vocab_size"], given["logits_stride"])
+    chosen = logits.gather(1, given["token_ids_ptr"][: grid[0], None])
+    given["output_ptr"].copy_((logits >= chosen).sum(1))
+    return True
+
+
+SAMPLING = "vllm.v1.worker.gpu.sample"
 LAUNCHES: dict[tuple[str, str], Callable[[Given, tuple[int, ...]], bool]] = {
     (topk.__name__, "_block_kernel"): block,
     (topk.__name__, "_merge_kernel"): merge,
     (expand.__name__, "_expand_kernel"): grow,
-    ("vllm.v1.worker.gpu.sample.gumbel", "_gumbel_sample_kernel"): draw,
+    (f"{SAMPLING}.gumbel", "_gumbel_sample_kernel"): draw,
+    (f"{SAMPLING}.logprob", "_topk_log_softmax_kernel"): score,
+    (f"{SAMPLING}.logprob", "_ranks_kernel"): count_better,
 }
 """By module and name: does what a launch would do, or returns False and does nothing."""
 

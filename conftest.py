@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # At import: looking for garbage in what is imported and collected is a quarter of their time, and
@@ -66,6 +67,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     place = collection_path.relative_to(config.rootpath)
     rooms = {each.as_posix() for each in (place, *place.parents)}
     return True if engines or rooms & LONG_ROOMS else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Save engines time, in fixtures too; tests of kernels, and slow ones, interpret it all."""
+    marked = item.get_closest_marker
+    with pytest.MonkeyPatch.context() as patch:
+        if marked("engine") and not marked("slow") and not HAS_CUDA:
+            from tests.support.engines.quick_kernels import quicken
+
+            quicken(patch.setattr)
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

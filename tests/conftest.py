@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 
 @pytest.fixture
@@ -22,13 +21,3 @@ def lone_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def tests_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes that a test spawns import `tests.support`; they inherit the path."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
-
-
-@pytest.fixture(autouse=True)
-def _quick_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save engines time; tests of kernels, and engines that may be slow, interpret it all."""
-    marked = request.node.get_closest_marker
-    if marked("engine") and not marked("slow") and not torch.cuda.is_available():
-        from tests.support.engines.quick_kernels import quicken
-
-        quicken(monkeypatch.setattr)

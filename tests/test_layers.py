@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from pathlib import Path
 
@@ -34,7 +35,12 @@ NEIGHBOURS = {("spec_decode", "graph_runners.language")}
 """Trees are drafted and verified in graphs of the language model."""
 
 FILES = source_files()
-MODULES = module_graph(FILES)
+
+
+@functools.cache
+def module_imports() -> Graph:
+    """All modules, read once and by the process that tests them."""
+    return module_graph(FILES)
 
 
 def room_of(module: str) -> str:
@@ -62,7 +68,7 @@ def upward(modules: Graph) -> list[str]:
 
 
 def test_every_import_goes_down() -> None:
-    assert upward(MODULES) == []
+    assert upward(module_imports()) == []
 
 
 @pytest.mark.parametrize(
@@ -86,12 +92,12 @@ def test_a_planted_import_is_found(module: str, line: str) -> None:
     module = f"{PACKAGE}.{module}"
     for form in ("{}", "def late():\n    {}", "if TYPE_CHECKING:\n    {}"):
         planted = imports_of(form.format(line), FILES)
-        [found] = upward({**MODULES, module: MODULES[module] | planted})
+        [found] = upward({**module_imports(), module: module_imports()[module] | planted})
         assert found.startswith(f"{module} imports ")
 
 
 def test_folders_form_no_circle() -> None:
-    graph = folder_graph(MODULES, FILES)
+    graph = folder_graph(module_imports(), FILES)
     assert circles(graph) == []
     # Each folder has a height, and imports only from lower ones.
     height = heights(graph)

@@ -144,9 +144,10 @@ def _keep_out_of_collections(patches: contextlib.ExitStack) -> None:
         from vllm import LLM  # noqa: F401
 
         _collected = True
-        gc.collect()
         # Else extension modules would take what is frozen for leaks, and say so.
         atexit.register(gc.unfreeze)
+    # What its user's variables still held at its end is left of the last engine.
+    gc.collect()
     # What is there before an engine is no garbage of it: its end does not look through it again.
     gc.freeze()
     # vLLM freezes the engine's objects while it serves, and at its end unfreezes everything.

@@ -165,7 +165,8 @@ def fault_run(
     **extra: Any,
 ) -> dict[str, int]:
     """Run batches on one engine until ``count`` faults were injected or ``seconds`` have passed."""
-    from tests.support.host_cache.faults import Faults, injected
+    from tests.support.host_cache.engine_faults import injected
+    from tests.support.host_cache.faults import Faults
 
     faults = Faults(0.25, seed, slow_seconds=0.002)
     end = time.monotonic() + seconds

@@ -8,7 +8,7 @@ from tests.support.engines.cache_engines import generate, metrics, transfer
 from tests.support.engines.pairs import Pair
 from tests.support.engines.shipped_pair import SHIPPED
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 TOKENS = 90
 

@@ -50,7 +50,6 @@ def test_weights_that_are_reloaded_while_serving(llama: Path, tmp_path: Path) ->
         assert not metrics(llm).get("hit_tokens_storage")
 
 
-@pytest.mark.slow
 def test_chains_and_trees_lay_keys_out_otherwise_on_a_cpu(tmp_path: Path) -> None:
     """A store that vLLM's chain has filled is read by a chain and not by a tree."""
     pair = Pair.load(SHIPPED)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hicache.soak import expected_tokens, fault_run, prompts
 from tests.support.processes import finished
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +27,9 @@ def soak(*arguments: str) -> list[dict[str, int]]:
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
-def test_faults_change_no_token() -> None:
-    (counts,) = soak("faults", "--count", str(FAULTS), "--load", "auto")
+def test_faults_change_no_token(llama: Path, tmp_path: Path) -> None:
+    expected = expected_tokens(llama, prompts())
+    counts = fault_run(llama, expected, tmp_path, FAULTS, seed=1, load="auto")
     assert counts["injected"] >= FAULTS
     # "blind" counts controls in which spoilt pages, past the checksums, changed no token.
     assert {"wrong", "errors", "hung", "blind"}.isdisjoint(counts)

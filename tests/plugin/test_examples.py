@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
-import kubernetes_validate
 import pytest
 import yaml
 from compose_spec import PyCompose
@@ -203,6 +202,9 @@ def test_the_compose_file_is_one() -> None:
 
 
 def test_the_manifest_is_one() -> None:
+    # It takes seconds to import, which each process would spend that collects this file.
+    import kubernetes_validate
+
     documents = [*yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())]
     assert [document["kind"] for document in documents] == ["Deployment", "Service"]
     for document in documents:

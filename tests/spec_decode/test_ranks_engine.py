@@ -82,6 +82,7 @@ def test_two_ranks_answer_as_one(
     assert compared_trees(found) >= drafts / ASKED
 
 
+@pytest.mark.nightly
 def test_a_chain_of_stock_s_is_told_its_length_on_two_ranks(pair: Pair, tmp_path: Path) -> None:
     """The scheduler of `bench trees` is in another process than the workers."""
     speculative = {
@@ -161,6 +162,7 @@ def test_data_parallel_ranks_of_experts_draft_one_number(
         target,
         {"topk": 3, "steps": 3, "shape": shape},
         tensor_parallel_size=1,
+        distributed_executor_backend="uni",
         max_model_len=LENGTH,
         max_num_batched_tokens=LENGTH,
         num_gpu_blocks_override=6,

@@ -157,11 +157,15 @@ def graph(cuda_graph: CUDAGraph, pool: PoolId | None = None, **_: Any) -> Iterat
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Put the stand-in in place of torch's graphs."""
+    """Put the stand-in in place of torch's graphs, which end with the ``with`` block."""
+    others = {*_pools}
     with contextlib.ExitStack() as patches:
         for owner, name, value in _replacements():
             patches.enter_context(mock.patch.object(owner, name, value))
         yield
+    # Their launches hold whole engines.
+    for pool in _pools.keys() - others:
+        del _pools[pool]
 
 
 def poison_(tensor: torch.Tensor) -> None:

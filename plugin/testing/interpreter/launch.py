@@ -19,6 +19,7 @@ def mend() -> None:
     interpreter._patch_lang = _PatchOnce(interpreter)
     interpreter._get_np_dtype = _cached_by_scalar(interpreter._get_np_dtype)
     interpreter.inspect = _CachedSignatures()
+    interpreter._implicit_cvt = _cached_by_type(interpreter._implicit_cvt)
     # Stock computes each integer sum and product again, in 64 bits, for an assertion that only a
     # debug build makes.
     builder = interpreter.interpreter_builder
@@ -38,6 +39,28 @@ def _cached_by_scalar(stock: Any) -> Any:
         return address if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
 
     return lookup
+
+
+def _cached_by_type(stock: Any) -> Any:
+    """Stock names the type of each argument and parses the name, and makes new types of blocks."""
+    import torch
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    of_number, kinds = functools.lru_cache(4096)(stock), dict[Any, Any]()
+
+    def convert(argument: Any) -> Any:
+        if type(argument) is int:
+            return of_number(argument)
+        if not isinstance(argument, torch.Tensor):
+            return stock(argument)
+        kind = kinds.get(argument.dtype)
+        if kind is None:
+            kind = kinds[argument.dtype] = stock(argument).type
+        address = np.array([argument.data_ptr()], np.uint64)
+        return tl.tensor(TensorHandle(address, kind), kind)
+
+    return convert
 
 
 def _silence(executor: Any) -> None:

@@ -16,6 +16,7 @@ _DIVISIONS: dict[str, Callable[[Array, Array], Array]] = {
     "floordiv": lambda x, y: (x - np.fmod(x, y)) // y,
     "mod": np.fmod,
 }
+_SHIFTS = {"lshift": np.left_shift, "rshift": np.right_shift}
 _BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _COMPARISONS = {
     "lt": np.less,
@@ -80,6 +81,8 @@ class Operators:
             return self._operator(operation, self._numbers, stock, reflected, pointers)
         if bare in _DIVISIONS:
             return self._operator(_DIVISIONS[bare], self._integers, stock)
+        if bare in _SHIFTS:
+            return self._operator(_SHIFTS[bare], self._integers, stock)
         if bare in _BITS:
             return self._operator(_BITS[bare], self._bits, stock)
         if bare in _COMPARISONS:
@@ -203,7 +206,7 @@ class Operators:
             return other.with_element_ty(scalar) if other.is_block() else scalar
         if not other.is_block():
             return kind.with_element_ty(scalar)
-        sizes = _broadcast(kind._graft_sizes, other._graft_sizes)
+        sizes = broadcast(kind._graft_sizes, other._graft_sizes)
         return None if sizes is None else self._block(scalar, list(sizes))
 
     def _moved(self, pointer: Any, offset: Any) -> Any:
@@ -227,7 +230,7 @@ class Operators:
 
 
 @functools.cache
-def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+def broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that two shapes of one rank are spread to; None if stock has to decide."""
     if len(left) != len(right):
         return None

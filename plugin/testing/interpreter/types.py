@@ -1,10 +1,11 @@
 """Cost of a tensor in the interpreter of triton 3.9.0: its type and its constants. Stock builds a
-new block type and new lists of constants for each tensor. Here each type is built once and knows
-what its tensors share."""
+new block type and new lists of constants for each tensor, and compares such lists wherever two
+tensors meet. Here each type is built once and knows what its tensors share."""
 
 from typing import Any
 
-from vllm_graft.testing.interpreter.operators import Operators
+from vllm_graft.testing.interpreter.accesses import Accesses
+from vllm_graft.testing.interpreter.operators import Operators, broadcast
 
 
 def mend() -> None:
@@ -13,6 +14,7 @@ def mend() -> None:
 
     _mend_block_types(tl.block_type)
     _mend_tensors(tl.tensor)
+    _mend_broadcasts(tl)
     _mend_builtins()
 
 
@@ -57,6 +59,41 @@ def _mend_tensors(tensor: Any) -> None:
             self.shape, self.numel, self.dtype = parts
 
     tensor.__init__ = __init__
+    # A check of what NumPy has computed, and an empty dictionary, for each value.
+    from triton.runtime.interpreter import TensorHandle
+
+    def make(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    TensorHandle.__init__ = make
+
+
+def _mend_broadcasts(tl: Any) -> None:
+    """Blocks of one rank are spread by their sizes; scalars and other ranks go to stock."""
+    from triton.language.semantic import TritonSemantic
+
+    stock = TritonSemantic.broadcast_impl_value
+
+    def spread(semantic: Any, block: Any, sizes: tuple[int, ...]) -> Any:
+        if block.type._graft_sizes == sizes:
+            return block
+        kind = tl.block_type(block.type.scalar, list(sizes))
+        return tl.tensor(semantic.builder.create_broadcast(block.handle, sizes), kind)
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() and rhs.type.is_block():
+            sizes = broadcast(lhs.type._graft_sizes, rhs.type._graft_sizes)
+            if sizes is not None:
+                return spread(self, lhs, sizes), spread(self, rhs, sizes)
+        return stock(self, lhs, rhs)
+
+    stock_equal = tl.tuple.__eq__
+
+    def __eq__(self: Any, other: Any) -> Any:
+        return tl.constexpr(True) if other is self else stock_equal(self, other)
+
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    tl.tuple.__eq__ = __eq__
 
 
 def _mend_builtins() -> None:
@@ -67,7 +104,7 @@ def _mend_builtins() -> None:
     # What the decorator wraps around a function: it checks for that keyword, and calls.
     wrapper = tl.core.builtin(lambda: None).__code__
 
-    operators = Operators()
+    operators, accesses = Operators(), Accesses()
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic = interpreter.interpreter_semantic
@@ -77,7 +114,9 @@ def _mend_builtins() -> None:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        if obj is tl.tensor:
+        if name in ("load", "store", "to") and obj is not tl.core.tensor_descriptor_base:
+            builtin = getattr(accesses, name)(builtin)
+        elif obj is tl.tensor:
             builtin = operators.replace(name, builtin)
         elif name == "where":
             builtin = operators.where(builtin)

@@ -59,6 +59,7 @@ def captured(manager: Any, tower: Any, graft: dict[str, Any] | None = None) -> A
     return towers.captured(manager, tower, config, "cpu", torch.float32)
 
 
+@pytest.mark.nightly
 def test_graphs_of_a_compiled_tower_are_its_eager_pass(tower: Any) -> None:
     blocks = [module for module in tower.visual.blocks if not module.do_not_compile]
     assert len(blocks) == SHAPE.vision["depth"]
@@ -82,6 +83,7 @@ def test_graphs_of_a_compiled_tower_are_its_eager_pass(tower: Any) -> None:
     assert all(block.aot_compiled_fn is not None for block in blocks)
 
 
+@pytest.mark.nightly
 def test_stock_graphs_capture_it_too(tower: Any) -> None:
     # The recorder does not see what compiled code does, so only a GPU shows whether it is right.
     stock = captured(EncoderCudaGraphManager, tower)

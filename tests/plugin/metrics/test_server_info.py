@@ -171,8 +171,8 @@ ANSWERS = {
     "status 500": b"HTTP/1.1 500 \x1b[31mX" + END,
     "compressed": INFO.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1)[:-40],
     "gigabytes": (OK, *[b"# " + b"x" * (1 << 20)] * 1500),
-    "a byte at a time": (OK, *[b"a"] * 200),
-    "a header's byte at a time": (OK[:20], *[b"a"] * 200),
+    "a byte at a time": (OK, *[b"a"] * 40),
+    "a header's byte at a time": (OK[:20], *[b"a"] * 40),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from vllm_graft.metrics.server_info import samples, total
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(590)]
 
+QUICK = (sys.executable, "-P", "-m", "tests.support.engines.quick_processes")
 TREE = {"topk": 3, "steps": 3}
-STATES = {"tree": "on", "hicache": "on", "vit": "off", "draft": "off"}
+STATES = {"tree": "on", "hicache": "on", "vit": "off", "draft": "off", "learn": "off"}
 
 
 require_cpu_server()
@@ -34,6 +36,7 @@ def flags(folder: Path, api_servers: int) -> tuple[list[str], dict[str, str]]:
     """Flags of a server with trees and a host cache over few device blocks."""
     found, environment = server_settings(SHIPPED, cuda=False)
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     environment |= {"VLLM_LOG_STATS_INTERVAL": "2", "VLLM_LOGGING_LEVEL": "INFO"}
     storage = {"backend": "segments", "path": str(folder / "store"), "max_bytes": "64MiB"}
     # Storage is read whatever was measured of it, which varies too much on a busy CPU.
@@ -80,7 +83,7 @@ def spoilt(metrics: str, name: str) -> str:
 def test_one_api_server_counts_what_its_client_counts(tmp_path: Path) -> None:
     arguments, environment = flags(tmp_path, 1)
     counted = Counted()
-    with VllmServer(arguments, tmp_path / "log", environment) as server:
+    with VllmServer(arguments, tmp_path / "log", environment, QUICK) as server:
         server.wait_ready(400)
         # Before the first request: the engine has told which parts run.
         assert parts_of(server) == STATES
@@ -131,7 +134,7 @@ def test_two_api_servers_count_together_what_their_client_counts(tmp_path: Path)
     folder.mkdir()
     environment |= {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
     counted = Counted()
-    with VllmServer(arguments, tmp_path / "log", environment) as server:
+    with VllmServer(arguments, tmp_path / "log", environment, QUICK) as server:
         server.wait_ready(500)
         assert parts_of(server) == STATES
         serve(server, load(), counted)

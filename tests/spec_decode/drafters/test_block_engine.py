@@ -278,7 +278,6 @@ def test_spoiled_rows_and_cache_are_seen(
         assert differing(answer_all(llm, requests), expected) != []
 
 
-@pytest.mark.slow
 def test_steps_change_the_block_between_graphs(
     folder: Path, alone: list[Answer], tmp_path: Path
 ) -> None:
@@ -307,7 +306,6 @@ def test_steps_change_the_block_between_graphs(
         assert {count for each in found.values() for count in each[1:]} - {4, 8}
 
 
-@pytest.mark.slow
 def test_graphs_hold_the_block_and_its_tree(
     folder: Path, alone: list[Answer], tmp_path: Path
 ) -> None:

@@ -1,10 +1,16 @@
+from collections import Counter
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 
 from tests.support.crossed import crossed
 from vllm_graft.spec_decode.kernels import sizes
+from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.trees.candidates import CandidateTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -231,32 +237,73 @@ def test_a_program_takes_several_rows_where_programs_are_many() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="interpreted kernels")
 @pytest.mark.parametrize("topk", [1, 8])
-def test_engines_of_tests_rank_as_the_kernel_does(
+def test_engines_of_tests_rank_and_draw_as_the_kernels_do(
     topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens, with ties, noise, NaN and rows that have too few numbers."""
-    from tests.support.engines.quick_kernels import quicken
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-    logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(5)).round(decimals=1)
+    from tests.support.engines.quick_kernels import quicken
+    from tests.support.engines.quick_launches import LAUNCHES
+
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, 5000, generator=generator).round(decimals=1)
     logits[1] = -1.0
     logits[2, 2:] = float("-inf")
     logits[3, ::7] = float("nan")
-    logits[4] *= -1e38
-    seeds = torch.tensor([7, -3, 1 << 40, 0, 12])
-    heat = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
-    drawn = Noise(heat, seeds, torch.arange(5), torch.arange(5) * 1000, 1)
+    logits[4] *= -1e37
+    biases, shared = torch.randn(8, 5000, generator=generator).half().split([6, 2])
+    seeds = torch.tensor([7, -3, 1 << 40, 0, 12, 5])
+    heat = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 0.3])
+    slots, positions = torch.tensor([0, 1, 2, -1, 4, 5]), torch.arange(6) * 1000
+    drawn = Noise(heat, seeds, slots, positions, 1)
+    grouped = Noise(heat, seeds, torch.tensor([1, 5]), positions // 3000, 3)
+    names = torch.randperm(5000, generator=generator)
 
     def ranked() -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [
             topk_logprobs(logits, topk),
             topk_logprobs(logits[:, :9], topk),
             topk_logprobs(logits, topk, noise=drawn),
+            topk_logprobs(logits.bfloat16(), topk, names, noise=drawn, sharpness=1.5),
+            biased_topk_logprobs(biases, shared, topk, names, grouped),
         ]
 
-    expected = ranked()
+    def sampled() -> list[torch.Tensor]:
+        rows = logits.nan_to_num(0.0), slots, heat, seeds, positions
+        drawn = [gumbel_sample(*rows, *each) for each in product([True, False], repeat=2)]
+        scores = compute_topk_scores(logits[:2], topk, drawn[0][:2])
+        return [*drawn, scores.selected_token_ranks, scores.logprobs.mul(1e4).round()]
+
+    def grown() -> list[torch.Tensor]:
+        table = CandidateTable.allocate(5, topk, 3, "cpu")
+        moved = [torch.zeros(5 * topk, dtype=torch.long) for _ in range(2)]
+        logp = shared.float()[0, : 3 * topk**2].round(decimals=1).view(-1, topk)
+        tokens = names[: 3 * topk**2].view(-1, topk)
+        seed_frontier(table, logp[:3], tokens[:3], 3)
+        expand_frontier(table, 1, logp, tokens, 3, *moved)
+        alike = (each[:topk].expand(3, topk, topk) for each in (logp, tokens))
+        expand_frontier(table, 2, *alike, 3, *moved)
+        return [*(each[:3] for each in vars(table).values()), *moved]
+
+    expected, wanted, right = ranked(), sampled(), grown()
     quicken(monkeypatch.setattr)
-    assert sizes.topk_block(2048) == (2048, 1)
-    for ours, wanted in zip(ranked(), expected, strict=True):
-        assert torch.equal(ours[1], wanted[1])
-        torch.testing.assert_close(ours[0], wanted[0], rtol=1e-6, atol=1e-6)
+    calls: Counter[str] = Counter()
+    for name, function in list(LAUNCHES.items()):
+
+        def counted(*args: Any, name: str = name[1], function: Any = function) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        monkeypatch.setitem(LAUNCHES, name, counted)
+    for ours, theirs in zip(ranked(), expected, strict=True):
+        assert torch.equal(ours[1], theirs[1])
+        torch.testing.assert_close(ours[0], theirs[0], rtol=2e-6, atol=2e-6)
+    assert all(map(torch.equal, sampled(), wanted))
+    assert all(map(torch.equal, grown(), right))
+    ranks = {"_block_kernel": 5, "_merge_kernel": 5}
+    draws = {"_gumbel_sample_kernel": 4, "_topk_log_softmax_kernel": 1, "_ranks_kernel": 1}
+    assert calls == ranks | draws | {"_expand_kernel": 2}
     assert not torch.equal(expected[0][1], expected[2][1])
+    assert not torch.equal(wanted[0], wanted[1])

@@ -1,12 +1,10 @@
 """Which targets and drafts are mixtures of experts, told by their configurations."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.processes import finished
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.models.draft_facts import (
     DENSE_DRAFTS,
@@ -99,10 +97,7 @@ def test_the_schedule_has_the_numbers_of_the_ladder(monkeypatch: pytest.MonkeyPa
     assert numbers(config("eagle3", target=True, draft=True)) == dense
 
 
-@pytest.mark.slow
 def test_vllm_has_the_dense_drafts_under_these_names() -> None:
-    code = (
-        "from vllm.model_executor.models import ModelRegistry\n"
-        "print(*ModelRegistry.get_supported_archs())"
-    )
-    assert DENSE_DRAFTS.issubset(finished(sys.executable, "-P", "-c", code).split())
+    from vllm.model_executor.models import ModelRegistry
+
+    assert set(ModelRegistry.get_supported_archs()) >= DENSE_DRAFTS

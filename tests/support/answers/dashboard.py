@@ -70,7 +70,7 @@ def without_data(text: str, *parts: str) -> list[str]:
 
 
 def _part_of(name: str) -> str:
-    found = re.match(r"vllm:graft_(tree|vit|draft|hicache)_", name)
+    found = re.match(r"vllm:graft_(tree|vit|draft|hicache|learn)_", name)
     return found.group(1) if found else ""
 
 

@@ -89,6 +89,9 @@ class VllmServer:
         self.address = f"http://127.0.0.1:{self.port}"
         self.log = log
         self.report = report
+        # A proxy of the environment must not see the loopback interface, and certificates take 30
+        # milliseconds to read, at each look at a server that starts.
+        self._client = httpx.Client(trust_env=False, verify=False, timeout=10)
         self._arguments = ["serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
         self._command = [*command, *self._arguments]
         self._environment = {**os.environ, **(environment or {})}
@@ -193,6 +196,4 @@ class VllmServer:
         return True
 
     def _get(self, path: str) -> str:
-        # A proxy of the environment must not see the loopback interface.
-        answer = httpx.get(self.address + path, timeout=10, trust_env=False)
-        return answer.raise_for_status().text
+        return self._client.get(self.address + path).raise_for_status().text

@@ -1,9 +1,9 @@
 """Faults such as a disk, a network mount or a copy engine may cause. They are seeded.
 
-Those of a disk happen in a store's system calls, below the checksums that protect tokens.
+Those of a disk happen in a store's system calls, below the checksums that protect tokens. Processes
+that only write pages start in a moment: nothing here imports torch or vLLM.
 """
 
-import contextlib
 import errno
 import os
 import random
@@ -11,13 +11,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
-from unittest import mock
+from collections.abc import Sequence
 
-from vllm_graft.hicache import setup
-from vllm_graft.hicache.copies.copy_engine import MemoryCopyEngine
-from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.storage.files import Buffer, Files
 
 KINDS = ("slow", "short", "corrupt", "failing")
@@ -129,34 +124,3 @@ class FaultyFiles(Files):
         if kind != "killed" or early_kill:
             self._faults.delay_or_kill(kind)
         return kind
-
-
-@contextlib.contextmanager
-def injected(faults: Faults) -> Iterator[None]:
-    """Let an engine of this process run into faults of its disk and of its copies.
-
-    A copy that is tried again after a fault goes well.
-    """
-    make_backend, copies = setup.make_backend, MemoryCopyEngine._copies
-    failed: set[int] = set()
-
-    def faulty_backend(*given: Any) -> Any:
-        backend: Any = make_backend(*given)
-        backend.files = FaultyFiles(faults)
-        return backend
-
-    def faulty_copies(engine: MemoryCopyEngine, operation: CacheOperation) -> Any:
-        if operation.ids[0] in failed:
-            return copies(engine, operation)
-        kind = faults.decide("copy", ("slow", "short", "failing"))
-        if kind in ("short", "failing"):
-            failed.add(operation.ids[0])
-            raise faults.error("copy")
-        faults.delay_or_kill(kind)
-        return copies(engine, operation)
-
-    with (
-        mock.patch.object(setup, "make_backend", faulty_backend),
-        mock.patch.object(MemoryCopyEngine, "_copies", faulty_copies),
-    ):
-        yield

@@ -67,6 +67,7 @@ def bits(x, y):
     note(x ^ y)
     note(x | y)
     note(x << y)
+    note(x >> y)
 
 
 @triton.jit
@@ -104,6 +105,14 @@ def addresses(x, N: tl.constexpr):
     note(tl.load(x + i, mask=i < 2))
     # Constants are made once, so changes to one use must not reach the next.
     note(tl.full((N,), 3, tl.int32) * 3 + i * 3)
+    note(tl.load(x).to(tl.int64))
+    for kind in (tl.int8, tl.uint32, tl.int64, tl.float16, tl.float32, tl.float64):
+        note(tl.load(x + i).to(kind))
+    tl.store(x + (i[:, None] + i[None, :]) % N, tl.load(x + i)[:, None], mask=i[:, None] < 1)
+    note(tl.load(x + i))
+    tl.store(x + i, tl.load(x + 1), mask=i < 2)
+    tl.store(x + 3, 200.0)
+    note(tl.load(x + i))
     tl.store(x + i, 3)
     note(tl.load(x + i) + 3)
 

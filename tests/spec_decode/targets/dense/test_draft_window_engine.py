@@ -244,7 +244,6 @@ class PlainFlash:
         return out.reshape(query.shape), lse
 
 
-@pytest.mark.slow
 def test_two_passes_serve_the_engine(
     pair: Pair, samples: list[Request], expected: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

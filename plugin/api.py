@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from vllm_graft.hooks.entries import Health
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
     from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
+    from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
     from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
-    from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-    from vllm_graft.spec_decode.targets.base import TargetFamily, TargetState
-    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
+    from vllm_graft.spec_decode.targets.families import TargetFamily, TargetState
+    from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
 _NAMES = {
@@ -48,12 +47,11 @@ _NAMES = {
     "spec_decode.config.tree_config": "TreeConfig",
     "spec_decode.drafters.base": "Drafter Extra Growth",
     "spec_decode.drafters.passless": "PasslessGrowth",
-    "spec_decode.drafters.target_dependent": "TargetDependentTrees",
+    "spec_decode.drafters.eagle": "TargetDependentTrees",
     "spec_decode.drafters.tree_drafting": "TreeDrafting",
-    "spec_decode.targets.base": "TargetFamily TargetState",
-    "spec_decode.targets.dense.dense_family": "DenseFamily",
-    "spec_decode.trees.candidates": "CandidateTable",
-    "spec_decode.trees.shape": "TreeShape",
+    "spec_decode.targets.families": "TargetFamily TargetState",
+    "spec_decode.targets.dense.layer": "DenseFamily",
+    "spec_decode.trees.tree": "CandidateTable TreeShape",
     "spec_decode.tuning.shapes": "TreePolicy",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -17,10 +17,10 @@ from vllm_graft.hooks import manager
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator
-from vllm_graft.spec_decode import prompt_logprobs
 from vllm_graft.spec_decode.config.draft_config import NAME, DraftConfig
-from vllm_graft.spec_decode.counts.chain_metrics import METRICS
+from vllm_graft.spec_decode.counts.tree_metrics import CHAIN_METRICS
 from vllm_graft.spec_decode.refusals.chain_refusals import NO_DRAFT, REFUSALS
+from vllm_graft.spec_decode.worker_mends import cut_prompt_logprobs
 
 _MODULE = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _STOCK = "StandaloneARSpeculator"
@@ -33,7 +33,7 @@ class ChainPart(Part):
     asks_for = "CUDA graphs of the draft's loop"
     flag = flag(NAME)
     refusals: Sequence[Refusal] = REFUSALS
-    metrics = METRICS
+    metrics = CHAIN_METRICS
 
     def __init__(self) -> None:
         self.built = BuiltClasses("drafts")
@@ -68,7 +68,7 @@ class ChainPart(Part):
 
     def verify(self, asked: DraftConfig, worker: Any, vllm_config: Any) -> None:
         require_speculator(worker, self.built, self.flag, self.asks_for, _STOCK)
-        prompt_logprobs.mend(worker)
+        cut_prompt_logprobs(worker)
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for ``StandaloneARSpeculator(...)``: ``stock`` without our section.

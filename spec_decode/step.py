@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.drafters.levels import AcceptedRows
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.verify import walk_tree
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.draft_trees import Sources
@@ -72,7 +71,7 @@ class TreeSteps:
         return emitted
 
     def extend(self) -> torch.Tensor:
-        """The draft reads what was accepted: ``drafters/{target_dependent,accepted_rows}.py``."""
+        """The draft reads what was accepted: ``drafters/{eagle,levels}.py``."""
         accepted = AcceptedRows(self.verified.batch, torch.empty_like(self.states))
         batch, states = accepted.move(self.context, self.verified.batch, self.states, self.count)
         found = []

@@ -1,12 +1,19 @@
-"""vLLM's log line on drafts, for trees."""
+"""VLLM's log line on drafts and its counters of accepted ones by position, for trees."""
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import prometheus_client
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, logger
+
+if TYPE_CHECKING:
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 
 class TreeLogging(SpecDecodingLogging):
@@ -39,3 +46,33 @@ class TreeLogging(SpecDecodingLogging):
             ", ".join(f"{rate:.3f}" for rate in by_depth) or "none",
         )
         self.reset()
+
+
+class LateCounter:
+    """A counter whose series begins when it first counts something."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def inc(self, amount: float = 1) -> None:
+        if amount:
+            # The metric's own table returns the same series again.
+            self._make().inc(amount)
+
+
+def show_depths(prom: SpecDecodingProm, depth: int) -> None:
+    """Leave out positions below `depth` levels of a tree until a node there is accepted.
+
+    N-grams may lead deeper than the draft. Ray's metrics stay as they are, as do those that several
+    API servers keep in files, from which a series can't be removed.
+    """
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        return
+    for counters in getattr(prom, "counter_spec_decode_num_accepted_tokens_per_pos", {}).values():
+        for place in range(depth, len(counters)):
+            child = counters[place]
+            if not isinstance(child, prometheus_client.Counter):
+                return
+            metric: Any = prometheus_client.REGISTRY._names_to_collectors[child._name]
+            metric.remove(*child._labelvalues)
+            counters[place] = LateCounter(partial(metric.labels, *child._labelvalues))

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.heads.head import DraftHead
     from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 

@@ -17,9 +17,9 @@ from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.drafters.levels import Roots
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.lookup.predictions import UnreadPredictions
+from vllm_graft.spec_decode.lookup.references import UnreadPredictions
 from vllm_graft.spec_decode.startup.clock import StartClock
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.tree import num_candidates
 from vllm_graft.spec_decode.tuning.plan import bounds
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 from vllm_graft.spec_decode.verification.context import TreeContext
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.heads.head import DraftHead
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.startup.ahead import Ahead
-    from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.targets.dense.two_pass import KernelChoice
+    from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
 
 
 @dataclass(frozen=True)

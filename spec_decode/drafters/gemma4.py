@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
+from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
 
 if TYPE_CHECKING:
     from torch import nn

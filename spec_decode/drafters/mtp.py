@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
-from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
+from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
 
 
 class MtpTrees(TargetDependentTrees, MTPSpeculator):

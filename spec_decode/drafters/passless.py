@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.trees.tree import TreeShape
 
 Children = tuple[torch.Tensor, torch.Tensor]
 """Log-probabilities f32 and the target's token ids int64, of the same shape."""

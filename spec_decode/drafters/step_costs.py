@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare
 from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
-from vllm_graft.spec_decode.kernels.rows import prepare_rows
+from vllm_graft.spec_decode.kernels.verify import prepare_rows
 from vllm_graft.spec_decode.tuning.step_times import Costs
 
 if TYPE_CHECKING:

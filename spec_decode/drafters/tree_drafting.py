@@ -28,7 +28,7 @@ from vllm_graft.spec_decode.drafters.stock_chain import become_stock
 from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
-from vllm_graft.spec_decode.kernels.finish import finish_tree
+from vllm_graft.spec_decode.kernels.candidates import finish_tree
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
@@ -46,12 +46,11 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+    from vllm_graft.spec_decode.config.tree_config import NgramConfig
     from vllm_graft.spec_decode.drafters.base import Growth
     from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.trees.level_memory import LevelMemory
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.drafters.levels import AcceptedRows, LevelMemory
+    from vllm_graft.spec_decode.trees.tree import TreeShape
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 

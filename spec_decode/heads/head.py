@@ -12,8 +12,7 @@ from torch import nn
 from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.heads import fp8_head
-from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
-from vllm_graft.spec_decode.heads.hot_rows import Fp8Rows, PlainRows, take_rows
+from vllm_graft.spec_decode.heads.fp8_head import Fp8Head, Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
 from vllm_graft.spec_decode.kernels.noise import Noise

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import TreeState
 
 
 class PathTokens(NamedTuple):

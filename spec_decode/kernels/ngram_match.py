@@ -9,8 +9,13 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
+from vllm_graft.spec_decode.trees.text_state import (
+    BORDER,
+    MAX_PLACE,
+    SEGMENT,
+    NgramState,
+    scan_block,
+)
 
 PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
 """Bits of a match's place in its key; the bits above them are its length."""

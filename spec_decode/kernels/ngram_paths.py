@@ -24,9 +24,8 @@ from vllm_graft.spec_decode.kernels.ngram_match import (
     tokens_behind,
 )
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.text_state import NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, num_candidates
 
 UNLIKELY = tl.constexpr(-1e20)
 """Log-probability of a token in the place of what is no token, such as a prompt's embedding."""

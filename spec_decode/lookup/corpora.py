@@ -18,13 +18,12 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.values import human, reason_of, shown
 from vllm_graft.spec_decode.lookup.references import CHARACTERS, encoded
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES
-from vllm_graft.spec_decode.trees.ngram_state import BORDER
+from vllm_graft.spec_decode.trees.text_state import BORDER, SEGMENT, SEGMENT_BYTES
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-    from vllm_graft.spec_decode.lookup.owners import Owners
+    from vllm_graft.spec_decode.config.tree_config import MemoryConfig
     from vllm_graft.spec_decode.lookup.references import Tokenizer
+    from vllm_graft.spec_decode.lookup.served_references import Owners
 
 METHOD = "graft_corpora"
 """What ``collective_rpc`` is asked for."""
@@ -186,17 +185,13 @@ class Corpora:
         self._erase(self._known(name).places)
         self._free += self.known.pop(name).places
 
-    def answer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand around ``EngineCore.collective_rpc``."""
-
-        def collective_rpc(
-            method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if method != METHOD:
-                return original(method, timeout, args, kwargs)
-            return [self.asked(*args, **(kwargs or {}))]
-
-        return collective_rpc
+    def answer(
+        self, original: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Stand in the place of ``EngineCore.collective_rpc``."""
+        if method != METHOD:
+            return original(method, timeout, args, kwargs)
+        return [self.asked(*args, **(kwargs or {}))]
 
     def _known(self, name: str) -> Corpus:
         if name not in self.known:

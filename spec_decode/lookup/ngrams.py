@@ -18,9 +18,14 @@ from vllm_graft.spec_decode.kernels.text_memory import (
     write_corpus,
     write_memory,
 )
-from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, PROMPT_TOKENS, MemoryState
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
-from vllm_graft.spec_decode.trees.reference import reference_in
+from vllm_graft.spec_decode.trees.text_state import (
+    CLASSES,
+    LONGEST,
+    PROMPT_TOKENS,
+    MemoryState,
+    NgramState,
+    reference_in,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -28,10 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.base.metric import Numbers
-    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.reference import Reference
+    from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
+    from vllm_graft.spec_decode.trees.text_state import Reference
+    from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 _COUNTED = (

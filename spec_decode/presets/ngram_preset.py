@@ -8,14 +8,13 @@ from vllm_graft.base.decision import Preset
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import facts
 from vllm_graft.base.values import human
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.chosen import grows_by_levels
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig, lengths_of
+from vllm_graft.spec_decode.models.drafts import grows_by_levels
 from vllm_graft.spec_decode.refusals.engine_refusals import shape_problems
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.memory_state import MemoryState
+    from vllm_graft.spec_decode.trees.text_state import MemoryState
 
 DEPTH, MATCHES = 31, 4
 """Tokens that are copied from a match at most, and matches of a text. Levels take no pass, so that
@@ -118,7 +117,7 @@ def text_bytes(
     many matches of each text, beside a memory or without one."""
     import torch
 
-    from vllm_graft.spec_decode.trees.ngram_state import NgramState
+    from vllm_graft.spec_decode.trees.text_state import NgramState
 
     width = vllm_config.model_config.max_model_len
     return NgramState.allocate(

@@ -17,7 +17,7 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of, with_section, without_section
 from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
-from vllm_graft.spec_decode.models.draft_facts import trained_depth
+from vllm_graft.spec_decode.models.drafts import trained_depth
 from vllm_graft.spec_decode.targets.families import FEATURES, served_features, unserved_in_model
 
 

@@ -16,16 +16,13 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer
 from vllm_graft.base.refusal import facts, sentences
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.models.chosen import (
+from vllm_graft.spec_decode.config.tree_config import NAME, NgramConfig, TreeConfig
+from vllm_graft.spec_decode.models.drafts import (
+    draft_vocabulary,
     drafter_of,
     grows_by_levels,
     has_model,
     methods,
-)
-from vllm_graft.spec_decode.models.draft_facts import (
-    draft_vocabulary,
     num_candidates_of,
     step_has_experts,
 )
@@ -35,12 +32,14 @@ from vllm_graft.spec_decode.presets.node_count import wrong_depth
 from vllm_graft.spec_decode.refusals.draft_refusals import either, other_method
 from vllm_graft.spec_decode.refusals.engine_refusals import level_problems, shape_problems
 from vllm_graft.spec_decode.refusals.fit_refusals import DRIFTS, require_fit
-from vllm_graft.spec_decode.refusals.late_refusals import LATE
-from vllm_graft.spec_decode.refusals.tree_refusals import refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import LATE, refusals
 from vllm_graft.spec_decode.refusals.verification_refusals import head_problems
-from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
-from vllm_graft.spec_decode.targets.recurrent.state_room import StateRoom, state_room
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import (
+    StateRoom,
+    has_delta_rule,
+    state_room,
+)
+from vllm_graft.spec_decode.trees.tree import num_candidates
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
-from vllm_graft.spec_decode.models.draft_facts import (
+from vllm_graft.spec_decode.models.drafts import (
     CANDIDATE_KEYS,
     block_rows,
+    drafter_of,
+    has_model,
     is_assistant,
+    is_block,
     is_refined,
+    methods,
     num_candidates_of,
     refiner_sizes,
     trained_depth,

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    from vllm_graft.spec_decode.targets.base import TargetState
-    from vllm_graft.spec_decode.targets.families import ServedLayers
+    from vllm_graft.spec_decode.targets.families import ServedLayers, TargetState
     from vllm_graft.spec_decode.verification.context import TreeContext
 
 

@@ -23,17 +23,20 @@ from vllm_graft.seams.ranks import gather
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.choice import (
+from vllm_graft.spec_decode.targets.dense.layer import plain_query
+from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.targets.dense.two_pass import (
     MAX_KEYS,
+    PLAIN_PASSES,
     Costs,
     KernelChoice,
     KernelName,
+    Passes,
     Point,
+    TwoPass,
     points,
+    why_not,
 )
-from vllm_graft.spec_decode.targets.dense.layer import plain_query
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
-from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.targets.latent.latent_layer import is_latent
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.base.values import shown
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.scheduling import batches_by_nodes
 
 if TYPE_CHECKING:

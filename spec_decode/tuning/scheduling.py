@@ -11,11 +11,14 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.chunking.handover import ROWS
-from vllm_graft.spec_decode.chunking.prompt_chunks import can_chunk, chunk_prompts
+from vllm_graft.spec_decode.chunking.prompt_chunks import ROWS, can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.models.chosen import has_model, is_block
-from vllm_graft.spec_decode.models.draft_facts import draft_has_experts, step_has_experts
+from vllm_graft.spec_decode.models.drafts import (
+    draft_has_experts,
+    has_model,
+    is_block,
+    step_has_experts,
+)
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole

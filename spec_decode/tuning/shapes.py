@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.spec_decode.trees.tree import TreeShape, num_candidates
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.tree_config import TreeConfig

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_graft.spec_decode.chunking.handover import Handover
+from vllm_graft.spec_decode.chunking.prompt_chunks import Handover
 
 AGE = 2000.0
 """Timings after which one counts for 1/e. Raised, a machine that has changed is noticed later."""

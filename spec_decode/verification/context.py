@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows
+from vllm_graft.spec_decode.trees.tree import TreeState
 from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.trees.tree import TreeShape
 
 T = TypeVar("T")
 Made = TypeVar("Made")

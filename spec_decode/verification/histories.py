@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from vllm_graft.spec_decode.trees.topology import TreeState
+    from vllm_graft.spec_decode.trees.tree import TreeState
 
     Apply = Callable[[torch.Tensor, LogitsContext], Any]
 

@@ -11,7 +11,7 @@ from vllm_graft.base.values import lever
 from vllm_graft.seams.ranks import gather_rows
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.topology import TreeState
+    from vllm_graft.spec_decode.trees.tree import TreeState
 
 CHECK_RANKS = "VLLM_GRAFT_CHECK_RANKS"
 """Environment variable: 1 compares trees after each step, for which the host waits."""

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_graft.spec_decode.kernels.walk import walk_tree
+from vllm_graft.spec_decode.kernels.verify import walk_tree
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig

@@ -16,11 +16,10 @@ from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.spec_decode.config.tree_config import NAME
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
-from vllm_graft.spec_decode.drafters.levels import growths_by_levels
+from vllm_graft.spec_decode.drafters.levels import AcceptedRows, growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.models.draft_facts import block_positions
+from vllm_graft.spec_decode.models.drafts import block_positions
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.block.lattice import Lattice
     from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
     from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.trees.tree import TreeShape
 
 
 class BlockTrees(TreeDrafting, DFlashSpeculator):

@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class DSparkTrees(BlockTrees, DSparkSpeculator):

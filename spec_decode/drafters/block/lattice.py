@@ -11,7 +11,7 @@ from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+    from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Lattice(Protocol):

@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+    from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Refiner:

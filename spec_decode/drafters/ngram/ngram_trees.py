@@ -10,12 +10,12 @@ from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
 from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

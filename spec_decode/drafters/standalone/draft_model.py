@@ -12,11 +12,15 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
+from vllm_graft.spec_decode.drafters.levels import (
+    AcceptedRows,
+    LevelGrowth,
+    LevelMemory,
+    frontier_context,
+    growths_by_levels,
+)
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.trees.level_memory import LevelMemory
 from vllm_graft.spec_decode.tuning.plan import widths
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
     from vllm_graft.graph_runners.language.draft import DraftGraphRunner
     from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.trees.tree import TreeShape
 
 
 class StandaloneGrowth(LevelGrowth):

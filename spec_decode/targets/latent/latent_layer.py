@@ -9,7 +9,7 @@ trees in the absorbed form by our kernel. Latents of a draft's level go to a scr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +19,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, SeamError
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
-from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, refuse_format
+from vllm_graft.spec_decode.targets.dense.layer import DenseState, DraftTreeMetadata, refuse_format
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
+from vllm_graft.spec_decode.targets.dense.window import refuse_window
 from vllm_graft.spec_decode.targets.latent import latent_attention as kernels
 from vllm_graft.spec_decode.targets.latent import plain_latent as reference
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS
@@ -31,6 +33,8 @@ from vllm_graft.spec_decode.verification.context import VerifyMode
 
 if TYPE_CHECKING:
     from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
 
     from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
     from vllm_graft.spec_decode.verification.context import TreeContext
@@ -337,3 +341,40 @@ def graft_kimi_latents(
     layer.tree_latents = trees
     # Its own is no part of a PIECEWISE graph, which it interrupts; nor is ours.
     layer._attention = eager_break_during_capture(trees)
+
+
+class LatentFamily:
+    """Layers that cache one latent per token, which moves as K/V of plain attention do."""
+
+    _checked = False
+
+    def claims(self, layer: Any) -> bool:
+        return is_latent(layer)
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        if is_draft and context.draft_window:
+            refuse_window(name, "has MLA")
+        if isinstance(layer, MLAAttention):
+            graft_latents(name, layer, context, is_draft=is_draft)
+            return
+        if not self._checked:
+            require_seams("kimi")
+            self._checked = True
+        graft_kimi_latents(name, layer, context, is_draft=is_draft)
+
+    def state(
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> DenseState:
+        caches = {name: _latents(name, layer.kv_cache) for name, layer in layers.items()}
+        return DenseState.of(caches, kv_cache_config, block_tables)
+
+
+def _latents(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """A layer's latents as K/V of one head, ``[blocks, 1, block_size, rank + rope]``."""
+    if cache.dim() != 3:
+        raise SeamError(
+            f"vLLM bound the latents of {name} as {list(cache.shape)}, and vllm-graft reads them "
+            "as [blocks, block_size, rank + rope]: remove the keys of "
+            "--additional-config.graft.tree, and report this with vLLM's version"
+        )
+    return cache.unsqueeze(1)

@@ -15,10 +15,12 @@ import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, KernelName, Point
 from vllm_graft.spec_decode.targets.dense.samples import random_masks
 from vllm_graft.spec_decode.targets.dense.two_pass import (
+    KernelChoice,
+    KernelName,
     Passes,
+    Point,
     TwoPass,
     attended_prefix,
     bounded_splits,

@@ -15,10 +15,6 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.permission import require_seams
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import (
-    TreeDeltaRule,
-    TreeKeyDecays,
-)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
@@ -30,7 +26,11 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     clear_states,
     move_states,
 )
-from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import (
+    TreeDeltaRule,
+    TreeKeyDecays,
+    TreeSelectiveState,
+)
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import TreeRecurrence, windows_of
 
 if TYPE_CHECKING:

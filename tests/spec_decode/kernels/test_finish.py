@@ -14,11 +14,8 @@ from tests.support.references.tree_reference import (
     finish_tree_reference,
     seed_frontier_reference,
 )
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState, num_candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

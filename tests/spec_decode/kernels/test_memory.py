@@ -11,7 +11,7 @@ import torch
 
 from tests.support.references.memory_reference import Found, PlainMemory, begin_of
 from tests.support.references.ngram_reference import Trie, check_nodes, continuation, nodes_in
-from vllm_graft.spec_decode.kernels.finish import finish_tree
+from vllm_graft.spec_decode.kernels.candidates import finish_tree
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
@@ -21,13 +21,19 @@ from vllm_graft.spec_decode.kernels.text_memory import (
     write_corpus,
     write_memory,
 )
-from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES, MemoryState, bytes_of
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
-from vllm_graft.spec_decode.trees.reference import NOBODY, Owner
-from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.kernels.verify import walk_tree
+from vllm_graft.spec_decode.trees.text_state import (
+    BORDER,
+    MAX_PLACE,
+    NOBODY,
+    SEGMENT,
+    SEGMENT_BYTES,
+    MemoryState,
+    NgramState,
+    Owner,
+    bytes_of,
+)
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState, num_candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALIKE, FIRST = 4, 3

@@ -20,8 +20,8 @@ from tests.support.references.ngram_reference import (
 from vllm_graft.spec_decode.kernels import ngram_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.text_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIRST = 3

@@ -14,9 +14,8 @@ from tests.support.worlds.ngram_worlds import World
 from vllm_graft.spec_decode.kernels import ngram_insert
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.spec_decode.trees.text_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape, num_candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

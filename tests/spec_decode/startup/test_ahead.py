@@ -43,7 +43,7 @@ WORKER = Path(__file__).parents[2] / "support" / "compiling" / "compiling_worker
 REAL_CALL = """
 import torch
 from triton import knobs
-from vllm_graft.spec_decode.kernels.finish import _rank_kernel
+from vllm_graft.spec_decode.kernels.candidates import _rank_kernel
 from vllm_graft.spec_decode.startup.compiler import pretend_gpu
 
 pretend_gpu(("cuda", 90, 32))
@@ -258,7 +258,7 @@ def test_compiling_counts_towards_no_other_part() -> None:
     clock = StartClock()
     with clock.part("attention"):
         time.sleep(0.05)
-        clock.count(**told("vllm_graft.spec_decode.kernels.finish", 20.0, cache_hit=False))
+        clock.count(**told("vllm_graft.spec_decode.kernels.candidates", 20.0, cache_hit=False))
     assert clock.seconds["compile"] == 20
     assert clock.seconds["attention"] == 0
     # Control: without it, the part takes what it takes.
@@ -280,7 +280,7 @@ def test_our_kernels_are_told_from_others(knobs: Any) -> None:
     knobs.compilation.listener = lambda *, cache_hit, **others: before.append(cache_hit)
     clock = StartClock()
     clock.listen()
-    for module in ("vllm_graft.spec_decode.kernels.walk", "vllm.v1.sample.ops", "__main__"):
+    for module in ("vllm_graft.spec_decode.kernels.verify", "vllm.v1.sample.ops", "__main__"):
         for cache_hit in (True, False, False):
             knobs.compilation.listener(**told(module, 1.0, cache_hit=cache_hit))
     assert (clock.compiled, clock.loaded) == (2, 1)

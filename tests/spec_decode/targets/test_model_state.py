@@ -17,8 +17,8 @@ from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import TargetFamily
 from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.targets import families
-from vllm_graft.spec_decode.targets.dense import dense_family
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
+from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
@@ -171,7 +171,7 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     assert dense.table.layout[:, 6].tolist() == [0, 1]
 
     compacted: list[Any] = []
-    monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: compacted.append(args))
+    monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: compacted.append(args))
     batch = make_batch([4, 4])
     state.postprocess_state(batch.idx_mapping, None)
     context.step = VerifyStep(batch, batch.cu_num_logits.diff() - 1)

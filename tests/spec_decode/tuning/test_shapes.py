@@ -9,8 +9,7 @@ import pytest
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
-from vllm_graft.spec_decode.trees import candidates
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape, num_candidates
 from vllm_graft.spec_decode.tuning import plan
 from vllm_graft.spec_decode.tuning.shapes import (
     DENSE,
@@ -30,7 +29,7 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
     # The first level has topk nodes; the topk best of a level get topk children each.
     count = len([None for _ in range(topk)] + [None] * sum(topk * topk for _ in range(1, steps)))
     assert shape.num_candidates == count
-    assert candidates.num_candidates(topk, steps) == count
+    assert num_candidates(topk, steps) == count
     assert TreeConfig(topk=topk, steps=steps).num_candidates == count
 
 

@@ -10,7 +10,7 @@ from triton.runtime.interpreter import TensorHandle
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.worker.gpu.sample import gumbel
 
-from vllm_graft.spec_decode.kernels import expand, noise, sizes, topk
+from vllm_graft.spec_decode.kernels import candidates, noise, sizes, topk
 from vllm_graft.spec_decode.kernels.attention import attention_call
 
 ROW = 2048
@@ -74,7 +74,7 @@ def quicken(put: Callable[[Any, str, Any], None] = setattr) -> None:
     Attention has one split. `put` sets an attribute: that of pytest's `MonkeyPatch` ends with the
     test.
     """
-    for kernels in (topk, expand):
+    for kernels in (topk, candidates):
         put(kernels, "best_of", best_of)
     put(noise, "_hashed", hashed)
     put(gumbel, "murmur3_hash32", hashed)

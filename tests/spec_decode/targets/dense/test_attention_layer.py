@@ -11,17 +11,16 @@ import torch
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
 from vllm_graft.spec_decode.targets.dense import layer as attention
+from vllm_graft.spec_decode.targets.dense import plain_attention as torch_attention
 from vllm_graft.spec_decode.targets.dense import two_pass
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 from vllm_graft.spec_decode.targets.dense.layer import (
     AttentionOps,
+    DenseFamily,
     DraftTreeMetadata,
     graft_attention,
 )
-from vllm_graft.spec_decode.targets.dense.two_pass import why_not
+from vllm_graft.spec_decode.targets.dense.two_pass import KernelChoice, why_not
 from vllm_graft.spec_decode.targets.families import Served, family_of
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode

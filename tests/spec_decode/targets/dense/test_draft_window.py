@@ -18,10 +18,12 @@ from tests.spec_decode.targets.dense.test_attention_layer import (
     make_layer,
 )
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
-from vllm_graft.spec_decode.targets.dense.cpu_attention import TorchAttentionImpl
+from vllm_graft.spec_decode.targets.dense import plain_attention as torch_attention
 from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, graft_attention
-from vllm_graft.spec_decode.targets.dense.plain_attention import windowed_table_reference
+from vllm_graft.spec_decode.targets.dense.plain_attention import (
+    TorchAttentionImpl,
+    windowed_table_reference,
+)
 from vllm_graft.spec_decode.targets.dense.window import DraftWindow, WholeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 

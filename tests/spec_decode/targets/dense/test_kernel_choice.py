@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.targets.dense import two_pass
-from vllm_graft.spec_decode.targets.dense.choice import (
+from vllm_graft.spec_decode.targets.dense.two_pass import (
     MAX_KEYS,
     KernelChoice,
     Point,

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from vllm_graft.hooks import entries
     from vllm_graft.hooks.entries import Health
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
-    from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth
+    from vllm_graft.spec_decode.drafters.base import Drafter, Extra, Growth, PasslessGrowth
     from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
-    from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
     from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
     from vllm_graft.spec_decode.targets.families import TargetFamily, TargetState
@@ -45,8 +44,7 @@ _NAMES = {
     "hicache.storage.backend": "ReadStatus StorageBackend",
     "hooks.entries": "Health",
     "spec_decode.config.tree_config": "TreeConfig",
-    "spec_decode.drafters.base": "Drafter Extra Growth",
-    "spec_decode.drafters.passless": "PasslessGrowth",
+    "spec_decode.drafters.base": "Drafter Extra Growth PasslessGrowth",
     "spec_decode.drafters.eagle": "TargetDependentTrees",
     "spec_decode.drafters.tree_drafting": "TreeDrafting",
     "spec_decode.targets.families": "TargetFamily TargetState",

@@ -21,7 +21,7 @@ def graft_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "mtp",
-            f"{_DRAFTERS}.mtp:MtpTrees",
+            f"{_DRAFTERS}.eagle:MtpTrees",
             "drafts a tree with the target's own module for one token more",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.mtp.speculator:MTPSpeculator",

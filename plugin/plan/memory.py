@@ -20,7 +20,7 @@ from vllm_graft.plan.building import Built, build
 from vllm_graft.spec_decode.config.tree_config import TreeConfig, lengths_of
 from vllm_graft.spec_decode.lookup.corpora import room_of
 from vllm_graft.spec_decode.models.drafts import draft_vocabulary, has_model, is_assistant, is_block
-from vllm_graft.spec_decode.presets.ngram_preset import text_bytes
+from vllm_graft.spec_decode.presets.tree_preset import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
@@ -241,8 +241,8 @@ def _head_rows(tree: TreeConfig, draft: Any, vllm_config: Any) -> Iterator[Memor
 
 def _window_tables(window: int, layers: int, vllm_config: Any) -> Memory:
     """Block tables of what the draft reads. K/V is kept as without a window."""
-    from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
     from vllm_graft.spec_decode.kernels.sizes import cdiv
+    from vllm_graft.spec_decode.targets.dense.window import table_width
 
     block = vllm_config.cache_config.block_size
     width = table_width(window, max_rows=0, block_size=block)

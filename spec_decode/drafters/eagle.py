@@ -9,6 +9,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_graft.spec_decode.drafters.levels import (
     AcceptedRows,
@@ -124,3 +125,13 @@ class TargetDependentTrees(TreeDrafting):
 
 class EagleTrees(TargetDependentTrees, EagleSpeculator):
     """What vLLM builds in the place of `EagleSpeculator`; it adds how the draft is loaded."""
+
+
+class MtpTrees(TargetDependentTrees, MTPSpeculator):
+    """What vLLM builds in the place of `MTPSpeculator`, which drafts with a single module.
+
+    The module was trained to predict the token after the next one. Each level of a tree runs it
+    again, over the states that its last run has left, as each step of vLLM's chain does.
+    """
+
+    seams = ("mtp",)

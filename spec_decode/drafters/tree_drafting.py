@@ -34,10 +34,10 @@ from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
+from vllm_graft.spec_decode.trees.tree import check_trees, is_asked_for
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import tree_policy
-from vllm_graft.spec_decode.verification.rank_check import check_trees, is_asked_for
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.text_memory import (
     drop_corpus,
     search_memory,

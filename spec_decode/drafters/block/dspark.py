@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
+from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
-from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vllm_graft.spec_decode.drafters.passless import Children, PasslessGrowth
+from vllm_graft.spec_decode.drafters.base import Children, PasslessGrowth
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 

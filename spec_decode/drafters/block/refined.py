@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.spec_decode.drafters.passless import Children
+from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs

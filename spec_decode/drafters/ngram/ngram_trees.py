@@ -11,7 +11,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from vllm_graft.spec_decode.config.tree_config import NgramConfig, lengths_of
-from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
+from vllm_graft.spec_decode.drafters.base import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
 from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams

@@ -18,7 +18,6 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
-from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.targets.dense import plain_attention as reference
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
@@ -30,6 +29,7 @@ from vllm_graft.spec_decode.targets.dense.window import (
     refuse_window,
     whole_batch,
     window_of,
+    windowed_table,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode

@@ -19,8 +19,13 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
-from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
-from vllm_graft.spec_decode.targets.dense.window import WholeBatch, chunk_of, first_key, window_of
+from vllm_graft.spec_decode.targets.dense.window import (
+    WholeBatch,
+    chunk_of,
+    first_key,
+    table_width,
+    window_of,
+)
 from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, TreeBatch
 
 if TYPE_CHECKING:

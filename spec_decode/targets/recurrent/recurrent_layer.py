@@ -16,9 +16,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, Gates, numbers_of
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
     MAX_ROWS,
     KeptRows,

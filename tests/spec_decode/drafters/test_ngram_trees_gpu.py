@@ -20,9 +20,8 @@ from tests.support.references.ngram_reference import (
     trie_of,
 )
 from tests.support.samples.attention_spaces import captured
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.text_state import MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.tree import CandidateTable, num_candidates
 

@@ -12,9 +12,8 @@ import torch
 from tests.support.references.memory_reference import Found, PlainMemory, begin_of
 from tests.support.references.ngram_reference import Trie, check_nodes, continuation, nodes_in
 from vllm_graft.spec_decode.kernels.candidates import finish_tree
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.text_memory import (
     drop_corpus,
     search_memory,

@@ -17,9 +17,9 @@ from tests.support.references.ngram_reference import (
     several_matches,
     trie_of,
 )
-from vllm_graft.spec_decode.kernels import ngram_paths
+from vllm_graft.spec_decode.kernels import ngram_insert
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.text_state import BORDER, MAX_PLACE, NgramState
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
@@ -217,4 +217,4 @@ def test_a_table_without_room_is_refused() -> None:
     for wrong in ({"depth": 4}, {"depth": 0}, {"first": 4}, {"first": 0}):
         with pytest.raises(ValueError, match="must lie behind the candidates"):
             insert_paths(*arguments, **{"first": FIRST, "depth": 3, "vocab_size": 9, **wrong})
-    assert [ngram_paths.warps(keys) for keys in (8, 512, 16_384)] == [1, 4, 8]
+    assert [ngram_insert.warps(keys) for keys in (8, 512, 16_384)] == [1, 4, 8]

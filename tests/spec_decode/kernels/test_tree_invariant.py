@@ -14,9 +14,8 @@ import torch
 
 from vllm_graft.spec_decode.grammars.tree_grammars import pack, unpack
 from vllm_graft.spec_decode.kernels.candidates import finish_tree
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.trees.text_state import NgramState
 from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState
 

@@ -7,7 +7,6 @@ import torch
 
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     DeltaGates,
@@ -16,7 +15,7 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     SelectiveGates,
     numbers_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
     KeptRows,
     LayerInputs,

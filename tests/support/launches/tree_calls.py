@@ -20,9 +20,8 @@ from vllm_graft.spec_decode.kernels.history import (
     path_tokens,
     penalize,
 )
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_corpus, write_memory
 from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs

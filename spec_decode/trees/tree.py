@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.values import lever
 from vllm_graft.seams.ranks import gather_rows
+
+# The sections of the configuration, which read the bounds of trees, come without torch.
+if TYPE_CHECKING:
+    import torch
 
 
 def num_candidates(topk: int, steps: int) -> int:
@@ -73,6 +76,8 @@ class CandidateTable:
         cls, max_reqs: int, topk: int, steps: int, device: torch.device | str, extra: int = 0
     ) -> CandidateTable:
         """A zeroed table, with `extra` columns for candidates of other sources than the draft."""
+        import torch
+
         width = num_candidates(topk, steps) + extra
         return cls(
             scores=torch.zeros(max_reqs, width, dtype=torch.float32, device=device),
@@ -120,6 +125,8 @@ class TreeState:
         Raises:
             ValueError: if ``num_nodes`` is not 1 to `MAX_NODES`.
         """
+        import torch
+
         if not 1 <= num_nodes <= MAX_NODES:
             raise ValueError(f"a tree has 1 to {MAX_NODES} draft nodes, not {num_nodes}")
         node = torch.arange(num_nodes + 1, device=device)
@@ -152,9 +159,10 @@ def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> N
     Raises:
         GraftError: if a request's tree differs between two ranks.
     """
+    import torch
+
     topology = [each[slots].long() for each in (tree.parents, tree.depths, tree.masks)]
-    own = torch.cat([drafts, *topology], dim=1)
-    ranks = gather_rows(own)
+    ranks = gather_rows(torch.cat([drafts, *topology], dim=1))
     differs = (ranks != ranks[:1]).any(dim=2).nonzero()
     if len(differs):
         rank, row = differs[0].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,7 +25,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWor
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.layer import plain_query
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.dense.two_pass import (
     MAX_KEYS,
     PLAIN_PASSES,
@@ -35,6 +35,7 @@ from vllm_graft.spec_decode.targets.dense.two_pass import (
     Point,
     TwoPass,
     points,
+    random_trees,
     why_not,
 )
 from vllm_graft.spec_decode.targets.latent.latent_layer import is_latent
@@ -50,9 +51,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
-
-_CACHE_BYTES = 256 << 20
-"""Bytes of K/V in a measurement, five times a large L2 cache. Longer contexts share blocks."""
 
 
 class Geometry(NamedTuple):
@@ -81,32 +79,22 @@ class Geometry(NamedTuple):
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
         return cls(*sizes, dtype, fp8, block_size)
 
-    def problem(
-        self, point: Point, device: torch.device | str, cache_bytes: int = _CACHE_BYTES
-    ) -> TreeBatch:
+    def problem(self, point: Point, device: torch.device | str) -> TreeBatch:
         """A batch of random trees, all with ``point.rows`` rows."""
-        itemsize = 1 if self.fp8 else self.dtype.itemsize
-        block = self.kv_heads * self.block_size * 2 * self.head_size * itemsize
-        shape = AttentionShape(
-            rows=(point.rows,) * point.num_reqs,
-            lens=(max(point.context, point.rows),) * point.num_reqs,
-            kv_heads=self.kv_heads,
-            group=self.num_heads // self.kv_heads,
-            head_size=self.head_size,
-            block_size=self.block_size,
-            dtype=self.dtype,
-            fp8=self.fp8,
-            max_blocks=max(1, cache_bytes // block),
-        )
-        batch = tree_problem(shape, device)
-        # `tree_problem` gives odd requests more rows; the two passes take requests of equal rows.
-        rows = point.num_reqs * point.rows
-        starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
-        return replace(
-            batch,
-            query_start_loc=starts,
-            query=batch.query[:rows],
-            row_masks=batch.row_masks[: point.rows].repeat(point.num_reqs),
+        rows, dtype = point.num_reqs * point.rows, torch.float8_e4m3fn if self.fp8 else self.dtype
+        block = (self.kv_heads, self.block_size, 2 * self.head_size)
+        block_bytes = math.prod(block) * dtype.itemsize
+        blocks, trees = random_trees(point, self.block_size, block_bytes, device)
+        # The query is a slice of a wider tensor, as a fused QKV projection makes it.
+        wide = (rows, self.num_heads + 2 * self.kv_heads, self.head_size)
+        return TreeBatch(
+            query=torch.randn(wide, device=device, dtype=self.dtype)[:, : self.num_heads],
+            kv_cache=torch.randn(blocks, *block, device=device).to(dtype),
+            seq_lens=trees["prefix_lens"] + point.rows,
+            scale=self.head_size**-0.5,
+            k_scale=torch.tensor(0.7, device=device) if self.fp8 else None,
+            v_scale=torch.tensor([1.3], device=device) if self.fp8 else None,
+            **trees,
         )
 
     def lengthen(self, batch: TreeBatch, keys: int) -> None:

@@ -40,6 +40,10 @@ MAX_KEYS = 1 << 20
 """Keys of all requests above which a point is left out: few caches hold more, and it takes long."""
 
 
+_CACHE_BYTES = 256 << 20
+"""Bytes of K/V in a measurement, five times a large L2 cache."""
+
+
 class Size(NamedTuple):
     """What a captured graph fixes."""
 
@@ -102,6 +106,47 @@ def choose(costs: Costs, size: Size) -> KernelName:
 def _distance(known: Size, size: Size) -> tuple[float, int]:
     ratios = (math.log(a / b) for a, b in zip(known, size))
     return round(sum(map(abs, ratios)), 9), -known.num_reqs * known.rows
+
+
+def random_masks(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """i64 ``[rows]``, masks of a random tree of ``rows`` nodes."""
+    masks: list[int] = []
+    for node in range(rows):
+        parent = int(torch.randint(0, max(node, 1), (1,), generator=generator))
+        bits = (masks[parent] if node else 0) | 1 << node
+        masks.append(bits - (1 << 64) if bits >> 63 else bits)
+    return torch.tensor(masks, dtype=torch.int64)
+
+
+def random_trees(
+    point: Point, block_size: int, block_bytes: int, device: torch.device | str
+) -> tuple[int, dict[str, Any]]:
+    """What batches of random trees share, for timing: all have ``point.rows`` rows.
+
+    Returns:
+        Blocks of the cache, which takes `_CACHE_BYTES` at most: longer contexts share blocks; and
+        fields of a batch.
+    """
+    keys, rows = max(point.context, point.rows), point.num_reqs * point.rows
+    per_request = cdiv(keys, block_size)
+    blocks = max(1, min(point.num_reqs * per_request, _CACHE_BYTES // block_bytes))
+    generator = torch.Generator().manual_seed(0)
+    masks = random_masks(point.rows, generator).repeat(point.num_reqs)
+    table = torch.randint(blocks, (point.num_reqs, per_request), generator=generator)
+
+    def filled(value: int) -> torch.Tensor:
+        return torch.full((point.num_reqs,), value, dtype=torch.int32, device=device)
+
+    starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
+    return blocks, {
+        "query_start_loc": starts,
+        "prefix_lens": filled(keys - point.rows),
+        "block_table": table.to(device, torch.int32),
+        "row_masks": masks.to(device),
+        "num_rows": filled(point.rows),
+        "max_rows": point.rows,
+        "max_seq_len": keys,
+    }
 
 
 @dataclass

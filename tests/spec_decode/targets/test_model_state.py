@@ -9,7 +9,12 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from tests.support import toy_family
-from tests.support.samples.attention_samples import TOLERANCE, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    AttentionShape,
+    tree_problem,
+    untouched,
+)
 from tests.support.samples.drafted_batches import DEVICE, drafted_batch, drafted_context
 from vllm_graft import doctor
 from vllm_graft.base.errors import ConfigError, EntryError, HookError
@@ -20,7 +25,6 @@ from vllm_graft.spec_decode.targets import families
 from vllm_graft.spec_decode.targets.dense import layer as dense_layer
 from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
 from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_by_temperature
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep

@@ -14,7 +14,12 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
-from tests.support.samples.attention_samples import UNTOUCHED, draft_problem
+from tests.support.samples.attention_samples import (
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+)
 from tests.support.samples.attention_spaces import converted, nan_space, with_small_query
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_plan import (
@@ -39,7 +44,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     plan_of,
     tree_attention,
 )
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 # The interpreter has no conversions of a device's own, and no e4m3 tensor cores.

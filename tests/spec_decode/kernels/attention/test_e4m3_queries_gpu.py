@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.samples.attention_samples import draft_problem
+from tests.support.samples.attention_samples import AttentionShape, draft_problem, tree_problem
 from tests.support.samples.attention_spaces import (
     attend,
     captured,
@@ -18,7 +18,6 @@ from tests.support.samples.attention_spaces import (
 from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [

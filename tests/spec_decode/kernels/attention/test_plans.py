@@ -9,7 +9,13 @@ import torch
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
 from tests.support.crossed import crossed
-from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+    untouched,
+)
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import attention_call
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
@@ -25,7 +31,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
 from vllm_graft.spec_decode.startup.ahead import fingerprint
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 TILE = Tile(32, 32, 4, 2)

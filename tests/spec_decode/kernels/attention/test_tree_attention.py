@@ -10,7 +10,14 @@ from tests.support.references.tree_reference import (
     tree_attention_reference,
     write_scratch_reference,
 )
-from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, draft_problem, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+    untouched,
+)
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     MIN_SPLIT_KEYS,
@@ -22,7 +29,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     tree_attention,
     write_scratch,
 )
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from tests.support.references.prefix_reference import prefix_attention_reference
-from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    UNTOUCHED,
+    AttentionShape,
+    tree_problem,
+    untouched,
+)
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.dense.two_pass import num_splits, two_pass_attention, why_not
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, load_rows
+from vllm_graft.spec_decode.kernels.attention.e4m3 import PRODUCTS, load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
-_HALVES = tl.constexpr(HALVES)
 _PRODUCTS = tl.constexpr(PRODUCTS)
 
 _SUMMED = tl.constexpr(64)
@@ -205,8 +204,6 @@ def split_kernel(
     q_at = (first_row + row) * query_row_stride + q_head * query_head_stride
     element = inside[:, None] & in_head[None, :]
     q = tl.load(query + q_at[:, None] + d[None, :], mask=element, other=0.0)
-    if FP8 == _HALVES:
-        q = q.to(tl.float16)
     value_type: tl.constexpr = tl.float16 if FP8 == _PRODUCTS else q.dtype
     if q_scale is not None:
         scale = scale * tl.load(q_scale)
@@ -219,7 +216,7 @@ def split_kernel(
         peak = sink.to(tl.float32) * 1.4426950408889634
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
     cache_scale, value_scale = _key_value_scales(scale, k_scale, v_scale, FP8)
-    folded: tl.constexpr = FP8 >= _HALVES and not HAS_CAP
+    folded: tl.constexpr = FP8 == _PRODUCTS and not HAS_CAP
     if folded:
         cache_scale *= 1.4426950408889634
     if DRAFT:
@@ -273,7 +270,7 @@ def split_kernel(
     if DRAFT:
         # All splits of a request have one scratch, which the last program computes. Where there are
         # splits, that program has no keys of the prefix.
-        if FP8 >= _HALVES:
+        if FP8 == _PRODUCTS:
             q = q.to(scratch.dtype.element_ty)
         slots = tl.where(split == tl.num_programs(2) - 1, (level + 1) * TOPK, 0)
         for start in range(0, slots, BLOCK_N):

@@ -18,7 +18,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     MIN_SPLIT_KEYS,
     split_count,
 )
-from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 # For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
@@ -113,7 +112,7 @@ class Sizes(NamedTuple):
             graph serves have one plan.
         most_splits: splits that there is memory for.
         multiprocessors: of the device; 0 without a workspace.
-        native: how an e4m3 query and cache are multiplied; None in other dtypes.
+        native: whether query and cache are e4m3 and multiplied as they are.
     """
 
     rows: int
@@ -128,7 +127,7 @@ class Sizes(NamedTuple):
     most_splits: int = 1
     multiprocessors: int = 0
     capability: tuple[int, int] = (0, 0)
-    native: Native | None = None
+    native: bool = False
 
     @property
     def staged(self) -> bool:
@@ -216,7 +215,7 @@ def _splits(sizes: Sizes) -> int:
     tile = _tile(sizes, split=True)
     wanted = sizes.multiprocessors // sizes.programs(tile)
     # One program of 64 rows has four warps, which are few for a multiprocessor.
-    least = 1 if sizes.native and sizes.native.rows else 2
+    least = 1 if sizes.native else 2
     few = least <= wanted <= _MOST_DOUBLED // 2
     if few and sizes.keys >= _LONG_SPLIT * wanted and _two_fit(sizes, tile):
         wanted *= 2
@@ -230,7 +229,7 @@ def _two_fit(sizes: Sizes, tile: Tile) -> bool:
     return tile.rows < 128 and native_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
 
 
-def _native_tile(sizes: Sizes, native: Native) -> Tile:
+def _native_tile(sizes: Sizes) -> Tile:
     """The tile over e4m3 keys that are loaded in stages.
 
     Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
@@ -238,18 +237,16 @@ def _native_tile(sizes: Sizes, native: Native) -> Tile:
     head is slower than two of 64 where contexts are short.
     """
     wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
-    rows = native.rows if wide else 64
-    if sizes.head > 128:
-        return Tile(rows, 32, rows // 16, 3)
-    return Tile(rows, native.keys, rows // 16, 3 if native.keys == 64 else 2)
+    rows = 128 if wide else 64
+    return Tile(rows, 32 if sizes.head > 128 else 64, rows // 16, 3)
 
 
 def _tile(sizes: Sizes, *, split: bool) -> Tile:
     if sizes.draft and (split or sizes.head > 128 or sizes.rows > 32):
         # The keys of the prefix are few then, and those of the scratch begin a second loop.
         return _plain_tile(sizes, split=split)
-    if sizes.native and sizes.native.rows and sizes.head <= 256 and not sizes.draft:
-        return _native_tile(sizes, sizes.native)
+    if sizes.native and sizes.head <= 256 and not sizes.draft:
+        return _native_tile(sizes)
     rows = max(16, next_power_of_2(sizes.most_rows))
     if sizes.head > 256:
         return Tile(64, 32, 8, 2) if rows >= 64 else Tile(rows, 16, 4, 3)

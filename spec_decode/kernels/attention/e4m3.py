@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,51 +10,31 @@ import triton.language as tl
 FP8 = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes of an e4m3 cache."""
 
-PLAIN, PACKED, HALVES, PRODUCTS = 1, 2, 3, 4
+PLAIN, PACKED, PRODUCTS = 1, 2, 3
 """What a kernel does with e4m3 keys and values.
 
 ``PLAIN`` converts each number by itself to the dtype of the query, and ``PACKED`` four of a
-register at once (PTX); neither needs hardware for FP8. The others need it, and an e4m3 query.
-``HALVES`` converts all three to fp16, two numbers in an instruction: fp16 holds all of e4m3's
-numbers, and the softmax's weights with three bits more than bf16. ``PRODUCTS`` multiplies queries
-and keys as they are, and converts the values to fp16. The tensor cores of sm_90 add such products
-with about 14 bits."""
+register at once (PTX); neither needs hardware for FP8. ``PRODUCTS`` needs it, and an e4m3 query: it
+multiplies queries and keys as they are, and converts the values to fp16, which holds all of e4m3's
+numbers, and the softmax's weights with three bits more than bf16. Tensor cores of sm_90 add such
+products with about 14 bits."""
 
 _PACKED = tl.constexpr(PACKED)
-_HALVES = tl.constexpr(HALVES)
+_PRODUCTS = tl.constexpr(PRODUCTS)
 
 _HARDWARE = (8, 9)
 """The first compute capability that converts and multiplies e4m3 numbers."""
 
-_MEASURED = (9, 0)
+MEASURED = (9, 0)
 """The compute capability on which taking such queries was measured to be faster."""
 
 
-class Native(NamedTuple):
-    """How kernels take e4m3 queries beside an e4m3 cache, on devices that know such numbers.
+def native(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether kernels take e4m3 queries on such a device; a layer converts them before elsewhere.
 
-    Attributes:
-        form: ``HALVES`` or ``PRODUCTS``.
-        rows: most rows of a tile of tree attention, 64 or 128, and 64 are the fewest. 0 for the
-            tiles of 16 bits.
-        keys: keys of such a tile, 64 or 128.
+    Outputs of 32 bits are not computed from weights in fp16.
     """
-
-    form: int
-    rows: int = 0
-    keys: int = 64
-
-
-NATIVE: Native | None = Native(PRODUCTS, 128)
-"""How it is done. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache."""
-
-
-def native(capability: tuple[int, int], dtype: torch.dtype) -> Native | None:
-    """How kernels take e4m3 queries on such a device; None where a layer converts them before.
-
-    It is measured on Hopper alone. Outputs of 32 bits are not computed from weights in fp16.
-    """
-    return NATIVE if capability == _MEASURED and dtype.itemsize == 2 else None
+    return capability == MEASURED and dtype.itemsize == 2
 
 
 def refuse_without_hardware(capability: tuple[int, int]) -> None:
@@ -74,7 +52,7 @@ def conversion(cache: torch.Tensor, query: torch.dtype) -> int:
     if cache.dtype not in FP8:
         return 0
     if query in FP8:
-        return NATIVE.form if NATIVE else HALVES
+        return PRODUCTS
     on_nvidia = cache.device.type != "cpu" and torch.version.cuda is not None
     return PACKED if on_nvidia and query.itemsize == 2 else PLAIN
 
@@ -110,8 +88,8 @@ def load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
 
     The pointers are those of bytes for ``PLAIN`` and ``PACKED``, and of e4m3 numbers beyond.
     """
-    rows = tl.load(pointers, mask=mask, other=0.0 if FP8 >= _HALVES else 0)
-    if FP8 >= _HALVES:
+    rows = tl.load(pointers, mask=mask, other=0.0 if FP8 == _PRODUCTS else 0)
+    if FP8 == _PRODUCTS:
         rows = rows.to(dtype)
     elif FP8 == _PACKED:
         if dtype == tl.bfloat16:

@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kern
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     FP8,
-    HALVES,
+    PRODUCTS,
     conversion,
     native,
     refuse_without_hardware,
@@ -86,7 +86,7 @@ class _Call(AttentionCall):
             most_splits=self.room(workspace),
             multiprocessors=workspace.multiprocessors,
             capability=workspace.capability,
-            native=native(workspace.capability, self.computed) if self.small else None,
+            native=self.small and native(workspace.capability, self.computed),
         )
 
     def check(self, out: torch.Tensor, workspace: AttentionWorkspace | None) -> None:
@@ -204,7 +204,7 @@ def _launch_splits(
     query, kv_cache, scratch = call.query, call.kv_cache, call.scratch
     kv_heads, block_size = kv_cache.shape[1:3]
     fp8 = conversion(kv_cache, query.dtype)
-    numbers = torch.float8_e4m3fn if fp8 >= HALVES else torch.uint8
+    numbers = torch.float8_e4m3fn if fp8 == PRODUCTS else torch.uint8
     split_kernel[(call.num_reqs * tiles, kv_heads, call.parts(splits))](
         query.view(numbers) if call.small else query,
         kv_cache.view(numbers) if fp8 else kv_cache,

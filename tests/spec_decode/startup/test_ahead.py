@@ -350,15 +350,11 @@ def split_launches(layer: LayerShape, capability: tuple[int, int]) -> list[dict[
     return [dict(each.arguments) for each in found]
 
 
-@pytest.mark.parametrize("form", [e4m3.HALVES, e4m3.PRODUCTS])
-def test_queries_are_e4m3_where_kernels_take_them(
-    form: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", e4m3.Native(form))
+def test_queries_are_e4m3_where_kernels_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in split_launches(LAYER, (9, 0)):
         assert given["query"].dtype == given["kv_cache"].dtype == "float8_e4m3fn"
         assert given["q_scale"].dtype == "float32"
-        assert given["FP8"] == form
+        assert given["FP8"] == e4m3.PRODUCTS
         assert given["out"].dtype == "bfloat16"
     # Controls: a device that does not know them, a cache in 16 bits, and as it is without.
     for given in split_launches(LAYER, (8, 0)):
@@ -366,6 +362,6 @@ def test_queries_are_e4m3_where_kernels_take_them(
         assert given["q_scale"] is None
     for given in split_launches(replace(LAYER, fp8=False), (9, 0)):
         assert given["query"].dtype == given["kv_cache"].dtype == "bfloat16"
-    monkeypatch.setattr(e4m3, "NATIVE", None)
+    monkeypatch.setattr(e4m3, "MEASURED", None)
     for given in split_launches(LAYER, (9, 0)):
         assert given["query"].dtype == "bfloat16"

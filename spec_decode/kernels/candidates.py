@@ -176,10 +176,8 @@ def expand_frontier(
             new frontier node's parent, by which hidden states are gathered.
 
     Raises:
-        ValueError: if the level is out of range, or a last dimension is not contiguous.
+        ValueError: if a last dimension is not contiguous.
     """
-    if not 1 <= level < table.steps:
-        raise ValueError(f"level must be 1 to {table.steps - 1}, got {level}")
     if num_reqs == 0:
         return
     _check_last_contiguous(child_logp, child_tokens)

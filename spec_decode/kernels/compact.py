@@ -43,10 +43,8 @@ class KVCacheTable:
         has the KV-cache group of each layer, which is a row of ``slot_mappings``.
 
         Raises:
-            ValueError: if there are no caches, or shapes, strides or counts are not these.
+            ValueError: if shapes or strides are not these.
         """
-        if not kv_caches or len(kv_caches) != len(groups):
-            raise ValueError(f"{len(kv_caches)} KV caches but {len(groups)} groups")
         for cache in kv_caches:
             if cache.dim() != 4 or cache.stride(3) != 1:
                 raise ValueError(
@@ -242,19 +240,8 @@ def follow_path(
     ``first + path[d]`` for ``d < num_sampled``. `moved` shares no memory with `rows`, and may be
     longer; `num_tokens` counts padding after the last query; `max_reqs` is an upper bound, the same
     in each call of an engine. Other arguments are those of `compact_kv`.
-
-    Raises:
-        ValueError: if shapes or strides are not these.
     """
     width = rows.states.shape[1]
-    for name, each in (("rows", rows), ("moved", moved)):
-        if each.states.shape[1] != width or each.states.stride(1) != 1:
-            raise ValueError(
-                f"{name}.states must be [num_tokens, {width}] with contiguous rows: "
-                f"{tuple(each.states.shape)}, strides {each.states.stride()}"
-            )
-        if min(len(tensor) for tensor in each) < num_tokens:
-            raise ValueError(f"{name} must have {num_tokens} rows: {[len(t) for t in each]}")
     if num_tokens == 0:
         return
     block_rows, columns = moved_block(width)

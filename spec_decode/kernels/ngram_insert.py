@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.kernels.ngram_match import (
 )
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.text_state import NgramState
-from vllm_graft.spec_decode.trees.tree import CandidateTable, num_candidates
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 @triton.jit
@@ -183,16 +183,8 @@ def insert_ngrams(
         state: ``keys`` as `match_ngrams` has left them; ``notes`` and ``pending`` are written.
         total_len: i32 ``[max_reqs]`` by request-state index, tokens of each text.
         idx_mapping: i64 ``[num_reqs]``, request-state index; padding has a negative one.
-
-    Raises:
-        ValueError: if the table is too narrow.
     """
     topk, width = table.topk, table.scores.shape[1]
-    if not num_candidates(topk, levels) <= first <= width - depth or depth < 1:
-        raise ValueError(
-            f"columns {first} to {first + depth - 1} must lie behind the {levels} levels "
-            f"({num_candidates(topk, levels)} candidates) of a table with {width} columns"
-        )
     if num_reqs == 0:
         return
     blocks = state.keys.shape[1]
@@ -408,11 +400,6 @@ def insert_paths(
     token 0, which ranks behind all others, and so does the path below it.
     """
     width, paths = table.scores.shape[1], state.matches
-    if not num_candidates(table.topk, 1) <= first <= width - depth * paths or depth < 1:
-        raise ValueError(
-            f"columns {first} to {first + depth * paths - 1} must lie behind the candidates of a "
-            f"table with {width} columns"
-        )
     if num_reqs == 0:
         return
     count = state.keys.shape[1]

@@ -115,19 +115,3 @@ def with_noise(
         noise = gumbel_noise(seed, position, key, FP64)
         logit = logit / heat + noise
     return logit
-
-
-def check_noise(noise: Noise | None, num_rows: int) -> None:
-    """Refuse noise whose tensors a kernel would read at wrong places: it knows no strides."""
-    if noise is None:
-        return
-    positions = noise.positions
-    if positions.dim() != 1 or len(positions) < num_rows or not positions.is_contiguous():
-        raise ValueError(
-            f"noise must have contiguous positions of {num_rows} rows or more, got "
-            f"{tuple(positions.shape)}, strides {positions.stride()}"
-        )
-    if not noise.idx_mapping.is_contiguous():
-        raise ValueError(
-            f"noise must have a contiguous idx_mapping, strides {noise.idx_mapping.stride()}"
-        )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.noise import Noise, check_noise, with_noise
+from vllm_graft.spec_decode.kernels.noise import Noise, with_noise
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -213,20 +213,7 @@ def biased_topk_logprobs(
         noise: has ``num_rows / num_shared`` ``rows``, an ``offset`` of 0, and one position for rows
             that share their logits.
     """
-    (num_rows, vocab_size), num_shared = biases.shape, len(shared)
-    if num_rows == 0:
-        return _outputs(biases, topk, None)
-    nodes, rest = divmod(num_rows, max(1, num_shared))
-    if rest or not nodes or shared.shape[1] != vocab_size or shared.stride(1) != 1:
-        raise ValueError(
-            f"shared must be [num_shared, {vocab_size}] with num_shared a divisor of {num_rows} "
-            "and a contiguous last dimension, got "
-            f"{tuple(shared.shape)}, strides {shared.stride()}"
-        )
-    if noise is not None and (noise.rows, noise.offset) != (nodes, 0):
-        raise ValueError(
-            f"noise must have rows {nodes} and offset 0, got {noise.rows} and {noise.offset}"
-        )
+    nodes = len(biases) // max(1, len(shared))
     return _ranked(shared, biases, nodes, topk, target_ids, None, noise, sharpness)
 
 
@@ -246,7 +233,6 @@ def _ranked(
     logp, tokens = _outputs(rows, topk, out)
     if num_rows == 0:
         return logp, tokens
-    check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     group = 1 if biases is None else rows_per_program(num_rows, nodes, blocks)
@@ -324,9 +310,6 @@ def _outputs(
         torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device),
         torch.empty(num_rows, topk, dtype=torch.int64, device=logits.device),
     )
-    for tensor in (logp, tokens):
-        if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
-            raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
     return logp, tokens
 
 

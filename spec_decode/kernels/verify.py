@@ -167,10 +167,8 @@ def prepare_rows(
         rows: receives what attention reads.
         plain_rows: whether the tree kernel also computes plain requests that fit, as it must where
             a FULL graph holds no other attention.
-        max_rows: 1 to 64, else a ValueError is raised.
+        max_rows: 1 to 64.
     """
-    if not 1 <= max_rows <= MASK_BITS:
-        raise ValueError(f"max_rows must be 1 to {MASK_BITS}, got {max_rows}")
     if batch.num_reqs_after_padding == 0:
         return
     _rows_kernel[(batch.num_reqs_after_padding,)](

@@ -93,17 +93,8 @@ class MemoryState:
     def allocate(
         cls, max_bytes: int, max_reqs: int, device: torch.device | str, corpora: int = 0
     ) -> MemoryState:
-        """The largest memory of so many bytes, and of so many for corpora.
-
-        Raises:
-            ValueError: if each request could not have a few segments.
-        """
+        """The largest memory of so many bytes, and of so many for corpora."""
         size = (max_bytes - bytes_of(0, max_reqs)) // SEGMENT_BYTES
-        if size < 2 * max_reqs:
-            least = bytes_of(2 * max_reqs, max_reqs)
-            raise ValueError(
-                f"a memory for {max_reqs} requests has at least {least} bytes, not {max_bytes}"
-            )
 
         def zeros(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
@@ -276,20 +267,12 @@ class NgramState:
         """State for at most ``max_reqs`` requests of at most ``width`` tokens.
 
         Raises:
-            ValueError: if a text with its reference has more than `MAX_PLACE` tokens, or the
-                memory beside it, or the lengths are not 1 to 32.
+            ValueError: if a text with its reference has more than `MAX_PLACE` tokens.
         """
-        if not 1 <= min_n <= max_n <= 32:
-            raise ValueError(f"lengths of matches must be within 1 and 32, got {min_n} to {max_n}")
         columns = width + reference
         if columns > MAX_PLACE:
             raise ValueError(
                 f"a text with its reference has at most {MAX_PLACE} tokens, not {columns}"
-            )
-        if memory is not None and columns + memory.tokens.numel() > MAX_PLACE:
-            raise ValueError(
-                f"a text and the memory have at most {MAX_PLACE} tokens, not "
-                f"{columns + memory.tokens.numel()}"
             )
 
         def zeros(*size: int) -> torch.Tensor:

@@ -71,25 +71,14 @@ class AttentionCall(ABC):
         free = pairs - self.num_reqs if self.draft else pairs
         return min(workspace.max_splits, free // self.num_reqs)
 
-    def check_splits(self, workspace: AttentionWorkspace | None, splits: int) -> None:
-        num_heads, size = self.query.shape[1:]
-        pairs = workspace.num_pairs(self.max_rows, num_heads, size) if workspace else 0
-        if splits > 1 and self.num_reqs * self.parts(splits) > pairs:
-            raise ValueError(
-                f"{self.num_reqs} requests x {splits} splits of {self.max_rows} rows, {num_heads} "
-                f"heads of {size} do not fit a workspace with room for {pairs}"
-            )
-
     def num_splits(
         self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
     ) -> int:
         """Splits of each request's paged keys, for so many programs per request and split.
 
-        The number depends on host values only, so that a captured grid stays right. A ValueError is
-        raised if the splits don't fit the workspace.
+        The number depends on host values only, so that a captured grid stays right.
         """
         if forced is not None:
-            self.check_splits(workspace, forced)
             return forced
         if workspace is None:
             return 1
@@ -170,22 +159,6 @@ def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor 
     if workspace is None:
         return (None,) * 3
     return (workspace.acc, workspace.peak, workspace.total)
-
-
-def check_masked_rows(max_rows: int) -> None:
-    """Raise a ValueError for trees with more rows than a mask has bits, or none."""
-    if not 1 <= max_rows <= 64:
-        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
-
-
-def check_prefix(query: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
-    """Raise a ValueError if results of a pass over prefixes have not a query's shapes."""
-    wanted = (query.shape[1], query.shape[0])
-    if prefix_out.shape != query.shape or prefix_lse.shape != wanted:
-        raise ValueError(
-            f"a prefix's output of {tuple(prefix_out.shape)} with log-sum-exps of "
-            f"{tuple(prefix_lse.shape)} does not fit a query of {tuple(query.shape)}"
-        )
 
 
 def check_last_strides(*tensors: torch.Tensor) -> None:

@@ -14,7 +14,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionWorkspace,
     UsedSplits,
     check_last_strides,
-    check_masked_rows,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
@@ -64,8 +63,6 @@ class _Call(AttentionCall):
         return cdiv(self.max_rows * self.group, plan.tile.rows)
 
     def plan(self, workspace: AttentionWorkspace | None, num_splits: int | None) -> Plan:
-        if num_splits is not None:
-            self.check_splits(workspace, num_splits)
         return choose_plan(self.sizes(workspace), num_splits)
 
     def sizes(self, workspace: AttentionWorkspace | None) -> Sizes:
@@ -135,7 +132,7 @@ def tree_attention(
         num_splits: forces the number of splits, `plan` all of how it is computed.
 
     Raises:
-        ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
+        ValueError: if shapes, dtypes or strides don't match.
     """
     _launch(_tree_call(batch), out, workspace, num_splits, plan)
 
@@ -162,7 +159,6 @@ def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None)
 
 
 def _tree_call(batch: TreeBatch) -> _Call:
-    check_masked_rows(batch.max_rows)
     return _Call.of(batch, kv_lens=batch.seq_lens)
 
 
@@ -182,8 +178,6 @@ def _launch(
     call.check(out, workspace)
     if plan is None:
         plan = call.plan(workspace, num_splits)
-    else:
-        call.check_splits(workspace, plan.splits)
     _launch_splits(call, out, workspace, plan)
     used = UsedSplits(call.kv_lens, plan.tile.keys, call.window, call.chunked)
     call.combine(

@@ -14,7 +14,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
     AttentionWorkspace,
     check_last_strides,
-    check_masked_rows,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
@@ -235,20 +234,6 @@ def latent_tile(
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
 
 
-def check_latent_shapes(
-    query: torch.Tensor, rope: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Raise a `ValueError` if queries, latents and outputs don't fit."""
-    width = query.shape[2] + rope.shape[2]
-    if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-        raise ValueError(
-            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-            f"{tuple(latents.shape)}"
-        )
-    if out.shape != query.shape:
-        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
-
-
 @dataclass(kw_only=True, slots=True)
 class _Call(AttentionCall):
     query_rope: torch.Tensor
@@ -262,17 +247,15 @@ class _Call(AttentionCall):
     def check(self, out: torch.Tensor) -> None:
         query, rope, latents = self.query, self.query_rope, self.latents
         width = query.shape[2] + rope.shape[2]
-        check_latent_shapes(query, rope, latents, out)
+        if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
+                f"{tuple(latents.shape)}"
+            )
         if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *FP8):
             raise ValueError(
                 f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "
                 f"{rope.dtype}: they must be equal unless the latents are e4m3"
-            )
-        scratch = self.scratch
-        if scratch is not None and (scratch.dtype, scratch.shape[2:]) != (query.dtype, (1, width)):
-            raise ValueError(
-                f"the scratch is {tuple(scratch.shape)} of {scratch.dtype}, and the rows of "
-                f"queries have {width} numbers of {query.dtype}"
             )
         check_last_strides(query, rope, latents, out)
 
@@ -294,9 +277,8 @@ def latent_attention(
         workspace: receives partial results; None means one split, unless `num_splits` forces more.
 
     Raises:
-        ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
+        ValueError: if shapes, dtypes or strides don't match.
     """
-    check_masked_rows(batch.max_rows)
     _launch(_Call.of(batch), out, workspace, num_splits)
 
 

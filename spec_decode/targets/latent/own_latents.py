@@ -10,16 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    check_last_strides,
-    check_masked_rows,
-    check_prefix,
-)
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import _tree_rows
 from vllm_graft.spec_decode.kernels.attention.own_rows import merged_weights
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.targets.latent.latent_attention import check_latent_shapes
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 _PROGRAMS = 256
@@ -202,14 +196,10 @@ def attend_own_latents(
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
         out: like the query. It may be `prefix_out` itself.
         tile: sizes of a program; None decides by the batch's sizes.
-
-    Raises:
-        ValueError: if shapes, dtypes or strides are not these.
     """
     if batch.num_reqs == 0:
         out.zero_()
         return
-    _check(batch, prefix_out, prefix_lse, out)
     query, rope, latents, max_rows = batch.query, batch.query_rope, batch.latents, batch.max_rows
     num_tokens, num_heads, rank = query.shape
     rows = max_rows * num_heads
@@ -250,18 +240,3 @@ def attend_own_latents(
         num_warps=tile.warps,
         num_stages=1,
     )
-
-
-def _check(
-    batch: LatentBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
-) -> None:
-    check_masked_rows(batch.max_rows)
-    query, rope, latents = batch.query, batch.query_rope, batch.latents
-    check_latent_shapes(query, rope, latents, out)
-    check_prefix(query, prefix_out, prefix_lse)
-    if not query.dtype == rope.dtype == latents.dtype == out.dtype:
-        raise ValueError(
-            f"queries of {query.dtype} and {rope.dtype}, latents of {latents.dtype} and an output "
-            f"of {out.dtype} must have one dtype"
-        )
-    check_last_strides(query, rope, latents, prefix_out, out)

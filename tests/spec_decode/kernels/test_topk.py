@@ -189,38 +189,6 @@ def test_rows_with_shared_logits_are_those_of_the_sums(
         assert not torch.equal(biased_topk_logprobs(biases, shared, 4, names)[1], tokens)
 
 
-def test_shared_logits_that_do_not_fit_are_refused() -> None:
-    biases, shared, _ = _biased(2, 3, 40, torch.float32)
-    with pytest.raises(ValueError, match="a divisor of 5"):
-        biased_topk_logprobs(biases[:5], shared, 2)
-    with pytest.raises(ValueError, match=r"shared must be \[num_shared, 40\]"):
-        biased_topk_logprobs(biases, shared[:, :39], 2)
-    wrong = Noise(*(torch.zeros(2, dtype=torch.int64),) * 4, rows=2)
-    with pytest.raises(ValueError, match="noise must have rows 3 and offset 0, got 2 and 0"):
-        biased_topk_logprobs(biases, shared, 2, noise=wrong)
-
-
-def test_noise_at_strided_positions_is_refused() -> None:
-    """A kernel reads one position after another: it would draw the noise of other requests."""
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    ones, ids = torch.ones(3, device=DEVICE), torch.arange(3, device=DEVICE)
-    draws = torch.arange(21, device=DEVICE).view(3, 7)
-    strided = Noise(ones, ones.long(), ids, draws[:, 0], 1)
-    for ranked in (
-        lambda noise: topk_logprobs(logits, 2, noise=noise),
-        lambda noise: biased_topk_logprobs(logits, logits, 2, noise=noise),
-    ):
-        assert ranked(strided._replace(positions=draws[:, 0].contiguous()))[1].shape == (3, 2)
-        with pytest.raises(
-            ValueError, match=r"contiguous positions of 3 rows or more, got \(3,\), .*7"
-        ):
-            ranked(strided)
-        with pytest.raises(ValueError, match=r"contiguous positions of 3 rows or more, got \(2,\)"):
-            ranked(strided._replace(positions=ids[:2]))
-        with pytest.raises(ValueError, match="contiguous idx_mapping, strides"):
-            ranked(strided._replace(positions=ids, idx_mapping=draws[:, 0]))
-
-
 def test_a_program_takes_several_rows_where_programs_are_many() -> None:
     assert sizes.rows_per_program(8, 8, 63) == 1
     assert sizes.rows_per_program(32, 8, 63) == 2

@@ -79,8 +79,6 @@ def test_equal_times_are_decided_alike_everywhere() -> None:
     point = Point(1, 8, 2048)
     for times in ({"triton": 1.0, "flash": 1.0}, {"flash": 1.0, "triton": 1.0}):
         assert choose({point: times}, Size(1, 8)) == "flash"  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="no kernel of tree attention was measured"):
-        choose({}, Size(1, 8))
 
 
 def test_points() -> None:

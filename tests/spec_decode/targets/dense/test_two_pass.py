@@ -171,22 +171,6 @@ def test_bound_of_rows_beyond_those_in_use() -> None:
     assert error(problem) < TOLERANCE[torch.float32]
 
 
-def test_refuses_what_does_not_fit() -> None:
-    problem = tree_problem(AttentionShape(rows=(2,), lens=(9,)), DEVICE)
-    with pytest.raises(ValueError, match="max_rows must be 1 to 64"):
-        two_passes(replace(problem, max_rows=65))
-    query, cache = problem.query, problem.kv_cache
-    lse = torch.zeros(1, 2, device=DEVICE)
-    with pytest.raises(ValueError, match="does not fit a KV cache"):
-        attend_own_rows(replace(problem, kv_cache=cache[..., :64]), query, lse, query.clone())
-    with pytest.raises(ValueError, match=r"log-sum-exps of \(2, 1\) does not fit a query"):
-        attend_own_rows(problem, query, lse.T, query.clone())
-    with pytest.raises(ValueError, match=r"the KV cache has dtype torch\.float16"):
-        attend_own_rows(replace(problem, kv_cache=cache.half()), query, lse, query.clone())
-    with pytest.raises(ValueError, match=r"the query has dtype torch\.float16"):
-        attend_own_rows(replace(problem, query=query.half()), query, lse, query.clone())
-
-
 @pytest.mark.parametrize(
     ("tokens", "rows", "heads", "kv_heads", "splits"),
     [

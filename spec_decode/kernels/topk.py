@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -170,6 +168,7 @@ def topk_logprobs(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     noise: Noise | None = None,
     sharpness: float = 1.0,
+    biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
@@ -183,6 +182,10 @@ def topk_logprobs(
         noise: where a row's temperature is above 0, tokens are ranked by the sum of this and
             ``logits / temperature``, and the log-softmax of that is returned.
         sharpness: factor of the logits, above 0.
+        biases: like the logits, of which each row is then shared by several rows in succession,
+            whose biases are added to it. The sums are formed in float32 where they are read, and
+            stored nowhere; a program may take several of the rows. `noise` has as many ``rows``, an
+            ``offset`` of 0, and one position for rows that share their logits.
 
     Returns:
         Log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each.
@@ -190,53 +193,21 @@ def topk_logprobs(
     Raises:
         ValueError: if `topk` is out of range, or shapes or strides are not these.
     """
-    return _ranked(logits, None, 1, topk, target_ids, out, noise, sharpness)
-
-
-def biased_topk_logprobs(
-    biases: torch.Tensor,
-    shared: torch.Tensor,
-    topk: int,
-    target_ids: torch.Tensor | None = None,
-    noise: Noise | None = None,
-    sharpness: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk_logprobs` of the sums of `biases` and of logits that several rows share.
-
-    The sums are formed in float32 where they are read, and stored nowhere. With many rows a program
-    takes several of those that share their logits.
-
-    Args:
-        biases: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
-        shared: likewise ``[num_shared, vocab]``, each for ``num_rows / num_shared`` rows in
-            succession.
-        noise: has ``num_rows / num_shared`` ``rows``, an ``offset`` of 0, and one position for rows
-            that share their logits.
-    """
-    nodes = len(biases) // max(1, len(shared))
-    return _ranked(shared, biases, nodes, topk, target_ids, None, noise, sharpness)
-
-
-def _ranked(
-    logits: torch.Tensor,
-    biases: torch.Tensor | None,
-    nodes: int,
-    topk: int,
-    target_ids: torch.Tensor | None,
-    out: tuple[torch.Tensor, torch.Tensor] | None,
-    noise: Noise | None,
-    sharpness: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank the logits, or with biases their sums with the logits that `nodes` rows share."""
     rows = logits if biases is None else biases
     num_rows, vocab_size = rows.shape
+    nodes = num_rows // max(1, len(logits))
     logp, tokens = _outputs(rows, topk, out)
     if num_rows == 0:
         return logp, tokens
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
-    group = 1 if biases is None else rows_per_program(num_rows, nodes, blocks)
-    parts = _Parts.allocate(num_rows, blocks, topk, rows.device)
+    group = rows_per_program(num_rows, nodes, blocks)
+    # Of each block of each row: the largest number, the sum of exponentials relative to it, then the
+    # best numbers by `ordered`, and their places in the row.
+    parts = (
+        *torch.empty(2, num_rows, blocks, dtype=torch.float32, device=rows.device),
+        *torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=rows.device),
+    )
     _block_kernel[(num_rows // group, blocks)](
         logits,
         biases,
@@ -274,28 +245,6 @@ def _ranked(
         num_warps=topk_merge_warps(blocks * topk),
     )
     return logp, tokens
-
-
-class _Parts(NamedTuple):
-    """What is known of each block of each row: ``[num_rows, blocks]``, the best ``[..., topk]``.
-
-    Attributes:
-        peaks: f32, the largest number.
-        sums: f32, of the exponentials, the largest of which is 1.
-        orders: i32, the best numbers by `ordered`.
-        tokens: i32, their places in the row.
-    """
-
-    peaks: torch.Tensor
-    sums: torch.Tensor
-    orders: torch.Tensor
-    tokens: torch.Tensor
-
-    @classmethod
-    def allocate(cls, num_rows: int, blocks: int, topk: int, device: torch.device) -> _Parts:
-        sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
-        bests = torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=device)
-        return cls(sums[0], sums[1], bests[0], bests[1])
 
 
 def _outputs(

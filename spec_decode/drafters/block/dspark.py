@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
@@ -58,7 +58,7 @@ class Biased:
         topk, ids = drafter.topk, drafter.head.target_ids
         if self._kept is None and transform is None:
             biases, shared = model.markov_bias(embedded), self._logits[:, level]
-            return biased_topk_logprobs(biases, shared, topk, ids, noise, SHARPNESS)
+            return topk_logprobs(shared, topk, ids, None, noise, SHARPNESS, biases)
         logits = self._summed(level, embedded, nodes)
         if transform is not None:
             logits = transform(logits)

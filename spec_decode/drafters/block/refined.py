@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.tree import CandidateTable
@@ -107,7 +107,7 @@ class Refined:
         if self._kept is None:
             biases = self._refiner.head.w2(latents)
             shared = self._logits[:, level]
-            best = biased_topk_logprobs(biases, shared, self._topk, None, noise, SHARPNESS)
+            best = topk_logprobs(shared, self._topk, None, None, noise, SHARPNESS, biases)
         else:
             logits = self._summed(level, latents, nodes)
             best = topk_logprobs(logits, self._topk, None, None, noise, SHARPNESS)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,34 +12,28 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_ke
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 
-@dataclass(kw_only=True, slots=True)
 class AttentionCall(ABC):
     """What a launch reads: trees to verify, or one level of trees to draft.
 
-    A subclass adds the keys. Attributes are those of the batches (`trees/batch.py`); a draft's
-    `max_rows` is its ``topk``. Trees to verify have `query_start_loc`, `row_masks` and `num_rows`,
-    levels have `scratch`, `ancestors` and `level`.
+    Attributes are those of its batch (`trees/batch.py`), and what is given as its `own`; a draft's
+    `max_rows` is its ``topk``. What only one kind of batches has is None or 0 here.
     """
 
-    query: torch.Tensor
-    block_table: torch.Tensor
-    num_reqs: int
-    max_rows: int
-    scale: float
-    k_scale: torch.Tensor | None
-    query_start_loc: torch.Tensor | None = None
-    row_masks: torch.Tensor | None = None
-    num_rows: torch.Tensor | None = None
-    mixed: bool = False
-    scratch: torch.Tensor | None = None
-    ancestors: torch.Tensor | None = None
-    level: int = 0
+    query_start_loc: Any = None
+    row_masks: Any = None
+    row_depths: Any = None
+    num_rows: Any = None
+    mixed = chunked = False
+    scratch: Any = None
+    ancestors: Any = None
+    level = 0
 
-    @classmethod
-    def of(cls, batch: Any, **own: Any) -> Self:
-        """The call of a batch: what both name alike, and what is given of its `own`."""
-        kind: Any = type(batch)
-        return cls(**{name: getattr(batch, name) for name in _shared(cls, kind)} | own)
+    def __init__(self, batch: Any, **own: Any) -> None:
+        self.__dict__.update(vars(batch), num_reqs=batch.num_reqs, **own)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @abstractmethod
     def most_keys(self) -> int:
@@ -67,9 +60,9 @@ class AttentionCall(ABC):
         }
 
     def room(self, workspace: AttentionWorkspace) -> int:
-        pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
+        pairs: int = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
         free = pairs - self.num_reqs if self.draft else pairs
-        return min(workspace.max_splits, free // self.num_reqs)
+        return min(workspace.max_splits, int(free // self.num_reqs))
 
     def num_splits(
         self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
@@ -132,13 +125,6 @@ class AttentionCall(ABC):
             # Other devices than NVIDIA's don't know the option.
             **({"launch_pdl": True} if overlapped else {}),
         )
-
-
-@functools.cache
-def _shared(call: type[Any], batch: type[Any]) -> tuple[str, ...]:
-    """The fields of a kind of calls that a kind of batches has, too, maybe as properties."""
-    there = {*dir(batch), *(each.name for each in fields(batch))}
-    return tuple(each.name for each in fields(call) if each.name in there)
 
 
 class UsedSplits(NamedTuple):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -30,19 +28,7 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 
-@dataclass(kw_only=True, slots=True)
 class _Call(AttentionCall):
-    kv_cache: torch.Tensor
-    kv_lens: torch.Tensor
-    max_seq_len: int | None
-    v_scale: torch.Tensor | None
-    soft_cap: float
-    q_scale: torch.Tensor | None = None
-    row_depths: torch.Tensor | None = None
-    window: int = 0
-    chunked: bool = False
-    sinks: torch.Tensor | None = None
-
     @property
     def group(self) -> int:
         return int(self.query.shape[1] // self.kv_cache.shape[1])
@@ -57,7 +43,7 @@ class _Call(AttentionCall):
 
     def most_keys(self) -> int:
         bound = self.max_seq_len or self.block_table.shape[1] * self.kv_cache.shape[2]
-        return min(bound, self.window + self.max_rows) if self.window else bound
+        return int(min(bound, self.window + self.max_rows) if self.window else bound)
 
     def tiles(self, plan: Plan) -> int:
         return cdiv(self.max_rows * self.group, plan.tile.rows)
@@ -134,7 +120,7 @@ def tree_attention(
     Raises:
         ValueError: if shapes, dtypes or strides don't match.
     """
-    _launch(_tree_call(batch), out, workspace, num_splits, plan)
+    _launch(_call(batch), out, workspace, num_splits, plan)
 
 
 def draft_attention(
@@ -149,21 +135,18 @@ def draft_attention(
 
     The batch's scratch holds the level's own K/V already; see `write_scratch`.
     """
-    _launch(_draft_call(batch), out, workspace, num_splits, plan)
+    _launch(_call(batch), out, workspace, num_splits, plan)
 
 
 def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
     """How a batch is computed where nothing is forced; host values alone decide."""
-    make = _draft_call if isinstance(batch, DraftBatch) else _tree_call
-    return make(batch).plan(workspace, None)  # type: ignore[arg-type]
+    return _call(batch).plan(workspace, None)
 
 
-def _tree_call(batch: TreeBatch) -> _Call:
-    return _Call.of(batch, kv_lens=batch.seq_lens)
-
-
-def _draft_call(batch: DraftBatch) -> _Call:
-    return _Call.of(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
+def _call(batch: TreeBatch | DraftBatch) -> _Call:
+    if isinstance(batch, TreeBatch):
+        return _Call(batch, kv_lens=batch.seq_lens)
+    return _Call(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
 
 
 def _launch(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -234,15 +233,9 @@ def latent_tile(
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
 
 
-@dataclass(kw_only=True, slots=True)
 class _Call(AttentionCall):
-    query_rope: torch.Tensor
-    latents: torch.Tensor
-    prefix_lens: torch.Tensor
-    max_seq_len: int
-
     def most_keys(self) -> int:
-        return self.max_seq_len
+        return int(self.max_seq_len)
 
     def check(self, out: torch.Tensor) -> None:
         query, rope, latents = self.query, self.query_rope, self.latents
@@ -279,7 +272,7 @@ def latent_attention(
     Raises:
         ValueError: if shapes, dtypes or strides don't match.
     """
-    _launch(_Call.of(batch), out, workspace, num_splits)
+    _launch(_Call(batch), out, workspace, num_splits)
 
 
 def latent_draft_attention(
@@ -293,7 +286,7 @@ def latent_draft_attention(
 
     The scratch of `batch` holds the level's own latents; see ``write_scratch``.
     """
-    _launch(_Call.of(batch, max_rows=batch.topk), out, workspace, num_splits)
+    _launch(_Call(batch, max_rows=batch.topk), out, workspace, num_splits)
 
 
 def _launch(

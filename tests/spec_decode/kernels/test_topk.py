@@ -4,7 +4,7 @@ import torch
 from tests.support.crossed import crossed
 from vllm_graft.spec_decode.kernels import sizes
 from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -179,14 +179,14 @@ def test_rows_with_shared_logits_are_those_of_the_sums(
             nodes,
         )
     names = torch.arange(vocab, device=DEVICE) * 2 + 1
-    logp, tokens = biased_topk_logprobs(biases, shared, 4, names, noise, 1.1)
+    logp, tokens = topk_logprobs(shared, 4, names, None, noise, 1.1, biases)
     wanted_logp, wanted = topk_logprobs(sums, 4, names, None, noise, 1.1)
     assert torch.equal(tokens, wanted)
     assert torch.equal(logp, wanted_logp)
     # Controls: the logits of the wrong request, and no noise, give other tokens.
-    assert not torch.equal(biased_topk_logprobs(biases, shared.flip(0), 4)[1] * 2 + 1, tokens)
+    assert not torch.equal(topk_logprobs(shared.flip(0), 4, biases=biases)[1] * 2 + 1, tokens)
     if noisy:
-        assert not torch.equal(biased_topk_logprobs(biases, shared, 4, names)[1], tokens)
+        assert not torch.equal(topk_logprobs(shared, 4, names, biases=biases)[1], tokens)
 
 
 def test_a_program_takes_several_rows_where_programs_are_many() -> None:

@@ -24,7 +24,7 @@ from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_pa
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_corpus, write_memory
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows, walk_tree
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.trees.text_state import BORDER, MemoryState, NgramState
@@ -98,7 +98,7 @@ def ranked(dtype: torch.dtype, topk: int, vocabulary: int, *, mapped: bool) -> N
     requests = 8
     biases = empty(requests * topk, vocabulary, dtype=dtype)
     shared = empty(requests, vocabulary, dtype=dtype)
-    biased_topk_logprobs(biases, shared, topk, ids, noise(requests, 0))
+    topk_logprobs(shared, topk, ids, None, noise(requests, 0), biases=biases)
 
 
 def texts(

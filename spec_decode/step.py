@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.drafters.levels import AcceptedRows
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
-from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
+from vllm_graft.spec_decode.kernels.compact import AcceptedRows, KVCacheTable, compact_kv
 from vllm_graft.spec_decode.kernels.verify import walk_tree
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
@@ -71,7 +70,7 @@ class TreeSteps:
         return emitted
 
     def extend(self) -> torch.Tensor:
-        """The draft reads what was accepted: ``drafters/{eagle,levels}.py``."""
+        """The draft reads what was accepted: ``drafters/eagle.py``."""
         accepted = AcceptedRows(self.verified.batch, torch.empty_like(self.states))
         batch, states = accepted.move(self.context, self.verified.batch, self.states, self.count)
         found = []

@@ -12,13 +12,13 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from vllm_graft.spec_decode.drafters.levels import (
-    AcceptedRows,
     LevelGrowth,
     LevelMemory,
     frontier_context,
     growths_by_levels,
 )
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager

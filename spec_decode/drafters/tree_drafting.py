@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.tree_config import NgramConfig
     from vllm_graft.spec_decode.drafters.base import Growth
     from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.drafters.levels import AcceptedRows, LevelMemory
+    from vllm_graft.spec_decode.drafters.levels import LevelMemory
+    from vllm_graft.spec_decode.kernels.compact import AcceptedRows
     from vllm_graft.spec_decode.trees.tree import TreeShape
     from vllm_graft.spec_decode.verification.context import TreeContext
 

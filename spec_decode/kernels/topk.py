@@ -202,8 +202,8 @@ def topk_logprobs(
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
     group = rows_per_program(num_rows, nodes, blocks)
-    # Of each block of each row: the largest number, the sum of exponentials relative to it, then the
-    # best numbers by `ordered`, and their places in the row.
+    # Of each block of each row: the largest number and the sum of exponentials relative to it, then
+    # the best numbers by `ordered`, and their places in the row.
     parts = (
         *torch.empty(2, num_rows, blocks, dtype=torch.float32, device=rows.device),
         *torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=rows.device),

@@ -17,8 +17,9 @@ from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.spec_decode.config.tree_config import NAME
 from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
-from vllm_graft.spec_decode.drafters.levels import AcceptedRows, growths_by_levels
+from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.models.drafts import block_positions
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy

@@ -13,7 +13,6 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_graft.spec_decode.drafters.levels import (
-    AcceptedRows,
     LevelGrowth,
     LevelMemory,
     frontier_context,
@@ -21,6 +20,7 @@ from vllm_graft.spec_decode.drafters.levels import (
 )
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
+from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.tuning.plan import widths
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 

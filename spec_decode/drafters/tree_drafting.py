@@ -149,7 +149,7 @@ class TreeDrafting(DraftModelSpeculator):
     def ngram_config(self) -> NgramConfig | None:
         return self.config.ngram
 
-    def make_ngrams(self, config: NgramConfig) -> Ngrams:
+    def make_ngrams(self, config: NgramConfig, **options: Any) -> Ngrams:
         return Ngrams(
             config,
             self.max_num_reqs,
@@ -158,6 +158,7 @@ class TreeDrafting(DraftModelSpeculator):
             self.device,
             reference=config.room(self.max_model_len),
             memory=self.config.memory,
+            **options,
         )
 
     @property

@@ -84,34 +84,3 @@ def gumbel_noise(seed, position, token, FP64: tl.constexpr):
         direct = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))
         noise = -tl.log(tl.where(uniform < 0.001, series, direct))
     return noise
-
-
-@triton.jit
-def with_noise(
-    logit,
-    token,
-    row,
-    target_ids,
-    temperature,
-    seeds,
-    idx_mapping,
-    positions,
-    inside,
-    ROWS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FP64: tl.constexpr,
-):
-    """Logits divided by temperature, plus the target's noise; unchanged at temperature 0."""
-    slot = tl.load(idx_mapping + row // ROWS).to(tl.int64)
-    used = slot >= 0
-    heat = tl.load(temperature + slot, mask=used, other=0.0)
-    if heat > 0:
-        seed = tl.load(seeds + slot)
-        key = token
-        if MAPPED:
-            key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
-        position = tl.load(positions + row) + OFFSET
-        noise = gumbel_noise(seed, position, key, FP64)
-        logit = logit / heat + noise
-    return logit

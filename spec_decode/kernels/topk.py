@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.noise import Noise, with_noise
+from vllm_graft.spec_decode.kernels.noise import Noise, gumbel_noise
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -59,24 +59,17 @@ def _block_kernel(
     shared = logits + first // NODES * logits_stride
     base = tl.load(shared + token, mask=inside, other=float("-inf")).to(tl.float32)
     if NOISY:
-        noise = with_noise(
-            tl.zeros([BLOCK], tl.float32),
-            token,
-            first,
-            target_ids,
-            temperature,
-            seeds,
-            idx_mapping,
-            positions,
-            inside,
-            ROWS,
-            OFFSET,
-            MAPPED,
-            FP64,
-        )
+        # The draw of the target: logits divided by temperature, plus its noise; none at 0.
         slot = tl.load(idx_mapping + first // ROWS).to(tl.int64)
         found = tl.load(temperature + slot, mask=slot >= 0, other=0.0)
         heat = tl.where(found > 0, found, 1.0)
+        noise = tl.zeros([BLOCK], tl.float32)
+        if found > 0:
+            key = token
+            if MAPPED:
+                key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
+            position = tl.load(positions + first) + OFFSET
+            noise = gumbel_noise(tl.load(seeds + slot), position, key, FP64)
     for each in range(GROUP):
         row = first + each
         logit = base
@@ -88,35 +81,16 @@ def _block_kernel(
         if NOISY:
             logit = tl.where(inside, logit / heat + noise, float("-inf"))
         part = row * BLOCKS + block
-        _store_part(
-            logit, token, inside, part, peaks, sums, best_orders, best_tokens, TOPK, TOPK_PAD
-        )
-
-
-@triton.jit
-def _store_part(
-    logit,
-    token,
-    inside,
-    part,
-    peaks,
-    sums,
-    best_orders,
-    best_tokens,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-):
-    order = tl.where(inside, ordered(logit), NONE)
-    # A block that is -inf throughout sums to nothing, not to NaN.
-    floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
-    total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
-    tl.store(peaks + part, floor)
-    tl.store(sums + part, total)
-    best, chosen = best_of(order, token, TOPK, TOPK_PAD)
-    place = tl.arange(0, TOPK_PAD)
-    kept = place < TOPK
-    tl.store(best_orders + part * TOPK + place, best, mask=kept)
-    tl.store(best_tokens + part * TOPK + place, chosen, mask=kept)
+        order = tl.where(inside, ordered(logit), NONE)
+        # A block that is -inf throughout sums to nothing, not to NaN.
+        floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
+        total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
+        tl.store(peaks + part, floor)
+        tl.store(sums + part, total)
+        best, chosen = best_of(order, token, TOPK, TOPK_PAD)
+        place = tl.arange(0, TOPK_PAD)
+        tl.store(best_orders + part * TOPK + place, best, mask=place < TOPK)
+        tl.store(best_tokens + part * TOPK + place, chosen, mask=place < TOPK)
 
 
 @Kernel

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import triton
@@ -130,24 +130,9 @@ def _rows_kernel(
         tl.store(prefix_lens + req, prefix)
 
 
-class VerifiedBatch(Protocol):
-    """The members of the engine's batch that are read here, as vLLM has them.
-
-    A request has one more logits row than drafts. Of a graph's ``num_reqs_after_padding`` batch
-    rows, those behind ``num_reqs`` get 0 rows.
-    """
-
-    idx_mapping: torch.Tensor
-    query_start_loc: torch.Tensor
-    cu_num_logits: torch.Tensor
-    positions: torch.Tensor
-    num_reqs: int
-    num_reqs_after_padding: int
-
-
 def prepare_rows(
     tree: TreeState,
-    batch: VerifiedBatch,
+    batch: Any,
     num_computed: torch.Tensor,
     rows: TreeRows,
     *,
@@ -162,7 +147,8 @@ def prepare_rows(
 
     Args:
         tree: topology by request-state index.
-        batch: its positions of tree rows are overwritten.
+        batch: vLLM's ``InputBatch``, whose positions of tree rows are overwritten. A request has
+            one more logits row than drafts. A graph's rows behind ``num_reqs`` get 0 rows.
         num_computed: i32 ``[max_reqs]`` by request-state index, tokens before the query.
         rows: receives what attention reads.
         plain_rows: whether the tree kernel also computes plain requests that fit, as it must where

@@ -92,6 +92,8 @@ class Ngrams:
         matches: matches that are kept of each text.
         reference: tokens that the reference of a request may have; 0 for no references.
         memory: of texts of other requests; None for none.
+        depth: most tokens that follow from each of several matches, where no draft model drafts;
+            None for one match beside a draft's levels.
 
     Attributes:
         nodes: int64 ``[max_reqs]`` by request-state index, bits of nodes that n-grams alone
@@ -110,8 +112,9 @@ class Ngrams:
         matches: int = 1,
         reference: int = 0,
         memory: MemoryConfig | None = None,
+        depth: int | None = None,
     ) -> None:
-        self.references = ReferenceCounts()
+        self.references, self.depth = ReferenceCounts(), depth
         kept = None
         if memory is not None:
             kept = MemoryState.allocate(memory.bytes, max_reqs, device, memory.corpora_bytes)
@@ -172,8 +175,8 @@ class Ngrams:
             write_memory(memory, self._texts, self._lengths, slots, num_reqs)
 
     def columns(self, num_nodes: int) -> int:
-        """A path may be all of a tree."""
-        return num_nodes
+        """A column for each token of each path: a path may be all of a tree."""
+        return self.state.matches * min(self.depth or num_nodes, num_nodes)
 
     def add(
         self,
@@ -191,29 +194,13 @@ class Ngrams:
             write_memory(self.state.memory, self._texts, self._lengths, slots, num_reqs)
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
         search_memory(self.state, self._lengths, slots, num_reqs)
-        self._insert(candidates, slots, num_reqs, levels=levels, first=first, num_nodes=num_nodes)
-
-    def _insert(
-        self,
-        candidates: CandidateTable,
-        slots: torch.Tensor,
-        num_reqs: int,
-        *,
-        levels: int,
-        first: int,
-        num_nodes: int,
-    ) -> None:
-        insert_ngrams(
-            candidates,
-            self.state,
-            self._lengths,
-            slots,
-            num_reqs,
-            levels=levels,
-            first=first,
-            depth=self.columns(num_nodes),
-            vocab_size=self.vocab_size,
-        )
+        options: dict[str, Any] = {"first": first, "vocab_size": self.vocab_size}
+        depth = min(self.depth or num_nodes, num_nodes)
+        arguments = candidates, self.state, self._lengths, slots, num_reqs
+        if self.depth is None:
+            insert_ngrams(*arguments, levels=levels, depth=depth, **options)
+        else:
+            insert_paths(*arguments, depth=depth, **options)
 
     def end_step(self) -> None:
         """Learn from a step; send the counts to the host, which does not wait for them."""
@@ -250,45 +237,6 @@ class Ngrams:
                 "segments_written": int(memory.head[0]) - 1,
             }
         return found
-
-
-class SeveralNgrams(Ngrams):
-    """An `Extra` of several matches, where `Ngrams` has one beside what a draft model drafts.
-
-    From each match at most `depth` tokens follow; all else is as in `Ngrams`.
-    """
-
-    def __init__(self, *args: Any, depth: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.depth = depth
-
-    def columns(self, num_nodes: int) -> int:
-        """A column for each token of each path."""
-        return self.state.matches * self._depth(num_nodes)
-
-    def _insert(
-        self,
-        candidates: CandidateTable,
-        slots: torch.Tensor,
-        num_reqs: int,
-        *,
-        levels: int,
-        first: int,
-        num_nodes: int,
-    ) -> None:
-        insert_paths(
-            candidates,
-            self.state,
-            self._lengths,
-            slots,
-            num_reqs,
-            first=first,
-            depth=self._depth(num_nodes),
-            vocab_size=self.vocab_size,
-        )
-
-    def _depth(self, num_nodes: int) -> int:
-        return min(self.depth, num_nodes)
 
 
 def add_corpus(worker: Any, *corpus: Any) -> None:

@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.config.tree_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.base import PasslessGrowth
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
-from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.trees.tree import TreeShape
 
 if TYPE_CHECKING:
@@ -96,18 +96,9 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def ngram_config(self) -> NgramConfig:
         return lengths_of(self.config, self.speculative_config)
 
-    def make_ngrams(self, config: NgramConfig) -> SeveralNgrams:
-        return SeveralNgrams(
-            config,
-            self.max_num_reqs,
-            self.max_model_len,
-            self.vllm_config.model_config.get_vocab_size(),
-            self.device,
-            matches=self.trees.shape.topk,
-            depth=self.trees.shape.steps,
-            reference=config.room(self.max_model_len),
-            memory=self.config.memory,
-        )
+    def make_ngrams(self, config: NgramConfig, **options: Any) -> Ngrams:
+        shape = self.trees.shape
+        return super().make_ngrams(config, matches=shape.topk, depth=shape.steps, **options)
 
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]

@@ -255,20 +255,10 @@ class TorchAttentionBackend(AttentionBackend):
 class TorchAttentionImpl(AttentionImpl[WholeBatch]):
     """Causal decoder attention, computed one request after another."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        *,
-        sliding_window: int | None = None,
-        sinks: torch.Tensor | None = None,
-        chunk: int = 0,
-    ) -> None:
-        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.kv_cache_dtype = float(scale), "auto"
-        self.sliding_window, self.sinks, self.chunk = sliding_window, sinks, chunk
+    def __init__(self, stock: Any, num_kv_heads: int, chunk: int = 0) -> None:
+        self.num_heads, self.num_kv_heads = stock.num_heads, num_kv_heads
+        self.head_size, self.scale, self.kv_cache_dtype = stock.head_size, stock.scale, "auto"
+        self.sliding_window, self.sinks, self.chunk = stock.sliding_window, stock.sinks, chunk
 
     def do_kv_cache_update(
         self,
@@ -332,12 +322,4 @@ def replace(layer: Attention) -> None:
             f"capped attention logits (kv_cache_dtype is {layer.kv_cache_dtype})"
         )
     layer.attn_backend = TorchAttentionBackend
-    layer.impl = TorchAttentionImpl(
-        old.num_heads,
-        old.head_size,
-        old.scale,
-        layer.num_kv_heads,
-        sliding_window=old.sliding_window,
-        sinks=old.sinks,
-        chunk=chunk_of(layer),
-    )
+    layer.impl = TorchAttentionImpl(old, layer.num_kv_heads, chunk_of(layer))

@@ -38,6 +38,13 @@ Tensors = dict[str, torch.Tensor]
 
 _OUT = "core_attn_out"
 
+_OF_VERIFIED = (
+    "spec_query_start_loc", "spec_state_indices_tensor", "spec_sequence_masks",
+    "spec_sequence_masks_cpu", "spec_token_indx", "non_spec_token_indx", "num_accepted_tokens",
+    "uniform_spec_sequence_length",
+)  # fmt: skip
+"""Fields of vLLM's metadata that are None where nothing is verified."""
+
 
 @dataclass
 class DeltaTrees(TreeRecurrence):
@@ -122,14 +129,7 @@ def parted(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> Parted:
         num_spec_decodes=0,
         num_spec_decode_tokens=0,
         num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
-        spec_query_start_loc=None,
-        spec_state_indices_tensor=None,
-        spec_sequence_masks=None,
-        spec_sequence_masks_cpu=None,
-        spec_token_indx=None,
-        non_spec_token_indx=None,
-        num_accepted_tokens=None,
-        uniform_spec_sequence_length=None,
+        **dict.fromkeys(_OF_VERIFIED),
     )
     return Parted(RecurrentRows(own, starts, columns, accepted, count), others)
 

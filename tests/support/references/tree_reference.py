@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_graft.spec_decode.kernels.compact import TokenRows
-from vllm_graft.spec_decode.kernels.verify import TreeRows, VerifiedBatch
+from vllm_graft.spec_decode.kernels.verify import TreeRows
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
@@ -169,7 +169,7 @@ def _signed(bits: int) -> int:
 
 def prepare_rows_reference(
     tree: TreeState,
-    batch: VerifiedBatch,
+    batch: Any,
     num_computed: torch.Tensor,
     rows: TreeRows,
     *,

@@ -115,35 +115,6 @@ def _chunk_sizes(value: int, max_rows: int) -> dict[str, int]:
     }
 
 
-@triton.jit
-def _keep_decays(
-    gates,
-    decays,
-    bias,
-    decay_stride,
-    gate_stride,
-    rate,
-    lower_bound,
-    line,
-    inside,
-    BOUNDED: tl.constexpr,
-    KEY: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Store the logarithms of a head's decays by key, which all its programs do alike."""
-    for start in range(0, KEY, PART):
-        key = start + tl.arange(0, PART)
-        is_key = key < KEY
-        both = inside[:, None] & is_key[None, :]
-        x = tl.load(decays + line[:, None] * decay_stride + key[None, :], mask=both, other=0)
-        x = x.to(tl.float32)
-        x += tl.load(bias + key, mask=is_key, other=0).to(tl.float32)[None, :]
-        decay = log_decay(x, rate, lower_bound, BOUNDED)
-        tl.store(gates + line[:, None] * gate_stride + key[None, :], decay, mask=both)
-    # Other threads of this program have stored what this one loads.
-    tl.debug_barrier()
-
-
 @Kernel
 @triton.jit
 def _tree_chunk_kernel(
@@ -204,22 +175,18 @@ def _tree_chunk_kernel(
         share = tl.where(inside, tl.sigmoid(beta), 0.0)
         tl.store(gates + line * (NUMBERS * HEADS) + HEADS * KEY + head, share, mask=inside)
         gates += head * KEY
-        decays += head * KEY
-        bias += head * KEY
-        _keep_decays(
-            gates,
-            decays,
-            bias,
-            decay_stride,
-            NUMBERS * HEADS,
-            rate,
-            lower_bound,
-            line,
-            inside,
-            BOUNDED,
-            KEY,
-            PART,
-        )
+        decays += head * KEY + line[:, None] * decay_stride
+        # All programs of a head store the logarithms of its decays by key alike.
+        for start in range(0, KEY, PART):
+            key = start + tl.arange(0, PART)
+            is_key = key < KEY
+            both = inside[:, None] & is_key[None, :]
+            x = tl.load(decays + key[None, :], mask=both, other=0).to(tl.float32)
+            x += tl.load(bias + head * KEY + key, mask=is_key, other=0).to(tl.float32)[None, :]
+            decay = log_decay(x, rate, lower_bound, BOUNDED)
+            tl.store(gates + line[:, None] * (NUMBERS * HEADS) + key[None, :], decay, mask=both)
+        # Other threads of this program have stored what this one loads.
+        tl.debug_barrier()
     else:
         x = tl.load(decays + line * decay_stride + head, mask=inside, other=0).to(tl.float32)
         if tl.program_id(0) == 0:

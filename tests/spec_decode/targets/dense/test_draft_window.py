@@ -148,7 +148,14 @@ def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, WholeBatc
     cache = torch.randn(12, KV_HEADS, CPU_BLOCK, 2 * CPU_SIZE, generator=generator)
     query = torch.randn(sum(new) + 2, CPU_HEADS, CPU_SIZE, generator=generator)
     metadata = WholeBatch(starts, torch.tensor(lengths), tables, max(new), max(lengths))
-    return TorchAttentionImpl(CPU_HEADS, CPU_SIZE, CPU_SIZE**-0.5, KV_HEADS), query, cache, metadata
+    stock = SimpleNamespace(
+        num_heads=CPU_HEADS,
+        head_size=CPU_SIZE,
+        scale=CPU_SIZE**-0.5,
+        sliding_window=None,
+        sinks=None,
+    )
+    return TorchAttentionImpl(stock, KV_HEADS), query, cache, metadata
 
 
 def run(

@@ -3,8 +3,6 @@
 ``StandaloneARSpeculator``, asked to build itself, builds our subclass of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any

@@ -17,8 +17,6 @@ Six things are hooked, all inert until a configuration has the section:
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import ModuleType

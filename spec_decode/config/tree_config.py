@@ -1,8 +1,6 @@
 """What stands under ``graft.tree``."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
@@ -81,7 +79,7 @@ class NgramConfig(Section):
         return min(self.reference, max_model_len)
 
     @model_validator(mode="after")
-    def _in_order(self) -> NgramConfig:
+    def _in_order(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min is {self.min}, and max is {self.max}: min must not exceed max")
         return self

@@ -1,19 +1,14 @@
 """VLLM's log line on drafts and its counters of accepted ones by position, for trees."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import prometheus_client
-from vllm.v1.spec_decode.metrics import SpecDecodingLogging, logger
-
-if TYPE_CHECKING:
-    from vllm.v1.spec_decode.metrics import SpecDecodingProm
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, logger
 
 
 class TreeLogging(SpecDecodingLogging):

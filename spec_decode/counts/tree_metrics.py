@@ -1,7 +1,5 @@
 """What trees and chains of draft models count for ``/metrics``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

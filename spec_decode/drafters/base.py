@@ -5,21 +5,16 @@ fills the table of candidates from there, an `Extra` may add candidates of anoth
 best of all become the tree. Verification needs nothing else of a drafter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.trees.tree import CandidateTable
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.heads.head import DraftHead
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.tree import TreeShape
-    from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 
 class Drafter(Protocol):

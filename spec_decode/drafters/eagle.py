@@ -1,16 +1,16 @@
 """Trees of drafts that continue from the target's states, one pass per level: EAGLE and MTP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
+from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.levels import (
     LevelGrowth,
     LevelMemory,
@@ -19,12 +19,7 @@ from vllm_graft.spec_decode.drafters.levels import (
 )
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.compact import AcceptedRows
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.trees.tree import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 
 
 class TargetDependentTrees(TreeDrafting):

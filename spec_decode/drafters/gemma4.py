@@ -1,9 +1,6 @@
 """Trees from the assistant that comes with a Gemma 4, which has no K/V of its own."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from torch import nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
@@ -11,9 +8,6 @@ from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class Gemma4Trees(TargetDependentTrees, Gemma4Speculator):

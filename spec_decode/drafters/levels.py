@@ -1,26 +1,20 @@
 """The levels of the draft tree below its first: their tensors, and the passes that fill them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 
+from vllm_graft.spec_decode.drafters.base import Drafter, Growth
+from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.targets.dense.layer import NO_LEVEL, DraftTreeMetadata
-from vllm_graft.spec_decode.trees.tree import CandidateTable
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_graft.spec_decode.drafters.base import Drafter, Growth
-    from vllm_graft.spec_decode.heads.head import DraftHead
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.tree import TreeShape
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
 
 
 class LevelMemory:

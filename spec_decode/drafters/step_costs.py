@@ -6,16 +6,16 @@ recurrent layers have states: rows of one token would all ask for the same exper
 padding would hide what a node costs. The engine hands the result to the tuner before it serves.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare_inputs_to_capture
 
 from vllm_graft.base.log import logger
@@ -23,10 +23,6 @@ from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.spec_decode.kernels.verify import prepare_rows
 from vllm_graft.spec_decode.tuning.step_times import Costs
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
 
 Launch = Callable[[], object]
 

@@ -1,15 +1,16 @@
 """Drafting trees (EAGLE-2, Li et al. 2024, arXiv 2406.16858), for any speculator of vLLM's."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
@@ -17,42 +18,32 @@ from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 from vllm_graft.seams.kept_memory import kept_memory
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.wrap import compose
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees
+from vllm_graft.spec_decode.drafters.base import Growth
 from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
-from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
+from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees, TreePlan
+from vllm_graft.spec_decode.drafters.levels import LevelMemory
 from vllm_graft.spec_decode.drafters.stock_chain import become_stock
 from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 from vllm_graft.spec_decode.kernels.candidates import finish_tree
+from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
-from vllm_graft.spec_decode.trees.tree import check_trees, is_asked_for
+from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees, is_asked_for
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import tree_policy
-
-if TYPE_CHECKING:
-    from torch import nn
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.config.tree_config import NgramConfig
-    from vllm_graft.spec_decode.drafters.base import Growth
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.drafters.levels import LevelMemory
-    from vllm_graft.spec_decode.kernels.compact import AcceptedRows
-    from vllm_graft.spec_decode.trees.tree import TreeShape
-    from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 
 class TreeDrafting(DraftModelSpeculator):

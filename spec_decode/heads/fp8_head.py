@@ -1,10 +1,8 @@
 """FP8 in a draft: its output head, of which levels read half as many bytes, and its `fc`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -49,7 +47,7 @@ class Fp8Head:
             numbers.copy_(found)
             scale.copy_(scales)
 
-    def empty(self, size: int) -> Fp8Head:
+    def empty(self, size: int) -> Self:
         """A head of `size` rows of the same length, all on each rank, whose numbers are not set."""
         made = copy.copy(self)
         made.tp_size = 1
@@ -58,7 +56,7 @@ class Fp8Head:
         return made
 
     @property
-    def quant_method(self) -> Fp8Head:
+    def quant_method(self) -> Self:
         """The object that the logits processor asks for the product: this head itself."""
         return self
 

@@ -1,7 +1,5 @@
 """Tokens that drafts are chosen from: files of hot tokens, and a draft's own vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Grows the table of candidates level by level, and makes its best ones the tree."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

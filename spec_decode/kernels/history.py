@@ -1,8 +1,6 @@
 """Changes logits by each row's own history: what was emitted, then the tokens of its path."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ launches are listed, the functions that launch kernels run as ever, also over ``
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,8 +1,6 @@
 """Puts the continuations of matches among a request's candidates, and learns how matches do."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

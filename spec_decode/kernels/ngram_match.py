@@ -1,8 +1,6 @@
 """Finds where the end of a request's text has occurred before; copies the text to the device."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

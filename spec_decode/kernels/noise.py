@@ -1,8 +1,6 @@
 """The noise of vLLM's sampler, computed where it is needed: at a draft's own tokens."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Triton's own `cdiv` and `next_power_of_2` take microseconds per call on the host
 the layers of a step.
 """
 
-from __future__ import annotations
-
 
 def cdiv(number: int, divisor: int) -> int:
     """Quotient of two positive integers, rounded up."""

@@ -1,8 +1,6 @@
 """Keeps texts of requests in a memory, and finds there where the end of another has occurred."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

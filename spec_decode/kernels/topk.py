@@ -1,8 +1,6 @@
 """The best tokens of a row of logits, with their log-probabilities."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

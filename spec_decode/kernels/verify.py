@@ -1,10 +1,8 @@
 """Verification: what the target's pass needs to know of each row, then the walk down the tree."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import triton
@@ -46,7 +44,7 @@ class TreeRows:
     plain_lens: torch.Tensor
 
     @classmethod
-    def allocate(cls, max_reqs: int, max_tokens: int, device: torch.device | str) -> TreeRows:
+    def allocate(cls, max_reqs: int, max_tokens: int, device: torch.device | str) -> Self:
         def per_request() -> torch.Tensor:
             return torch.zeros(max_reqs, dtype=torch.int32, device=device)
 

@@ -1,7 +1,5 @@
 """The drafter that an engine takes, and facts that configurations tell of its draft."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ that trees don't have, for a check of LoRA, and to see whether it is a multiple 
 modules: our refusals repeat the one, and refuse more modules than one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError

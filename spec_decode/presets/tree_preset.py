@@ -5,11 +5,9 @@ the user gave to vLLM are never raised. VLLM has already derived the encoder's b
 ``max_num_batched_tokens``, so a tree whose levels do not fit is made narrower.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.log import warning_once
@@ -39,10 +37,8 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_features import (
     has_delta_rule,
     state_room,
 )
+from vllm_graft.spec_decode.trees.text_state import MemoryState
 from vllm_graft.spec_decode.trees.tree import num_candidates
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.text_state import MemoryState
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Combinations with graphs of a standalone draft model that are refused in the frontend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

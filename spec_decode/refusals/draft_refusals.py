@@ -1,8 +1,6 @@
 """Drafts that no tree grows from, and keys that some drafters don't have, refused in the
 frontend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

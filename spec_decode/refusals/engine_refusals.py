@@ -1,7 +1,5 @@
 """Engines that may not run beside trees: runners, ranks, graphs, and rows per batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ What a configuration leaves open is never refused. VLLM itself looks at the voca
 ``draft_model`` alone: other sizes end an engine in its first step, or pass and draft badly.
 """
 
-from __future__ import annotations
-
 import filecmp
 import functools
 import json

@@ -1,7 +1,5 @@
 """What n-grams of texts, and a memory of them, can't be asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Combinations with trees that are refused in the frontend, before any GPU work, because vLLM
 assumes that drafts form a chain, and we do not (yet) undo the assumption."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Iterator
 from typing import Any

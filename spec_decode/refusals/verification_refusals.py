@@ -1,7 +1,5 @@
 """Exclusions of the verification of trees: kernels, K/V formats, heads, samplers, connectors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

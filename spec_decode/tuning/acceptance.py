@@ -1,7 +1,5 @@
 """Accepted drafts of trees by number of nodes, learned from verified trees."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

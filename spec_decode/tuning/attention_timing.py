@@ -1,7 +1,5 @@
 """Times both kernels of tree attention on the device, once, when an engine starts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -9,10 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -21,6 +19,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
@@ -47,11 +46,6 @@ from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.tuning.plan import widths
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
-
 
 class Geometry(NamedTuple):
     """The properties besides the batch on which attention's time depends."""
@@ -73,7 +67,7 @@ class Geometry(NamedTuple):
         return 8
 
     @classmethod
-    def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
+    def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Self:
         impl: Any = layer.impl
         fp8 = is_quantized_kv_cache(impl.kv_cache_dtype)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)

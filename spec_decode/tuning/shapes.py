@@ -1,14 +1,10 @@
 """Tree policies, which give a tree its shape, and the ladders that ``shape: auto`` chooses from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.trees.tree import TreeShape, num_candidates
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 
 class Rung(NamedTuple):

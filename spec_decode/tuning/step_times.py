@@ -11,14 +11,12 @@ what prompts of any length add. Corrections are least squares drawn to 0 (ridge)
 timings correct little; only the time of the `host` is found by a rule.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from vllm_graft.spec_decode.chunking.prompt_chunks import Handover
 
@@ -217,7 +215,7 @@ class Shared(NamedTuple):
         return own - (1 - timed.weight) * math.copysign(noise, own), True
 
     @classmethod
-    def of(cls, points: list[Point], *, sloped: bool = False) -> Shared:
+    def of(cls, points: list[Point], *, sloped: bool = False) -> Self:
         """Weighted least squares through points beyond their costs, drawn to 0."""
         total = sum(each.weight for each in points)
         if not total:

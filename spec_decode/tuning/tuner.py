@@ -1,7 +1,5 @@
 """The number of nodes that pays: learned while serving, from times of steps and tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -1,34 +1,67 @@
 """Exact verification of a draft tree: draw the target's token at every node, then walk."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from vllm_graft.spec_decode.kernels.verify import walk_tree
-
-if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    from vllm_graft.spec_decode.verification.context import TreeContext
-
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 MAX_CHUNK_BYTES = 2**28
 """Bytes of float32 logits in one chunk; torch's top-p sorts them into values and 64-bit indices, so
 a quarter of vLLM's own limit for chains keeps the total under 1 GiB."""
+
+
+class VerifiedRows(NamedTuple):
+    """The rows that a step verifies, and where its results go.
+
+    Attributes:
+        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
+            `drafts`, which are `ids` or -1 where a grammar refused the draft.
+        sampled: int64 ``[num_reqs, num_nodes + 1]``.
+        num_sampled: int32 ``[num_reqs]``.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    drafts: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """Requests of a batch that are verified together, and their rows among the batch's logits.
+
+    The request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host.
+    """
+
+    requests: slice
+    rows: slice
+    cu_num_logits: torch.Tensor
+    cu_num_logits_np: np.ndarray
+
+    @classmethod
+    def of(cls, batch: InputBatch, first: int, last: int) -> Self:
+        """The requests from `first` up to, but not including, `last`."""
+        bounds = slice(first, last + 1)
+        starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
+        rows = slice(int(starts_np[0]), int(starts_np[-1]))
+        if rows.start:
+            starts, starts_np = starts - rows.start, starts_np - rows.start
+        return cls(slice(first, last), rows, starts, starts_np)
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -215,46 +248,6 @@ class TreeRejectionSampler(RejectionSampler):
             # The whole batch's number: chunks are concatenated, so all need the same width.
             most,
         )
-
-
-class VerifiedRows(NamedTuple):
-    """The rows that a step verifies, and where its results go.
-
-    Attributes:
-        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
-            `drafts`, which are `ids` or -1 where a grammar refused the draft.
-        sampled: int64 ``[num_reqs, num_nodes + 1]``.
-        num_sampled: int32 ``[num_reqs]``.
-    """
-
-    logits: torch.Tensor
-    ids: torch.Tensor
-    positions: torch.Tensor
-    drafts: torch.Tensor
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor
-
-
-class Chunk(NamedTuple):
-    """Requests of a batch that are verified together, and their rows among the batch's logits.
-
-    The request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host.
-    """
-
-    requests: slice
-    rows: slice
-    cu_num_logits: torch.Tensor
-    cu_num_logits_np: np.ndarray
-
-    @classmethod
-    def of(cls, batch: InputBatch, first: int, last: int) -> Chunk:
-        """The requests from `first` up to, but not including, `last`."""
-        bounds = slice(first, last + 1)
-        starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
-        rows = slice(int(starts_np[0]), int(starts_np[-1]))
-        if rows.start:
-            starts, starts_np = starts - rows.start, starts_np - rows.start
-        return cls(slice(first, last), rows, starts, starts_np)
 
 
 def _max_rows(vocab_size: int) -> int:

@@ -1,38 +1,31 @@
 """Trees of drafts that come from one pass over a block of positions."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.spec_decode.config.tree_config import NAME
-from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
+from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth, Lattice
+from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.compact import AcceptedRows
+from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.models.drafts import block_positions
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.spec_decode.drafters.block.lattice import Lattice
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.tree import TreeShape
 
 
 class BlockTrees(TreeDrafting, DFlashSpeculator):

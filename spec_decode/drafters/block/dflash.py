@@ -1,18 +1,12 @@
 """Trees from DFlash drafts (arXiv 2602.06036), from DFlash 2, and from LiLiCorr."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+import torch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.block.lattice import Edges, Marginals
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DFlashTrees(BlockTrees, DFlashSpeculator):

@@ -1,7 +1,5 @@
 """Trees from DSpark drafts, whose tokens depend on the token before by a bias of low rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,15 +12,6 @@ from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
-class DSparkTrees(BlockTrees, DSparkSpeculator):
-    """What vLLM builds in the place of `DSparkSpeculator`."""
-
-    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Biased:
-        """The logits of all positions, to which the biases come level by level."""
-        logits = self.own_head_logits(states).unflatten(0, (num_reqs, self.positions))
-        return Biased(self, logits, self.block_roots(num_reqs))
-
-
 class Biased:
     """A `Lattice` whose scores are a position's logits and a bias by the token before.
 
@@ -31,7 +20,7 @@ class Biased:
     vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary.
     """
 
-    def __init__(self, drafter: DSparkTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
+    def __init__(self, drafter: BlockTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots
         self._noise = drafter.level_noise(len(roots))
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -75,3 +64,12 @@ class Biased:
         logits = self._logits.new_full((len(embedded), self._logits.shape[-1]), float("-inf"))
         summed: torch.Tensor = model.apply_markov_bias_gathered(embedded, logits, values, ids)
         return summed
+
+
+class DSparkTrees(BlockTrees, DSparkSpeculator):
+    """What vLLM builds in the place of `DSparkSpeculator`."""
+
+    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Biased:
+        """The logits of all positions, to which the biases come level by level."""
+        logits = self.own_head_logits(states).unflatten(0, (num_reqs, self.positions))
+        return Biased(self, logits, self.block_roots(num_reqs))

@@ -1,17 +1,13 @@
 """What one pass over a block says of every depth, and how a tree reads it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from vllm_graft.spec_decode.drafters.base import Children, PasslessGrowth
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.tree import CandidateTable
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Lattice(Protocol):

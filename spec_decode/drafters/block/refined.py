@@ -1,9 +1,7 @@
 """Scores of a block's positions behind every node of a tree, by the refiner of an XPress draft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +10,7 @@ from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.tree import CandidateTable
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Refiner:

@@ -1,28 +1,23 @@
 """Trees of n-grams alone (``method: ngram``): no draft model takes part."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from vllm_graft.spec_decode.config.tree_config import NgramConfig, lengths_of
 from vllm_graft.spec_decode.drafters.base import PasslessGrowth
+from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.trees.tree import TreeShape
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 
 UNMATCHED = -1e30
 """Score of the nodes that fill a tree up; any node of a match ranks before them."""

@@ -1,17 +1,18 @@
 """Trees of a standalone draft model (``method: draft_model``), which has K/V of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 from vllm_graft.spec_decode.drafters.levels import (
     LevelGrowth,
     LevelMemory,
@@ -21,17 +22,10 @@ from vllm_graft.spec_decode.drafters.levels import (
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.compact import AcceptedRows
+from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.plan import widths
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.tree import TreeShape
 
 
 class StandaloneGrowth(LevelGrowth):

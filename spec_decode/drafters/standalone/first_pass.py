@@ -1,26 +1,19 @@
 """The first pass of a standalone draft model as CUDA graphs, for chains and for trees."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 
 Metadata = dict[str, Any]
 
@@ -56,7 +49,7 @@ class ExtendInputs:
     seq_lens_cpu_upper_bound: None = None
 
     @classmethod
-    def allocate(cls, idx_mapping: torch.Tensor, width: int) -> ExtendInputs:
+    def allocate(cls, idx_mapping: torch.Tensor, width: int) -> Self:
         num_reqs, device = idx_mapping.shape[0], idx_mapping.device
         starts = np.arange(num_reqs + 1, dtype=np.int32) * width
 
@@ -98,7 +91,7 @@ class ExtendInputs:
         self.num_rejected[num_reqs:].zero_()
         self.last_sampled.copy_(last_sampled.flatten())
 
-    def rows(self, num_reqs: int) -> ExtendInputs:
+    def rows(self, num_reqs: int) -> Self:
         rows = num_reqs * self.width
         return replace(
             self,

@@ -1,8 +1,6 @@
 """Triton code of tree and draft attention (flash-decoding over pages, arXiv:2311.01282)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,10 +5,8 @@ The rule for sm_90 and sm_10x follows what a search on an H200 found
 programs load without stages.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -56,7 +54,7 @@ class Tile(NamedTuple):
     @functools.cache
     def choose(
         cls, rows: int, head_pad: int, dtype: torch.dtype, *, crowded: bool, split: bool
-    ) -> Tile:
+    ) -> Self:
         """Choose a tile whose accumulator and two K/V tiles fit a block.
 
         `rows` are those of a request, times the heads that share K/V. If `crowded`, multiprocessors

@@ -1,8 +1,6 @@
 """How attention reads the rows of an FP8 (e4m3) cache, with hardware for FP8 and without."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

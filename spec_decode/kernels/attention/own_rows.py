@@ -1,8 +1,6 @@
 """Attention of tree rows over the tree's own keys, merged with attention over the prefix."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

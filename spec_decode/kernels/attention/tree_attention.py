@@ -1,8 +1,6 @@
 """Attention of tree rows: paged keys, one ancestor mask per row, split over the keys."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Rows of the ledger for trees on plain attention."""
 
-from __future__ import annotations
-
 from vllm_graft.seams.ledger.entry import Seam, seams
 
 _MASK = "an attention backend of vLLM's takes a mask per row"

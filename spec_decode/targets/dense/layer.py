@@ -4,16 +4,15 @@ The platform's backend serves prompts, chains and the draft's extend pass. Only 
 tree take another kernel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import KVCacheConfig, is_quantized_kv_cache
+from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
@@ -21,7 +20,7 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.targets.dense import plain_attention as reference
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
-from vllm_graft.spec_decode.targets.dense.two_pass import why_not
+from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass, why_not
 from vllm_graft.spec_decode.targets.dense.window import (
     DraftWindow,
     chunk_of,
@@ -32,15 +31,7 @@ from vllm_graft.spec_decode.targets.dense.window import (
     windowed_table,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.spec_decode.verification.context import VerifyMode
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-
-    from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
-    from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
-
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
 NO_LEVEL = -1
 """The level of rows whose layer keeps no K/V of a tree. They see the prefix alone, from its end."""
@@ -324,7 +315,7 @@ class DenseState:
         caches: Mapping[str, torch.Tensor],
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
-    ) -> DenseState:
+    ) -> Self:
         """The state of layers by name, each with its cache by heads."""
         groups = enumerate(kv_cache_config.kv_cache_groups)
         own = {name: n for n, group in groups for name in group.layer_names if name in caches}

@@ -1,8 +1,6 @@
 """Attention of tree and draft rows over latents (MLA in its absorbed form, arXiv:2405.04434)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import functools
 
 import torch

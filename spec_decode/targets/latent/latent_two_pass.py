@@ -5,11 +5,9 @@ over a long context, where FlashAttention 3 is several times as fast as our Trit
 are the rotated parts, its values the latents, which meet queries of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -117,7 +115,7 @@ class LatentGeometry(NamedTuple):
         return 2
 
     @classmethod
-    def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> LatentGeometry:
+    def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> Self:
         sizes = (len(layer.W_UK_T), layer.kv_lora_rank, layer.qk_rope_head_dim)
         return cls(*sizes, dtype, block_size)
 

@@ -1,8 +1,6 @@
 """Attention of tree rows over the tree's own latents (MLA), merged with that over the prefix."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

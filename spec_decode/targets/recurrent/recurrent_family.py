@@ -5,16 +5,18 @@ its parent's state and leaves its own in the block of its row; or it leaves its 
 of the layer, and the state that the accepted path ends in is made of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.permission import require_seams
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
@@ -32,14 +34,7 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import (
     TreeSelectiveState,
 )
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import TreeRecurrence, windows_of
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
-    from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Targets with recurrent layers, before they are loaded: kinds, refusals, and memory of states."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

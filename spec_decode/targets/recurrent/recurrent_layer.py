@@ -4,13 +4,12 @@ A graft stands before a layer's convolution and recurrence and lets each verifie
 parent. All other rows are computed by the layer itself, as a batch of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -25,12 +24,7 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
     RecurrentRows,
     keep_rows,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_graft.spec_decode.verification.context import TreeContext
-
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 _LEAST_ROWS = 4
 """Rows of a request from which on inputs are kept: states, of 2 MiB a layer in Qwen3-Next against

@@ -26,8 +26,6 @@ With Mamba-2 nothing has to be solved (Dao and Gu 2024, arXiv 2405.21060, sectio
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ key ``k`` ``[K]``, and reads it with a query ``q`` ``[K]``. There are three kind
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import enum
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Convolution and recurrences over trees, a row after another: each row's state is written."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

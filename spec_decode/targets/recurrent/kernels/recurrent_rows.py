@@ -1,10 +1,8 @@
 """Rows of a batch that recurrent layers compute as trees, and what such layers keep of them."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -65,7 +63,7 @@ class LayerInputs(NamedTuple):
         gates: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device | str,
-    ) -> LayerInputs:
+    ) -> Self:
         rows = torch.zeros(max_rows, features, dtype=dtype, device=device)
         return cls(rows, torch.zeros(max_rows, *gates, device=device))
 
@@ -98,7 +96,7 @@ class KeptRows:
         return len(self.masks)
 
     @classmethod
-    def allocate(cls, max_tokens: int, max_rows: int, device: torch.device | str) -> KeptRows:
+    def allocate(cls, max_tokens: int, max_rows: int, device: torch.device | str) -> Self:
         """Allocate for batches of `max_tokens` rows, `max_rows` of which may be kept."""
         firsts, accepted = torch.full((2, max_tokens), -1, dtype=torch.int32, device=device)
         masks = torch.zeros(max_rows, dtype=torch.int64, device=device)

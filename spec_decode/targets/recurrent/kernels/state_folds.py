@@ -1,11 +1,9 @@
 """Continues recurrent states along accepted paths, by the inputs that the paths' rows have left."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -90,7 +88,7 @@ class FoldTable:
     by_prefix: bool
 
     @classmethod
-    def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> FoldTable:
+    def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> Self:
         """Describe the layers, at least one, which must be alike in shapes and dtypes."""
         kinds = {
             (

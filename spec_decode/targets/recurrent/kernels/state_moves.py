@@ -1,11 +1,9 @@
 """Leaves recurrent states and windows of inputs as a chain of the accepted rows would have."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -66,7 +64,7 @@ class StateTable:
     by_prefix: bool
 
     @classmethod
-    def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> StateTable:
+    def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> Self:
         """Describe the caches of layers with windows of one dtype and states of as many bytes."""
         sizes = {int(cache.states[0].nbytes) for cache in caches}
         kinds = {cache.windows.element_size() for cache in caches}

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
-from vllm_graft.spec_decode.kernels.compact import AcceptedRows, KVCacheTable, compact_kv
+from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.kernels.verify import walk_tree
 from vllm_graft.spec_decode.trees.tree import CandidateTable
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.draft_trees import Sources

@@ -18,8 +18,8 @@ from vllm_graft.spec_decode.drafters.levels import (
     growths_by_levels,
 )
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.trees.tree import TreeShape
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 
 class TargetDependentTrees(TreeDrafting):

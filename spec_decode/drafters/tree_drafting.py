@@ -33,7 +33,6 @@ from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 from vllm_graft.spec_decode.kernels.candidates import finish_tree
-from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
@@ -43,7 +42,7 @@ from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees, is_asked_f
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import tree_policy
-from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.verification.context import AcceptedRows, TreeContext
 
 
 class TreeDrafting(DraftModelSpeculator):

@@ -20,12 +20,12 @@ from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth, Lattice
 from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.models.drafts import block_positions
 from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.plan import plan_shapes
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 
 class BlockTrees(TreeDrafting, DFlashSpeculator):

@@ -32,8 +32,8 @@ from tests.support.watches import emitted
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
-from vllm_graft.spec_decode.kernels.compact import AcceptedRows
 from vllm_graft.spec_decode.targets.dense import layer as dense_layer
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -259,7 +259,7 @@ def leave_declined(core: Any, vllm_config: Any) -> None:
 
 def drafts_stock(worker: Any) -> bool:
     """Runs in each worker: whether its drafter has become vLLM's own."""
-    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
+    from vllm_graft.spec_decode.drafters.draft_trees import StockChain
 
     return isinstance(worker.model_runner.speculator, StockChain)
 

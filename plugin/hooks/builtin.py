@@ -28,7 +28,7 @@ def graft_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "gemma4",
-            f"{_DRAFTERS}.gemma4:Gemma4Trees",
+            f"{_DRAFTERS}.eagle:Gemma4Trees",
             "drafts a tree with the assistant of a Gemma 4, which reads the target's K/V",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.gemma4.speculator:Gemma4Speculator",

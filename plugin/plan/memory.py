@@ -267,9 +267,8 @@ def _kept_inputs(rows: int, states: list[Any], vllm_config: Any) -> Memory:
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     import torch
 
-    from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
-    from vllm_graft.spec_decode.tuning.plan import plan_shapes
-    from vllm_graft.spec_decode.tuning.scheduling import tree_policy
+    from vllm_graft.spec_decode.drafters.block.block_trees import BlockGrowth
+    from vllm_graft.spec_decode.tuning.scheduling import plan_shapes, tree_policy
 
     policy = tree_policy(tree, vllm_config.speculative_config)
     shapes = plan_shapes(policy, tree, vllm_config)

@@ -12,7 +12,7 @@ import torch
 
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext
 

@@ -12,7 +12,7 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm_graft.spec_decode.drafters.base import Drafter, Growth
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.targets.dense.layer import NO_LEVEL, DraftTreeMetadata
 from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
 

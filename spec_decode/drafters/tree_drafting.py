@@ -25,23 +25,27 @@ from vllm_graft.seams.wrap import compose
 from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees
 from vllm_graft.spec_decode.drafters.base import Growth
-from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
-from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees, TreePlan
+from vllm_graft.spec_decode.drafters.draft_trees import (
+    DraftTrees,
+    TreePlan,
+    become_stock,
+    count,
+    describe,
+    taken,
+)
 from vllm_graft.spec_decode.drafters.levels import LevelMemory
-from vllm_graft.spec_decode.drafters.stock_chain import become_stock
 from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
 from vllm_graft.spec_decode.kernels.candidates import finish_tree
-from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees, is_asked_for
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
-from vllm_graft.spec_decode.tuning.plan import plan_shapes
-from vllm_graft.spec_decode.tuning.scheduling import tree_policy
+from vllm_graft.spec_decode.tuning.scheduling import plan_shapes, tree_policy
 from vllm_graft.spec_decode.verification.context import AcceptedRows, TreeContext
 
 

@@ -15,8 +15,7 @@ from vllm_graft.spec_decode.heads import fp8_head
 from vllm_graft.spec_decode.heads.fp8_head import Fp8Head, Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -35,8 +35,7 @@ from vllm_graft.spec_decode.startup.stand_ins import (
 )
 from vllm_graft.spec_decode.targets.dense.layer import DenseState
 from vllm_graft.spec_decode.targets.dense.two_pass import points
-from vllm_graft.spec_decode.tuning.plan import widths
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, widths
 from vllm_graft.spec_decode.verification.context import VerifyMode
 from vllm_graft.spec_decode.verification.sampler import Chunk, TreeRejectionSampler, VerifiedRows
 

@@ -16,8 +16,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.families import ServedLayers, TargetState
 from vllm_graft.spec_decode.verification.context import TreeContext
-from vllm_graft.spec_decode.verification.histories import follow_paths
-from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
+from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler, follow_paths
 
 
 def samples_by_temperature(params: SamplingParams | None) -> bool:

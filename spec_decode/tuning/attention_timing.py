@@ -44,7 +44,7 @@ from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     why_no_latent_passes,
 )
 from vllm_graft.spec_decode.trees.batch import TreeBatch
-from vllm_graft.spec_decode.tuning.plan import widths
+from vllm_graft.spec_decode.tuning.scheduling import widths
 
 
 class Geometry(NamedTuple):

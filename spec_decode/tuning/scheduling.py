@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from vllm_graft.base.errors import HookError
+from vllm_graft.base.options import flag
+from vllm_graft.base.values import shown
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.chunking.prompt_chunks import ROWS, can_chunk, chunk_prompts
@@ -19,6 +22,7 @@ from vllm_graft.spec_decode.models.drafts import (
     is_block,
     step_has_experts,
 )
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
+
 
 MAX_ROWS = 512
 """Most rows of a step without CUDA graphs; with them, the largest captured size is the limit."""
@@ -263,3 +268,57 @@ def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
 
     # Only this scheduler is changed: others in the process may have other configurations.
     scheduler.update_from_output = update_from_output
+
+
+def plan_shapes(
+    policy: TreePolicy, config: TreeConfig, vllm_config: VllmConfig
+) -> dict[TreeShape, list[int]]:
+    """The shape for each number of nodes that the scheduler may ask for, and its batches.
+
+    The largest number of nodes is always there: steps for which the scheduler asks for none in
+    particular, such as dummy runs, draft it.
+
+    Returns:
+        Numbers of requests for which trees of a shape are drafted, by shape.
+
+    Raises:
+        HookError: if the policy returns no tree of the number of nodes that it was asked for.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    batches = batches_by_nodes(vllm_config, auto=config.shape == "auto")
+    batches.setdefault(speculative.num_speculative_tokens, [])
+    return {_asked(policy, config, nodes): counts for nodes, counts in batches.items() if nodes}
+
+
+def _asked(policy: TreePolicy, config: TreeConfig, nodes: int) -> TreeShape:
+    """The policy's shape; the engine verifies exactly so many nodes, and drafts one at least."""
+    shape = policy(config, nodes)
+    if (
+        not isinstance(shape, TreeShape)
+        or shape.num_nodes != nodes
+        or min(shape.topk, shape.steps) < 1
+    ):
+        raise HookError(
+            f"{flag('tree', 'policy')} {config.policy!r} returned {shown(shape)} for {nodes} nodes "
+            f"(topk {config.topk}, steps {config.steps}), but must return a TreeShape of exactly "
+            f"{nodes} nodes, with topk and steps of at least 1: mend the policy, or drop the key"
+        )
+    return shape
+
+
+def widths(vllm_config: VllmConfig, *, auto: bool) -> set[int]:
+    """Rows per request, root and nodes, that a pass of the target may verify."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    nodes = {*batches_by_nodes(vllm_config, auto=auto), speculative.num_speculative_tokens}
+    return {count + 1 for count in nodes}
+
+
+def bounds(shapes: Collection[TreeShape]) -> TreeShape:
+    """The smallest shape that holds all of `shapes`."""
+    return TreeShape(
+        max(shape.topk for shape in shapes),
+        max(shape.steps for shape in shapes),
+        max(shape.num_nodes for shape in shapes),
+    )

@@ -5,8 +5,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
-from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
-from vllm_graft.spec_decode.drafters.block.lattice import Edges, Marginals
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees, Edges, Marginals
 
 
 class DFlashTrees(BlockTrees, DFlashSpeculator):

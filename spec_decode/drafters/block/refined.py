@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 

@@ -21,10 +21,9 @@ from vllm_graft.spec_decode.drafters.levels import (
 )
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.trees.tree import TreeShape
-from vllm_graft.spec_decode.tuning.plan import widths
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, widths
 from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 

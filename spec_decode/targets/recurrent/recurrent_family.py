@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.permission import require_seams
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

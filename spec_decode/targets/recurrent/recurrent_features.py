@@ -241,8 +241,11 @@ def kept_bytes(rows: int, model: Any, window: Sequence[int], state: Sequence[int
     """
     import torch
 
-    from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, numbers_of
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import LayerInputs
+    from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+        Decay,
+        LayerInputs,
+        numbers_of,
+    )
 
     by_key = Decay.BY_KEY if has_key_decays(model) else Decay.SCALAR
     decay = Decay.SELECTIVE if has_mamba2(model) else by_key

@@ -16,9 +16,9 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     DeltaGates,
     KeyDecays,
+    RecurrentRows,
     SelectiveGates,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     Batch,
     Parted,

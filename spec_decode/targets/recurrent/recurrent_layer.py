@@ -15,15 +15,17 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, Gates, numbers_of
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     MAX_ROWS,
+    Decay,
+    Gates,
     KeptRows,
     LayerInputs,
     RecurrentRows,
     keep_rows,
+    numbers_of,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
 from vllm_graft.spec_decode.verification.context import TreeContext
 
 _LEAST_ROWS = 4

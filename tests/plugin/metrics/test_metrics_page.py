@@ -65,7 +65,7 @@ def tree_numbers() -> Any:
     import torch
 
     from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
-    from vllm_graft.spec_decode.drafters.draft_report import count
+    from vllm_graft.spec_decode.drafters.draft_trees import count
     from vllm_graft.spec_decode.heads.fp8_head import PlainRows
     from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams

@@ -3,8 +3,7 @@ import torch
 
 from tests.support.crossed import crossed
 from vllm_graft.spec_decode.kernels import sizes
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,7 +10,7 @@ from triton.runtime.interpreter import TensorHandle
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.worker.gpu.sample import gumbel
 
-from vllm_graft.spec_decode.kernels import candidates, noise, sizes, topk
+from vllm_graft.spec_decode.kernels import candidates, sizes, topk
 from vllm_graft.spec_decode.kernels.attention import attention_call
 
 ROW = 2048
@@ -35,7 +35,7 @@ def best_of(left: Any, index: Any, COUNT: Any, COUNT_PAD: Any) -> Any:
 
 
 def hashed(seed: Any, position: Any, token: Any, start: Any = 0) -> Any:
-    """Return what `noise._hashed` and vLLM's own function do, in the same 32-bit integers."""
+    """Return what `topk._hashed` and vLLM's own function do, in the same 32-bit integers."""
     start = getattr(start, "value", start)
     long = [each.handle.data.astype(np.int64) for each in (seed, position, token)]
     words = (long[0], long[0] >> 32, long[1], long[2])
@@ -76,7 +76,7 @@ def quicken(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """
     for kernels in (topk, candidates):
         put(kernels, "best_of", best_of)
-    put(noise, "_hashed", hashed)
+    put(topk, "_hashed", hashed)
     put(gumbel, "murmur3_hash32", hashed)
     put(sizes, "_MIN_BLOCK", ROW)
     put(attention_call, "_device_of", lambda device: (1, (0, 0)))

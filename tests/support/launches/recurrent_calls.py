@@ -11,17 +11,15 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     DeltaGates,
     Gates,
+    KeptRows,
     KeyDecays,
+    LayerInputs,
+    RecurrentRows,
     SelectiveGates,
+    keep_rows,
     numbers_of,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
-    KeptRows,
-    LayerInputs,
-    RecurrentRows,
-    keep_rows,
-)
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

@@ -22,9 +22,8 @@ from vllm_graft.spec_decode.kernels.history import (
 )
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths, learn_rates
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.noise import Noise
 from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_corpus, write_memory
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows, walk_tree
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.trees.text_state import BORDER, MemoryState, NgramState

@@ -35,16 +35,14 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     Gates,
+    KeptRows,
+    RecurrentRows,
     arguments_of,
     gated,
     log_decay,
     numbers_of,
     places_of,
     rate_of,
-)
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
-    KeptRows,
-    RecurrentRows,
     request_of,
     require_contiguous,
 )

@@ -10,18 +10,16 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     Gates,
+    RecurrentRows,
     arguments_of,
     gated,
     of_length_one,
     places_of,
     rate_of,
-    stepped,
-    tile_of,
-)
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
-    RecurrentRows,
     request_of,
     require_contiguous,
+    stepped,
+    tile_of,
 )
 
 _MAX_FEATURES, _MAX_TILE = 256, 4096

@@ -13,6 +13,8 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
+    KeptRows,
+    LayerInputs,
     gated,
     numbers_of,
     of_length_one,
@@ -21,7 +23,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     stepped,
     tile_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows, LayerInputs
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import columns_of
 
 _TYPES = {

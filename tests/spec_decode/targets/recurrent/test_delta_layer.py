@@ -13,7 +13,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.families import in_layer
 from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import RecurrentCache, StateTable
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import (
     RecurrentFamily,

@@ -18,7 +18,7 @@ from vllm_graft.spec_decode.targets.latent.latent_layer import (
     TreeKimiLatents,
     graft_kimi_latents,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import TreeKeyDecays
 from vllm_graft.spec_decode.verification.context import VerifyMode

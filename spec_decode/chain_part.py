@@ -1,7 +1,5 @@
-"""The part ``graft.draft``: CUDA graphs of a standalone draft model.
-
-``StandaloneARSpeculator``, asked to build itself, builds our subclass of it.
-"""
+"""The part ``graft.draft``: CUDA graphs of a standalone draft model. ``StandaloneARSpeculator``,
+asked to build itself, builds our subclass of it."""
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType

@@ -101,10 +101,8 @@ class TreeSteps:
         return self.sources.add(self.table, drafter, *size) if self.sources else 0
 
     def finish(self, num_extra: int) -> torch.Tensor:
-        """The best candidates become the tree: ``drafters/tree_drafting.py``.
-
-        Returns its tokens, int64 ``[num_reqs, num_nodes]``; the context has its topology.
-        """
+        """The best candidates become the tree: ``drafters/tree_drafting.py``. Returns its tokens,
+        int64 ``[num_reqs, num_nodes]``; the context has its topology."""
         size = self.count, self.shape.steps, self.shape.num_nodes
         drafts = self.roots.new_empty(self.count, self.shape.num_nodes)
         extra_nodes = self.roots.new_empty(self.count) if num_extra else None
@@ -116,9 +114,7 @@ class TreeSteps:
 
     def verify(self, queries: Sequence[torch.Tensor], num_drafts: int) -> torch.Tensor:
         """Node i has the i-th new slot, and the target runs once: ``targets/model_state.py``.
-
-        Returns logits ``[num_logits, vocab]``.
-        """
+        Returns logits ``[num_logits, vocab]``."""
         ends = [*accumulate(len(query) for query in queries)]
         firsts = zip(self.num_computed.tolist(), queries, strict=True)
         linear = [self.arange(first, first + len(query)) for first, query in firsts]

@@ -48,11 +48,9 @@ def cut_prompt_logprobs(worker: Any) -> None:
 
 
 def cut(found: Rows, batch: Any, prompt_lens: np.ndarray) -> Rows:
-    """Leave out rows behind the ends of prompts, and prompts without a row.
-
-    `found` is what vLLM computed in a step, of prompts that end in it; `prompt_lens` is int32
-    ``[max_num_reqs]`` by request-state slot.
-    """
+    """Leave out rows behind the ends of prompts, and prompts without a row. `found` is what vLLM
+    computed in a step, of prompts that end in it; `prompt_lens` is int32 ``[max_num_reqs]`` by
+    request-state slot."""
     kept = dict(found)
     for index, name in enumerate(batch.req_ids):
         if name not in found:
@@ -67,11 +65,9 @@ def cut(found: Rows, batch: Any, prompt_lens: np.ndarray) -> Rows:
 
 
 def adapt_sampled_rows(worker: Any) -> None:
-    """Let a worker adapt (LoRA) each row of logits of a tree.
-
-    In its forward pass vLLM gives a request's adapter to all of its rows. Its output head is told
-    one adapter per request, while a tree has a row of logits for the root and for each node.
-    """
+    """Let a worker adapt (LoRA) each row of logits of a tree. In its forward pass vLLM gives a
+    request's adapter to all of its rows. Its output head is told one adapter per request, while a
+    tree has a row of logits for the root and for each node."""
     runner = worker.model_runner
     context: TreeContext = runner.speculator.context
 
@@ -86,12 +82,9 @@ def adapt_sampled_rows(worker: Any) -> None:
 
 
 def follow_weights(worker: Any) -> None:
-    """Let a worker renew copies of a draft's output head whenever weights were replaced.
-
-    A draft that shares the target's head gets the new one from vLLM. Drafts by copies of the old
-    one's rows would be accepted less often. The worker's speculator may be another's, without such
-    a head.
-    """
+    """Let a worker renew copies of a draft's output head whenever weights were replaced. A draft
+    that shares the target's head gets the new one from vLLM. Drafts by copies of the old one's rows
+    would be accepted less often. The worker's speculator may be another's, without such a head."""
     head = getattr(worker.model_runner.speculator, "head", None)
     renew: Callable[[], None] | None = getattr(head, "renew", None)
     if renew is None:

@@ -12,10 +12,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, l
 
 
 class TreeLogging(SpecDecodingLogging):
-    """Says what trees yield per depth, where vLLM's line divides by all nodes.
-
-    Only one path of a tree can be accepted: 6 of 63 nodes would read as a rate of 9.5 %.
-    """
+    """Says what trees yield per depth, where vLLM's line divides by all nodes. Only one path of a
+    tree can be accepted: 6 of 63 nodes would read as a rate of 9.5 %."""
 
     def log(self, log_fn: Any = logger.info) -> None:
         """Log what was observed since the last line, if anything was, and begin anew."""
@@ -56,11 +54,9 @@ class LateCounter:
 
 
 def show_depths(prom: SpecDecodingProm, depth: int) -> None:
-    """Leave out positions below `depth` levels of a tree until a node there is accepted.
-
-    N-grams may lead deeper than the draft. Ray's metrics stay as they are, as do those that several
-    API servers keep in files, from which a series can't be removed.
-    """
+    """Leave out positions below `depth` levels of a tree until a node there is accepted. N-grams
+    may lead deeper than the draft. Ray's metrics stay as they are, as do those that several API
+    servers keep in files, from which a series can't be removed."""
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         return
     for counters in getattr(prom, "counter_spec_decode_num_accepted_tokens_per_pos", {}).values():

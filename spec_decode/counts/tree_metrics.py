@@ -68,11 +68,9 @@ ROWS: tuple[Metric, ...] = (
 
 
 class TreeWatch:
-    """Counts trees in the engine core, from vLLM's ``SpecDecodingStats`` of each step.
-
-    vLLM counts drafts by their place in the row of tokens that a request emits. For a tree that
-    place is the depth of the accepted node, so nothing has to be asked of the device.
-    """
+    """Counts trees in the engine core, from vLLM's ``SpecDecodingStats`` of each step. vLLM counts
+    drafts by their place in the row of tokens that a request emits. For a tree that place is the
+    depth of the accepted node, so nothing has to be asked of the device."""
 
     def __init__(self) -> None:
         self._steps = self._trees = self._verified = self._accepted = 0

@@ -56,9 +56,7 @@ class Drafter(Protocol):
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft the root's best children, and leave them in `first_level`, which is returned.
-
-        Capturable. With `narrow` they come from the head's learned vocabulary.
-        """
+        Capturable. With `narrow` they come from the head's learned vocabulary."""
         ...
 
     def run_frontier(
@@ -88,18 +86,15 @@ class Drafter(Protocol):
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
         """The noise that the target will draw with, ``offset`` tokens after ``positions``.
-
-        `positions` are int64 ``[num_reqs * rows]``. None if drafts are ranked by probability alone.
-        """
+        `positions` are int64 ``[num_reqs * rows]``. None if drafts are ranked by probability
+        alone."""
         ...
 
 
 class Growth(Protocol):
-    """Fills the table of candidates from what a drafter's first pass has left.
-
-    Its tensors have fixed addresses, so that a CUDA graph may hold :meth:`grow`. It does not keep
-    the drafter, which is passed to it: the two would keep each other alive.
-    """
+    """Fills the table of candidates from what a drafter's first pass has left. Its tensors have
+    fixed addresses, so that a CUDA graph may hold :meth:`grow`. It does not keep the drafter, which
+    is passed to it: the two would keep each other alive."""
 
     shape: TreeShape
     candidates: CandidateTable

@@ -128,11 +128,9 @@ class EagleTrees(TargetDependentTrees, EagleSpeculator):
 
 
 class MtpTrees(TargetDependentTrees, MTPSpeculator):
-    """What vLLM builds in the place of `MTPSpeculator`, which drafts with a single module.
-
-    The module was trained to predict the token after the next one. Each level of a tree runs it
-    again, over the states that its last run has left, as each step of vLLM's chain does.
-    """
+    """What vLLM builds in the place of `MTPSpeculator`, which drafts with a single module. The
+    module was trained to predict the token after the next one. Each level of a tree runs it again,
+    over the states that its last run has left, as each step of vLLM's chain does."""
 
     seams = ("mtp",)
 

@@ -54,11 +54,9 @@ class LevelMemory:
         }
 
     def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
-        """K/V of one shape's trees by draft layer, ``[max_reqs, steps * topk, heads, 2 * size]``.
-
-        A layer with MLA has ``[max_reqs, steps * topk, 1, rank + rope]``, one that reads another
-        layer's K/V no slots.
-        """
+        """K/V of one shape's trees by draft layer, ``[max_reqs, steps * topk, heads, 2 * size]``. A
+        layer with MLA has ``[max_reqs, steps * topk, 1, rank + rope]``, one that reads another
+        layer's K/V no slots."""
         return {name: self._slots(name, flat, shape) for name, flat in self._scratch.items()}
 
     def _slots(self, name: str, flat: torch.Tensor, shape: TreeShape) -> torch.Tensor:
@@ -221,10 +219,8 @@ class LevelGrowth:
         narrow: bool = False,
     ) -> int:
         """Draft the first level, and each level below it by a pass of the draft; see `Growth.grow`.
-
         Parents rank before their children, so the best n nodes lie in the first n levels, and
-        deeper levels are not run.
-        """
+        deeper levels are not run."""
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
         self.seed(*drafter.draft_first_level(num_reqs, narrow=narrow))
         # Positions of all rows and levels at once; those of a level are contiguous, as vLLM's

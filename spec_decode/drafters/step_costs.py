@@ -119,10 +119,8 @@ def _chosen(graphs: Any) -> list[Any]:
 def draft_launches(
     speculator: TreeDrafting, nodes: int, num_reqs: int, *, narrow: bool = False
 ) -> list[Launch] | None:
-    """The draft's graphs of one step, such as the extend pass and a tree's levels.
-
-    Returns None if one of them is not captured for this number of requests.
-    """
+    """The draft's graphs of one step, such as the extend pass and a tree's levels. Returns None if
+    one of them is not captured for this number of requests."""
     wanted = speculator.step_graphs(nodes, narrow=narrow)
     if wanted is None:
         return None
@@ -221,10 +219,8 @@ class LentStates:
         return getattr(self._tables, name)
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Block tables of `num_reqs` requests per group, int32 ``[num_reqs, max_blocks]``.
-
-        Groups of attention have the null block, 0. With too few blocks, rows take turns.
-        """
+        """Block tables of `num_reqs` requests per group, int32 ``[num_reqs, max_blocks]``. Groups
+        of attention have the null block, 0. With too few blocks, rows take turns."""
         found: tuple[torch.Tensor, ...] = self._tables.get_dummy_block_tables(num_reqs)
         for group in self._groups:
             table = found[group]

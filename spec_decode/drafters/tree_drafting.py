@@ -252,9 +252,7 @@ class TreeDrafting(DraftModelSpeculator):
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The graphs that a step of so many nodes replays over padding, and their rows per request.
-
-        With `narrow` it drafts from the learned vocabulary. None if such a step can't be timed.
-        """
+        With `narrow` it drafts from the learned vocabulary. None if such a step can't be timed."""
         graphs = [self.first_pass_graph(nodes + 1)]
         if nodes:
             plans = self.trees.narrow_plans if narrow else self.trees.plans
@@ -266,10 +264,8 @@ class TreeDrafting(DraftModelSpeculator):
         return graphs
 
     def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
-        """Make each request of a replay over padding end at a row of its own, as real ones do.
-
-        vLLM captures with all of them ending at row 0, so that they would all draft the same tree.
-        """
+        """Make each request of a replay over padding end at a row of its own, as real ones do. vLLM
+        captures with all of them ending at row 0, so that they would all draft the same tree."""
         self.treat_requests_alike()
         if self.trees.roots.states is not None:  # Else no first pass ends at rows.
             _, rows = self.first_pass_graph(nodes + 1)
@@ -383,11 +379,9 @@ class TreeDrafting(DraftModelSpeculator):
         samples: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        """Run the draft over the accepted rows, and leave what `draft_first_level` needs.
-
-        By default it is vLLM's own propose, as for a chain of one token. `samples` says whether
-        anybody will read the first level. Returns the batch whose rows the pass ran over.
-        """
+        """Run the draft over the accepted rows, and leave what `draft_first_level` needs. By
+        default it is vLLM's own propose, as for a chain of one token. `samples` says whether
+        anybody will read the first level. Returns the batch whose rows the pass ran over."""
         hidden = last_hidden_states
         if aux_hidden_states:
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))

@@ -127,10 +127,8 @@ _EXCHANGED = 4096
 
 
 class PlainRows:
-    """`size` rows as they were loaded, of a `head` that is sharded or not.
-
-    Addresses of rows never change, as CUDA graphs hold them.
-    """
+    """`size` rows as they were loaded, of a `head` that is sharded or not. Addresses of rows never
+    change, as CUDA graphs hold them."""
 
     def __init__(self, head: Any, size: int) -> None:
         self._head = head
@@ -141,10 +139,8 @@ class PlainRows:
         return int(self.weight.nbytes)
 
     def take(self, ids: torch.Tensor) -> None:
-        """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary.
-
-        All ranks of tensor parallelism call this at once, and each gets all rows.
-        """
+        """Take the head's rows of `ids`, int64 ``[size]`` of the draft's vocabulary. All ranks of
+        tensor parallelism call this at once, and each gets all rows."""
         take_rows(self._head, ids, out=self.weight)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
@@ -193,9 +189,7 @@ def _take(
     add_up: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Fill `out` with the rows of `ids`, and return it; `source` has those that this rank holds.
-
-    `add_up` adds up tensors of all ranks: each row is on one rank, and zero on the others.
-    """
+    `add_up` adds up tensors of all ranks: each row is on one rank, and zero on the others."""
     if head.tp_size == 1:
         return torch.index_select(source, 0, ids, out=out)
     shard = head.shard_indices

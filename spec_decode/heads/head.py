@@ -83,11 +83,9 @@ class _StandIn(nn.Module):
 
 
 SHARPNESS = 1.12
-"""Factor by which a draft's logits are multiplied before its tokens are ranked and scored.
-
-A draft averages over contexts that it can't tell apart. The target emits its largest logit, which
-is the draft's best token more often, and an unlikely one less often, than the draft's softmax says.
-"""
+"""Factor by which a draft's logits are multiplied before its tokens are ranked and scored. A draft
+averages over contexts that it can't tell apart. The target emits its largest logit, which is the
+draft's best token more often, and an unlikely one less often, than the draft's softmax says."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -57,11 +57,9 @@ def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
 
 
 def check_draft_tokens(draft: Any, vocab_size: int, path: str) -> None:
-    """Refuse a draft whose ``d2t`` leads out of the target's vocabulary, and warn without one.
-
-    A draft of fewer tokens than the target adds an offset of ``d2t`` to each of its ids. vLLM fills
-    it with zeros where the draft's files (from `path`) have none.
-    """
+    """Refuse a draft whose ``d2t`` leads out of the target's vocabulary, and warn without one. A
+    draft of fewer tokens than the target adds an offset of ``d2t`` to each of its ids. vLLM fills
+    it with zeros where the draft's files (from `path`) have none."""
     offsets: torch.Tensor | None = getattr(draft, "draft_id_to_target_id", None)
     if offsets is None or offsets.is_meta:
         return

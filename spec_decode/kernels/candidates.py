@@ -121,10 +121,8 @@ def seed_frontier(
     next_tokens: torch.Tensor | None = None,
 ) -> None:
     """Write level 0: the children of the root are the first candidates and the first frontier.
-
-    `logp` f32 and `tokens` i64 are ``[num_reqs, topk]``; `next_tokens`, i32 or i64
-    ``[>= num_reqs * topk]``, receives the tokens.
-    """
+    `logp` f32 and `tokens` i64 are ``[num_reqs, topk]``; `next_tokens`, i32 or i64 ``[>= num_reqs *
+    topk]``, receives the tokens."""
     if num_reqs == 0:
         return
     _check_last_contiguous(logp, tokens)
@@ -227,10 +225,8 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """Write each candidate of one block to the node of its rank; the best candidate is node 1.
-
-    A single program would do all comparisons serially.
-    """
+    """Write each candidate of one block to the node of its rank; the best candidate is node 1. A
+    single program would do all comparisons serially."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

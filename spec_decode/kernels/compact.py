@@ -160,9 +160,7 @@ def compact_kv(
 
 class TokenRows(NamedTuple):
     """The rows of a batch, as the draft's extend pass reads them: i32 or i64 ids, i64 positions.
-
-    `states` are ``[num_tokens, hidden]``, the last dimension contiguous.
-    """
+    `states` are ``[num_tokens, hidden]``, the last dimension contiguous."""
 
     ids: torch.Tensor
     positions: torch.Tensor

@@ -71,10 +71,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def listing(note: Note, *, launch: bool = False) -> Iterator[None]:
-    """A context in which `note` gets each launch of a `Kernel`, in this whole process.
-
-    The kernels themselves run only with `launch`.
-    """
+    """A context in which `note` gets each launch of a `Kernel`, in this whole process. The kernels
+    themselves run only with `launch`."""
     global _note, _launches
     before = _note, _launches
     _note, _launches = note, launch

@@ -248,11 +248,9 @@ def _learn_kernel(
 
 
 def learn_rates(state: NgramState) -> None:
-    """Move each rate towards what was seen since the last call: an exponential average.
-
-    It is no part of a growth. So a growth that runs again in the same step, as when a graph is
-    compared with launches, finds the same rates and chooses the same tree.
-    """
+    """Move each rate towards what was seen since the last call: an exponential average. It is no
+    part of a growth. So a growth that runs again in the same step, as when a graph is compared with
+    launches, finds the same rates and chooses the same tree."""
     _learn_kernel[(1,)](
         state.pending,
         state.rates,

@@ -1,8 +1,5 @@
-"""Sizes of launches, as plain integers.
-
-Triton's own `cdiv` and `next_power_of_2` take microseconds per call on the host, which add up over
-the layers of a step.
-"""
+"""Sizes of launches, as plain integers. Triton's own `cdiv` and `next_power_of_2` take microseconds
+per call on the host, which add up over the layers of a step."""
 
 
 def cdiv(number: int, divisor: int) -> int:
@@ -34,11 +31,9 @@ _MANY_PROGRAMS = 512
 
 
 def rows_per_program(num_rows: int, nodes: int, blocks: int) -> int:
-    """Rows that a program takes of the `nodes` in succession that share their logits.
-
-    That is the largest divisor of `nodes` with which there are still many programs of the
-    ``num_rows * blocks``.
-    """
+    """Rows that a program takes of the `nodes` in succession that share their logits. That is the
+    largest divisor of `nodes` with which there are still many programs of the ``num_rows *
+    blocks``."""
     fitting = (
         each
         for each in range(nodes, 1, -1)

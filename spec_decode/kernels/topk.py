@@ -71,10 +71,8 @@ def _hashed(seed, position, token, start):
 
 @triton.jit
 def gumbel_noise(seed, position, token, FP64: tl.constexpr):
-    """The sampler's Gumbel noise, f32, at each ``token`` for the draw after ``position``.
-
-    ``FP64`` is the sampler's 64-bit mode, which draws other numbers.
-    """
+    """The sampler's Gumbel noise, f32, at each ``token`` for the draw after ``position``. ``FP64``
+    is the sampler's 64-bit mode, which draws other numbers."""
     first = _hashed(seed, position, token, 0)
     if FP64:
         second = _hashed(seed, position, token, 0x9E3779B9)
@@ -123,10 +121,8 @@ def _block_kernel(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """One block of ``GROUP`` rows, which share their logits but for a bias.
-
-    What the rows share is read once, and their noise, which depends on the position, drawn once.
-    """
+    """One block of ``GROUP`` rows, which share their logits but for a bias. What the rows share is
+    read once, and their noise, which depends on the position, drawn once."""
     first = tl.program_id(0).to(tl.int64) * GROUP
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -335,11 +331,9 @@ def unordered(order):
 
 @triton.jit
 def best_of(left, index, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
-    """The `COUNT` largest values of `left`, largest first; ties go to the lower `index`.
-
-    `left` holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns values
-    and indices, int32 ``[COUNT_PAD]`` each; entries beyond `COUNT` are undefined.
-    """
+    """The `COUNT` largest values of `left`, largest first; ties go to the lower `index`. `left`
+    holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns values and
+    indices, int32 ``[COUNT_PAD]`` each; entries beyond `COUNT` are undefined."""
     place = tl.arange(0, COUNT_PAD)
     best = tl.full([COUNT_PAD], NONE, tl.int32)
     chosen = tl.zeros([COUNT_PAD], tl.int32)

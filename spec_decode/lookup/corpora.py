@@ -1,8 +1,6 @@
-"""Corpora: texts that a memory has from files, and is given while it serves.
-
-The engine core reads and tokenises them and says where they go, so that all ranks have the same.
-Workers write between two steps, on the stream that drafts: no step finds a part of a corpus.
-"""
+"""Corpora: texts that a memory has from files, and is given while it serves. The engine core reads
+and tokenises them and says where they go, so that all ranks have the same. Workers write between
+two steps, on the stream that drafts: no step finds a part of a corpus."""
 
 from __future__ import annotations
 

@@ -59,10 +59,8 @@ _OBJECT = 256
 
 
 class TokenCache:
-    """Keeps what was made of texts, the last used ones, within so many host bytes.
-
-    A key is a hash: no text of a request is kept.
-    """
+    """Keeps what was made of texts, the last used ones, within so many host bytes. A key is a hash:
+    no text of a request is kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -206,10 +204,8 @@ class References:
         self.cache = TokenCache(CACHE_BYTES)
 
     def of(self, params: SamplingParams | None, prompt: Sequence[int] | None) -> Reference:
-        """The reference of a request; empty if it has none, or no prompt that is tokens.
-
-        What is likelier stands behind: there the last of equal matches is found.
-        """
+        """The reference of a request; empty if it has none, or no prompt that is tokens. What is
+        likelier stands behind: there the last of equal matches is found."""
         if params is None:
             return NONE
         declines: list[str] = []

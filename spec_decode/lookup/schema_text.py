@@ -101,11 +101,9 @@ def known(items: Sequence[Item], start: int, behind: str) -> str:
 
 
 def pieces_of(items: Sequence[Item], room: int) -> list[Piece]:
-    """The known stretches of a text, in its order, of at most `room` characters together.
-
-    A stretch ends at a gap. Each further alternative of a `Choice` is a piece of its own, with the
-    known text before it and behind it, and stands before the piece of the first.
-    """
+    """The known stretches of a text, in its order, of at most `room` characters together. A stretch
+    ends at a gap. Each further alternative of a `Choice` is a piece of its own, with the known text
+    before it and behind it, and stands before the piece of the first."""
     pieces = _Pieces(room)
     with contextlib.suppress(_Full):
         pieces.close(pieces.walk(items, _Open([], opens=True), ""))
@@ -337,12 +335,9 @@ def _pointed(root: Any, path: Sequence[str]) -> Any:
 
 
 def tag_items(tag: Any, style: Style, work: Work | None = None) -> list[Item]:
-    """The common items, in their order, of texts that fit a structural tag of xgrammar.
-
-    The tag is ``{"type": "structural_tag", "format": ...}``, or of the older form with
-    ``structures``, each with a ``begin``, a ``schema`` and an ``end``. What costs more than `work`
-    is a gap.
-    """
+    """The common items, in their order, of texts that fit a structural tag of xgrammar. The tag is
+    ``{"type": "structural_tag", "format": ...}``, or of the older form with ``structures``, each
+    with a ``begin``, a ``schema`` and an ``end``. What costs more than `work` is a gap."""
     work = work or Work()
     if not isinstance(tag, Mapping):
         return [None]

@@ -1,8 +1,6 @@
-"""Gives the references of an engine's requests to its workers, with the requests.
-
-The engine core makes them where it takes requests in, in a thread of its own beside the steps, and
-before they are scheduled: all ranks get the same one at the same step, and no step waits for it.
-"""
+"""Gives the references of an engine's requests to its workers, with the requests. The engine core
+makes them where it takes requests in, in a thread of its own beside the steps, and before they are
+scheduled: all ranks get the same one at the same step, and no step waits for it."""
 
 from __future__ import annotations
 

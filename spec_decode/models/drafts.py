@@ -199,11 +199,9 @@ def from_anchor(speculative: Any) -> bool:
 
 
 def block_positions(tree: TreeConfig, speculative: Any) -> int:
-    """Positions that predict a token in the longest block of an engine.
-
-    The refiner of an XPress reads whole blocks. No block has more positions than a tree has nodes,
-    as vLLM keeps slots of the K/V cache for so many.
-    """
+    """Positions that predict a token in the longest block of an engine. The refiner of an XPress
+    reads whole blocks. No block has more positions than a tree has nodes, as vLLM keeps slots of
+    the K/V cache for so many."""
     nodes: int = tree.nodes or speculative.num_speculative_tokens
     whole = trained_depth(speculative) if is_refined(speculative) else None
     return min(tree.steps if whole is None else whole, nodes)
@@ -229,11 +227,9 @@ some."""
 
 
 def draft_has_experts(config: TreeConfig, speculative: Any) -> bool:
-    """Whether rows of a level read experts of the draft's.
-
-    An MTP module says so in the target's own configuration. EAGLE-3 heads are dense whatever they
-    were made for. Block drafters have no levels, and n-grams no draft model.
-    """
+    """Whether rows of a level read experts of the draft's. An MTP module says so in the target's
+    own configuration. EAGLE-3 heads are dense whatever they were made for. Block drafters have no
+    levels, and n-grams no draft model."""
     if speculative.method == "eagle3" or not has_model(config, speculative):
         return False
     draft = getattr(speculative, "draft_model_config", None)

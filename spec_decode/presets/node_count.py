@@ -65,11 +65,8 @@ def wrong_depth(depth: int) -> str:
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     """Make the tree a chain if the target needs one, and say so in the log; return the section in
-    force.
-
-    The chain is as long as the tree would have been deep; `vllm_config` is changed, too. VLLM calls
-    this again for configurations that it derives; the second time nothing changes.
-    """
+    force. The chain is as long as the tree would have been deep; `vllm_config` is changed, too.
+    VLLM calls this again for configurations that it derives; the second time nothing changes."""
     model = target_of(vllm_config)
     if tree.fallback == "refuse" or tree.topk == 1 or model is None:
         return tree
@@ -105,10 +102,8 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
 
 def leave_to_stock(vllm_config: Any) -> int:
     """Take trees out of a configuration by which buffers are sized already; return the length of
-    the chains in their place.
-
-    ``num_speculative_tokens`` stays, and a table has the scheduler ask for no more than the chain.
-    """
+    the chains in their place. ``num_speculative_tokens`` stays, and a table has the scheduler ask
+    for no more than the chain."""
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     assert tree is not None
     depth: int = min(tree.steps, speculative.num_speculative_tokens)

@@ -276,10 +276,8 @@ def ngram_drafts(vllm_config: Any) -> Any | str:
 
 
 def ngrams_alone(preset: Preset, vllm_config: Any) -> Offer | str:
-    """Trees of n-grams alone for the speculative config that is there, or why there are none.
-
-    The number of nodes is always chosen while serving: most texts repeat too little for any.
-    """
+    """Trees of n-grams alone for the speculative config that is there, or why there are none. The
+    number of nodes is always chosen while serving: most texts repeat too little for any."""
     if reasons := shape_problems(vllm_config):
         return facts(reasons)
     scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config

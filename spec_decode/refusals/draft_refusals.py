@@ -372,9 +372,7 @@ def _filled(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _steps(tree: TreeConfig, speculative: Any) -> tuple[bool, int]:
-    """Whether ``steps`` says how deep a tree is, and how deep it is.
-
-    With ``nodes``, ``num_speculative_tokens`` is the depth until they are counted.
-    """
+    """Whether ``steps`` says how deep a tree is, and how deep it is. With ``nodes``,
+    ``num_speculative_tokens`` is the depth until they are counted."""
     given = "steps" in tree.model_fields_set or tree.nodes is None
     return given, tree.steps if given else speculative.num_speculative_tokens

@@ -1,8 +1,6 @@
-"""Drafts that were made for another target, found by what both configurations say.
-
-What a configuration leaves open is never refused. VLLM itself looks at the vocabulary of
-``draft_model`` alone: other sizes end an engine in its first step, or pass and draft badly.
-"""
+"""Drafts that were made for another target, found by what both configurations say. What a
+configuration leaves open is never refused. VLLM itself looks at the vocabulary of ``draft_model``
+alone: other sizes end an engine in its first step, or pass and draft badly."""
 
 import filecmp
 import functools

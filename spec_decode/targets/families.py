@@ -70,11 +70,9 @@ class TargetState(Protocol):
         return
 
     def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
-        """After verification: leave what a chain of the accepted tokens would have left.
-
-        `path` is int32 ``[max_reqs, num_nodes + 1]``, accepted nodes of each request of the batch;
-        the step's ``num_sampled`` says how many of them count.
-        """
+        """After verification: leave what a chain of the accepted tokens would have left. `path` is
+        int32 ``[max_reqs, num_nodes + 1]``, accepted nodes of each request of the batch; the step's
+        ``num_sampled`` says how many of them count."""
         ...
 
 

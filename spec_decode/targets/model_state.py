@@ -20,10 +20,8 @@ from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler, fo
 
 
 def samples_by_temperature(params: SamplingParams | None) -> bool:
-    """Whether temperature is all that changes a request's logits before a token is drawn.
-
-    A grammar changes them before vLLM's sampler sees them, so it does not count.
-    """
+    """Whether temperature is all that changes a request's logits before a token is drawn. A grammar
+    changes them before vLLM's sampler sees them, so it does not count."""
     if (
         params is None
         or params.repetition_penalty != 1.0

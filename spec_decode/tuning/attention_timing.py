@@ -181,10 +181,8 @@ def measure(
     device: torch.device | str,
 ) -> Costs:
     """Time both kernels at each point as a graph runs them: lengths may reach `max_model_len`.
-
     Points with more keys than the geometry's `most_keys` are left out. It takes about 2 GiB of
-    device memory, which is given back after each size.
-    """
+    device memory, which is given back after each size."""
     # One stream for all: the allocator does not reuse on one stream what another has freed.
     stream = torch.cuda.Stream()
     timed = functools.partial(graph_time, calls=geometry.calls_timed, stream=stream)
@@ -295,11 +293,9 @@ def _measured(
     max_model_len: int,
     device: torch.device,
 ) -> KernelChoice:
-    """The choice with measured times, or with the reason why there are none.
-
-    Tensor-parallel ranks take the first rank's times, so that all attend by the same kernel. If a
-    rank could not measure, none uses what another has measured.
-    """
+    """The choice with measured times, or with the reason why there are none. Tensor-parallel ranks
+    take the first rank's times, so that all attend by the same kernel. If a rank could not measure,
+    none uses what another has measured."""
     begin = time.perf_counter()
     costs: Costs = {}
     why = ""

@@ -1,8 +1,6 @@
-"""Cuts trees that run beside prompts to their best nodes, so that the step fits a CUDA graph.
-
-A step beyond the largest captured graph is launched piece by piece, which keeps the host busy for
-longer than the device and costs more than the last nodes yield.
-"""
+"""Cuts trees that run beside prompts to their best nodes, so that the step fits a CUDA graph. A
+step beyond the largest captured graph is launched piece by piece, which keeps the host busy for
+longer than the device and costs more than the last nodes yield."""
 
 from __future__ import annotations
 

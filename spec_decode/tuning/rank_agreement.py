@@ -169,11 +169,9 @@ def _rows_of_dummies(runner: Any, agreement: RankAgreement) -> Iterator[None]:
 
 
 class SharedLookup(list[int]):
-    """Stands before a scheduler's table of drafts by batch size, and heeds the other ranks.
-
-    All ranks look up the largest batch: a pass has as many rows as its largest rank. As in
-    `TunedLookup`, reading an entry begins a step.
-    """
+    """Stands before a scheduler's table of drafts by batch size, and heeds the other ranks. All
+    ranks look up the largest batch: a pass has as many rows as its largest rank. As in
+    `TunedLookup`, reading an entry begins a step."""
 
     def __init__(self, table: list[int]) -> None:
         super().__init__(table)

@@ -83,10 +83,8 @@ def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
 
 class TunedLookup(list[int]):
     """Stands for vLLM's table of drafts by batch size; reading an entry begins a step of the tuner.
-
     vLLM's scheduler reads ``dynamic_sd_lookup[n]`` exactly once per step, when the number of
-    requests is known, and offers no other place to decide it. So nothing else may read an entry.
-    """
+    requests is known, and offers no other place to decide it. So nothing else may read an entry."""
 
     def __init__(self, schedule: list[int], tuner: NodeTuner) -> None:
         super().__init__(schedule)
@@ -97,11 +95,9 @@ class TunedLookup(list[int]):
 
 
 class StepKind(NamedTuple):
-    """The requests of a step, and what they did.
-
-    Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut.
-    `batch` is the number of all requests, `prompts` the rows of those that do not decode.
-    """
+    """The requests of a step, and what they did. Each of the requests that decode drafted `nodes`,
+    and verified fewer where trees were cut. `batch` is the number of all requests, `prompts` the
+    rows of those that do not decode."""
 
     nodes: int
     verified: int

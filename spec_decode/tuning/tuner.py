@@ -319,10 +319,8 @@ class NodeTuner:
 
     def expected(self, batch: int) -> dict[int, dict[str, float]]:
         """Expectations of a step of `batch` requests, for each number of nodes to choose from.
-
         ``expected_length`` is the upper estimate of a request's tokens; ``expected_ms``, and
-        ``measured_ms`` at the start, are there where known.
-        """
+        ``measured_ms`` at the start, are there where known."""
         size = self._size(batch)
         self._batches.setdefault(size, _BatchHistory())
         allowed, found = self.allowed(batch), {}

@@ -241,11 +241,9 @@ class TreeContext:
 
 
 class AcceptedRows:
-    """Memory for a batch's rows behind a move of each accepted path to the front of its request.
-
-    It takes sizes and dtypes of the draft's buffers. `states` is ``[max_num_tokens, hidden]``,
-    where the draft reads the target's states.
-    """
+    """Memory for a batch's rows behind a move of each accepted path to the front of its request. It
+    takes sizes and dtypes of the draft's buffers. `states` is ``[max_num_tokens, hidden]``, where
+    the draft reads the target's states."""
 
     def __init__(self, buffers: InputBuffers, states: torch.Tensor) -> None:
         ids, positions = map(torch.zeros_like, (buffers.input_ids, buffers.positions))

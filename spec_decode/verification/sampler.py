@@ -61,10 +61,8 @@ class VerifiedRows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Requests of a batch that are verified together, and their rows among the batch's logits.
-
-    The request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host.
-    """
+    """Requests of a batch that are verified together, and their rows among the batch's logits. The
+    request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host."""
 
     requests: slice
     rows: slice
@@ -301,10 +299,8 @@ def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
 
 
 def follow_paths(sampler: Sampler, tree: TreeState) -> None:
-    """Let vLLM's penalties, bad words and thinking budgets read each verified node's own path.
-
-    The `tree` has the topology by request-state index.
-    """
+    """Let vLLM's penalties, bad words and thinking budgets read each verified node's own path. The
+    `tree` has the topology by request-state index."""
     for processor in sampler.logits_processors:
         if isinstance(processor, PenaltiesState):
             wrap(processor, "apply", _along_paths(_penalize, processor, tree))

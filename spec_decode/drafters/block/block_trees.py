@@ -29,30 +29,24 @@ from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 
 class Lattice(Protocol):
-    """Tokens and scores at each depth of a block. All of its methods are capturable.
-
-    R is the number of requests, padding included, and K the number of children of a node, which is
-    also the number of nodes of a level that get children.
-    """
+    """Tokens and scores at each depth of a block. All of its methods are capturable. R is the
+    number of requests, padding included, and K the number of children of a node, which is also the
+    number of nodes of a level that get children."""
 
     def first(self) -> Children:
         """The root's best children, ``[R, K]`` each, best first."""
         ...
 
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
-        """The best children of the frontier, ``[R, K, K]`` each, the siblings best first.
-
-        Levels are asked for in order; the root's children are level 0. The frontier of `table` is
-        that of ``level - 1``, and `tokens`, int64 ``[R * K]``, are its nodes'.
-        """
+        """The best children of the frontier, ``[R, K, K]`` each, the siblings best first. Levels
+        are asked for in order; the root's children are level 0. The frontier of `table` is that of
+        ``level - 1``, and `tokens`, int64 ``[R * K]``, are its nodes'."""
         ...
 
 
 class Marginals:
     """Positions that are independent of each other: all nodes of a level get the same children.
-
-    `logp` f32 and `tokens` int64 are each position's best, ``[R, positions, K]``.
-    """
+    `logp` f32 and `tokens` int64 are each position's best, ``[R, positions, K]``."""
 
     def __init__(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
         self._logp, self._tokens = logp, tokens
@@ -365,11 +359,9 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return positions.view(num_reqs, self.positions) - 1
 
     def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
-        """The noise of the target's draws of all levels, None to rank without. Capturable.
-
-        The function takes the level of children, and the nodes per request that they are children
-        of: 1 at the first level, ``topk`` below.
-        """
+        """The noise of the target's draws of all levels, None to rank without. Capturable. The
+        function takes the level of children, and the nodes per request that they are children of: 1
+        at the first level, ``topk`` below."""
         # Of all levels at once; those of a level are contiguous, as kernels read them.
         draws = self.draws(num_reqs).t().contiguous()
         below = draws.repeat_interleave(self.topk, 1)
@@ -382,9 +374,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     def own_head_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits of the model's own head, or of its copy in FP8, over rows of states. Capturable.
-
-        The draft has ``compute_draft_logits``, as those have whose logits get biases.
-        """
+        The draft has ``compute_draft_logits``, as those have whose logits get biases."""
         if self.head.fp8 is not None:
             return self.head.logits(states)
         logits: torch.Tensor = self.model.compute_draft_logits(states)

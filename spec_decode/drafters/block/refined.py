@@ -28,19 +28,15 @@ class Refiner:
         self._states = F.linear(head.hidden_cache(blocks), of_states).float()
 
     def row(self, place: int, before: torch.Tensor) -> torch.Tensor:
-        """The row at a place of the block behind each of some tokens, f32 ``[R, nodes, r]``.
-
-        Place 0 is the last token's own.
-        """
+        """The row at a place of the block behind each of some tokens, f32 ``[R, nodes, r]``. Place
+        0 is the last token's own."""
         return (
             self._states[:, place, None] + F.linear(self.head.w1(before), self._of_tokens).float()
         )
 
     def latents(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the output layer reads of the newest place, ``[R * nodes, r]``.
-
-        `rows` are f32 ``[R, nodes, places, r]``, those of each node's path from the place 0 on.
-        """
+        """What the output layer reads of the newest place, ``[R * nodes, r]``. `rows` are f32 ``[R,
+        nodes, places, r]``, those of each node's path from the place 0 on."""
         head, places = self.head, rows.shape[2]
         weights = head.mix_L[:, places - 1, :places].t().float()
         mixed = (rows * weights).sum(2).flatten(0, 1)
@@ -111,9 +107,7 @@ class Refined:
 
     def _summed(self, level: int, latents: torch.Tensor, nodes: int) -> torch.Tensor:
         """Logits of the candidates with their biases, -inf elsewhere, ``[R * nodes, vocabulary]``.
-
-        They stand where their tokens do, as noise belongs to tokens.
-        """
+        They stand where their tokens do, as noise belongs to tokens."""
         assert self._kept is not None
         values, ids = (each[:, level] for each in self._kept)
         weights = self._refiner.head.w2.weight[ids]

@@ -34,11 +34,9 @@ class NoHead:
 
 
 class RepeatGrowth(PasslessGrowth):
-    """A `Growth` that guesses nothing: it fills up a tree that has too few matches.
-
-    Its nodes are a chain of the last token, as in vLLM's own n-gram drafts. The table has a column
-    per level, and the matches stand in the columns behind them.
-    """
+    """A `Growth` that guesses nothing: it fills up a tree that has too few matches. Its nodes are a
+    chain of the last token, as in vLLM's own n-gram drafts. The table has a column per level, and
+    the matches stand in the columns behind them."""
 
     def __init__(
         self, shape: TreeShape, max_reqs: int, device: torch.device, *, extra: int

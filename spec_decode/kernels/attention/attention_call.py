@@ -13,11 +13,9 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 
 class AttentionCall(ABC):
-    """What a launch reads: trees to verify, or one level of trees to draft.
-
-    Attributes are those of its batch (`trees/batch.py`), and what is given as its `own`; a draft's
-    `max_rows` is its ``topk``. What only one kind of batches has is None or 0 here.
-    """
+    """What a launch reads: trees to verify, or one level of trees to draft. Attributes are those of
+    its batch (`trees/batch.py`), and what is given as its `own`; a draft's `max_rows` is its
+    ``topk``. What only one kind of batches has is None or 0 here."""
 
     query_start_loc: Any = None
     row_masks: Any = None
@@ -67,10 +65,8 @@ class AttentionCall(ABC):
     def num_splits(
         self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
     ) -> int:
-        """Splits of each request's paged keys, for so many programs per request and split.
-
-        The number depends on host values only, so that a captured grid stays right.
-        """
+        """Splits of each request's paged keys, for so many programs per request and split. The
+        number depends on host values only, so that a captured grid stays right."""
         if forced is not None:
             return forced
         if workspace is None:
@@ -95,10 +91,8 @@ class AttentionCall(ABC):
         used: UsedSplits | None = None,
     ) -> None:
         """Make the output of what the splits have left in the workspace, if there are several.
-
         Options are those of a `Plan`. `used` tells the splits without keys, which have written
-        nothing; None if all have written.
-        """
+        nothing; None if all have written."""
         if splits == 1:
             return
         parts = self.parts(splits)
@@ -128,11 +122,9 @@ class AttentionCall(ABC):
 
 
 class UsedSplits(NamedTuple):
-    """By what the kernel that combines knows which splits have keys.
-
-    `kv_lens`, i32 ``[>= num_reqs]``, are each request's paged keys. Splits have whole tiles of
-    `keys`. A `window` of 0 is none.
-    """
+    """By what the kernel that combines knows which splits have keys. `kv_lens`, i32 ``[>=
+    num_reqs]``, are each request's paged keys. Splits have whole tiles of `keys`. A `window` of 0
+    is none."""
 
     kv_lens: torch.Tensor
     keys: int
@@ -222,10 +214,8 @@ class AttentionWorkspace:
 def split_count(
     programs: int, multiprocessors: int, max_seq_len: int, room: int, least: int
 ) -> int:
-    """Splits for so many `programs`, where programs load without stages.
-
-    `room` is the splits that there is memory for, `least` the keys that a split should have.
-    """
+    """Splits for so many `programs`, where programs load without stages. `room` is the splits that
+    there is memory for, `least` the keys that a split should have."""
     # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
     # one without splits already, the combine step would cost more than splits gain.
     wanted = 2 * multiprocessors // programs

@@ -64,11 +64,9 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
-    """How many of a request's last rows belong to its tree, and the first of these rows.
-
-    In a dummy run the number may be left over from an earlier batch, so it is cut to the rows that
-    the query has.
-    """
+    """How many of a request's last rows belong to its tree, and the first of these rows. In a dummy
+    run the number may be left over from an earlier batch, so it is cut to the rows that the query
+    has."""
     end = tl.load(query_start_loc + req + 1).to(tl.int64)
     width = (end - tl.load(query_start_loc + req)).to(tl.int32)
     rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, MOST))
@@ -326,10 +324,8 @@ def combine_kernel(
     CHUNKED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Combine the parts of WIDTH numbers of one row and head into the output.
-
-    With ``kv_lens`` only those that have keys are read, which are the first ones of the prefix.
-    """
+    """Combine the parts of WIDTH numbers of one row and head into the output. With ``kv_lens`` only
+    those that have keys are read, which are the first ones of the prefix."""
     req = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     pieces = tl.cdiv(HEAD, WIDTH)

@@ -1,9 +1,6 @@
-"""The plan of a launch of tree attention, by sizes that the host knows before it.
-
-The rule for sm_90 and sm_10x follows what a search on an H200 found
-(``benchmarks/attention/search`` in git at 0b4bb377). Elsewhere, for float32 and in the interpreter,
-programs load without stages.
-"""
+"""The plan of a launch of tree attention, by sizes that the host knows before it. The rule for
+sm_90 and sm_10x follows what a search on an H200 found (``benchmarks/attention/search`` in git at
+0b4bb377). Elsewhere, for float32 and in the interpreter, programs load without stages."""
 
 import functools
 from typing import NamedTuple, Self
@@ -183,10 +180,8 @@ def shared_bytes(tile: Tile, head: int, itemsize: int = 2) -> int:
 
 
 def native_bytes(tile: Tile, head: int) -> int:
-    """About the shared memory of a program over e4m3 keys, at most, as `shared_bytes`.
-
-    A tile of K and V lies there once more in fp16, and the stage that is converted is free.
-    """
+    """About the shared memory of a program over e4m3 keys, at most, as `shared_bytes`. A tile of K
+    and V lies there once more in fp16, and the stage that is converted is free."""
     staged = max(tile.stages - 1, 1) * 2 * tile.keys
     return (staged + 2 * (2 * tile.keys + tile.rows)) * head
 

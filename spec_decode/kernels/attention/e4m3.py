@@ -29,9 +29,7 @@ MEASURED = (9, 0)
 
 def native(capability: tuple[int, int], dtype: torch.dtype) -> bool:
     """Whether kernels take e4m3 queries on such a device; a layer converts them before elsewhere.
-
-    Outputs of 32 bits are not computed from weights in fp16.
-    """
+    Outputs of 32 bits are not computed from weights in fp16."""
     return capability == MEASURED and dtype.itemsize == 2
 
 
@@ -82,10 +80,8 @@ _TO_FP16 = tl.constexpr(_pairs(1, 0x5C005C00, "f16"))
 
 @triton.jit
 def load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Rows of K or V in ``dtype``; FP8 is what `conversion` says of their cache.
-
-    The pointers are those of bytes for ``PLAIN`` and ``PACKED``, and of e4m3 numbers beyond.
-    """
+    """Rows of K or V in ``dtype``; FP8 is what `conversion` says of their cache. The pointers are
+    those of bytes for ``PLAIN`` and ``PACKED``, and of e4m3 numbers beyond."""
     rows = tl.load(pointers, mask=mask, other=0.0 if FP8 == _PRODUCTS else 0)
     if FP8 == _PRODUCTS:
         rows = rows.to(dtype)

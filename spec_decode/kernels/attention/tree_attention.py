@@ -129,10 +129,8 @@ def draft_attention(
     num_splits: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Attention of a level's frontier in the draft, as `tree_attention`.
-
-    The batch's scratch holds the level's own K/V already; see `write_scratch`.
-    """
+    """Attention of a level's frontier in the draft, as `tree_attention`. The batch's scratch holds
+    the level's own K/V already; see `write_scratch`."""
     _launch(_call(batch), out, workspace, num_splits, plan)
 
 

@@ -1,8 +1,6 @@
-"""Grafts tree attention onto the attention layers of a loaded model, layer by layer.
-
-The platform's backend serves prompts, chains and the draft's extend pass. Only rows of a drafted
-tree take another kernel.
-"""
+"""Grafts tree attention onto the attention layers of a loaded model, layer by layer. The platform's
+backend serves prompts, chains and the draft's extend pass. Only rows of a drafted tree take another
+kernel."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -302,9 +300,7 @@ def refuse_format(name: str, kv_cache_dtype: str) -> None:
 @dataclass
 class DenseState:
     """K/V in pages: node i has the i-th new slot, and the accepted path moves to the front.
-
-    `slot_mappings` is int64 ``[groups, max_tokens]``, the slot of each row of the batch.
-    """
+    `slot_mappings` is int64 ``[groups, max_tokens]``, the slot of each row of the batch."""
 
     table: KVCacheTable
     slot_mappings: torch.Tensor

@@ -215,9 +215,7 @@ def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) ->
 
 def scheduled(batch: TreeBatch | LatentBatch, **sizes: Any) -> torch.Tensor:
     """FlashAttention's schedule of the first pass, int32, which all layers of a forward pass share.
-
-    The host reads no device value.
-    """
+    The host reads no device value."""
     from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
     plan: torch.Tensor = get_scheduler_metadata(
@@ -351,10 +349,8 @@ class TwoPass:
 
     def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
         """Whether the two passes compute a batch whose requests all verify a tree, of `max_rows`.
-
         Only host values decide. `alike` says that query and cache are both fp8 or neither, as
-        FlashAttention requires.
-        """
+        FlashAttention requires."""
         num_reqs = metadata.query_start_loc.shape[0] - 1
         if self.choice.of(num_reqs, max_rows) != "flash":
             return False

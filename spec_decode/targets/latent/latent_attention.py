@@ -74,11 +74,9 @@ def latent_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile, of a request's rows x heads, over one split of its keys.
-
-    A latent is loaded once as key and value. Rows to verify see keys of the cache alone. Rows of a
-    draft's level see all keys of the cache and their ancestors in the scratch.
-    """
+    """One tile, of a request's rows x heads, over one split of its keys. A latent is loaded once as
+    key and value. Rows to verify see keys of the cache alone. Rows of a draft's level see all keys
+    of the cache and their ancestors in the scratch."""
     req = (tl.program_id(0) // TILES).to(tl.int64)
     split = tl.program_id(1)
     if DRAFT:
@@ -281,9 +279,7 @@ def latent_draft_attention(
     num_splits: int | None = None,
 ) -> None:
     """Attention of a level's frontier in a draft with MLA; the rest is as of `latent_attention`.
-
-    The scratch of `batch` holds the level's own latents; see ``write_scratch``.
-    """
+    The scratch of `batch` holds the level's own latents; see ``write_scratch``."""
     _launch(_Call(batch, max_rows=batch.topk), out, workspace, num_splits)
 
 
@@ -349,9 +345,7 @@ def _launch(
 
 def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatch) -> None:
     """Copy the rows of a batch's trees between tensors ``[>= num_tokens, width]`` of one dtype.
-
-    Other rows of the target stay untouched. The host reads no device value.
-    """
+    Other rows of the target stay untouched. The host reads no device value."""
     width = source.shape[1]
     copy_rows_kernel[(batch.num_reqs, batch.max_rows, cdiv(width, _COPIED))](
         source,

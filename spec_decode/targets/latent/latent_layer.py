@@ -281,10 +281,8 @@ def graft_latents(
 @dataclass
 class TreeKimiLatents(LatentTrees):
     """In place of ``_attention`` (`stock`) of a layer with MLA of Kimi Linear, a class of its own.
-
     Such a layer writes latents to the cache in the pass that makes their queries. So we stand
-    before both. It computes batches with prompts, and rows of trees are computed again.
-    """
+    before both. It computes batches with prompts, and rows of trees are computed again."""
 
     stock: Callable[..., None]
 

@@ -143,10 +143,8 @@ class LatentGeometry(NamedTuple):
     def calls(
         self, batch: LatentBatch, workspace: AttentionWorkspace, longest: int
     ) -> dict[KernelName, Callable[[], None]]:
-        """A call of each kernel, for graphs whose requests have up to `longest` keys.
-
-        The kernel that is the only one gets zeros to write to, as in a layer.
-        """
+        """A call of each kernel, for graphs whose requests have up to `longest` keys. The kernel
+        that is the only one gets zeros to write to, as in a layer."""
         batch = replace(batch, max_seq_len=longest)
         both, metadata = TwoPass(KernelChoice("flash"), LATENT_PASSES), object()
         multiprocessors = workspace.multiprocessors

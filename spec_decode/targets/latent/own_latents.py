@@ -19,11 +19,9 @@ _PROGRAMS = 256
 
 
 class OwnTile(NamedTuple):
-    """Sizes of a program of the second pass.
-
-    Rows times heads, and numbers of a latent that are multiplied at a time, are powers of 2 from 16
-    on. `stages` are chunks that are under way at a time.
-    """
+    """Sizes of a program of the second pass. Rows times heads, and numbers of a latent that are
+    multiplied at a time, are powers of 2 from 16 on. `stages` are chunks that are under way at a
+    time."""
 
     rows: int
     chunk: int
@@ -88,10 +86,8 @@ def own_latents_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile, of a request's rows x heads, over all latents of its tree.
-
-    ``prefix_out`` and ``out`` may be one tensor: a program reads no element that another writes.
-    """
+    """One tile, of a request's rows x heads, over all latents of its tree. ``prefix_out`` and
+    ``out`` may be one tensor: a program reads no element that another writes."""
     req = tl.program_id(1).to(tl.int64)
     start = tl.load(query_start_loc + req).to(tl.int64)
     first_key = tl.load(prefix_lens + req)

@@ -39,11 +39,9 @@ from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 @dataclass
 class RecurrentState:
-    """A state or kept inputs per node, and a window of the inputs of all nodes.
-
-    `kept` says which requests have left inputs in place of states, `folds` by which layers; both
-    are None if none ever does.
-    """
+    """A state or kept inputs per node, and a window of the inputs of all nodes. `kept` says which
+    requests have left inputs in place of states, `folds` by which layers; both are None if none
+    ever does."""
 
     caches: list[RecurrentCache]
     table: StateTable

@@ -179,10 +179,8 @@ class StateRoom(NamedTuple):
 
 
 def node_bytes(nodes: int, vllm_config: Any) -> int:
-    """Bytes that vLLM holds on one rank for one row of one request with the gated delta rule.
-
-    A row's window of inputs has room for all `nodes` of a tree.
-    """
+    """Bytes that vLLM holds on one rank for one row of one request with the gated delta rule. A
+    row's window of inputs has room for all `nodes` of a tree."""
     from vllm.model_executor.layers.mamba.mamba_utils import (
         MambaStateDtypeCalculator,
         MambaStateShapeCalculator,
@@ -234,11 +232,9 @@ def state_room(vllm_config: Any) -> StateRoom:
 
 
 def kept_bytes(rows: int, model: Any, window: Sequence[int], state: Sequence[int]) -> int:
-    """Bytes of what one layer keeps of so many rows in place of states.
-
-    `window` is the shape of a request's window of inputs, features first or last, `state` that of
-    its state, heads first and keys last.
-    """
+    """Bytes of what one layer keeps of so many rows in place of states. `window` is the shape of a
+    request's window of inputs, features first or last, `state` that of its state, heads first and
+    keys last."""
     import torch
 
     from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (

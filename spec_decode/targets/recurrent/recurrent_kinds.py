@@ -109,10 +109,8 @@ class DeltaTrees(TreeRecurrence):
 
 
 def parted(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> Parted:
-    """Where trees are in a batch with verified requests, by host values alone.
-
-    `parents` is i32 ``[max_tokens]``, the row that each row of the batch continues.
-    """
+    """Where trees are in a batch with verified requests, by host values alone. `parents` is i32
+    ``[max_tokens]``, the row that each row of the batch continues."""
     count = metadata.num_spec_decodes
     columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
     accepted = metadata.num_accepted_tokens
@@ -249,10 +247,8 @@ class TreeSelectiveState(TreeRecurrence):
     DECAY = Decay.SELECTIVE
 
     def __call__(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
-        """Compute a batch into `output` ``[num_tokens, heads * P]``.
-
-        `projected_states` is ``[num_tokens, gate + inputs, B and C + heads]``.
-        """
+        """Compute a batch into `output` ``[num_tokens, heads * P]``. `projected_states` is
+        ``[num_tokens, gate + inputs, B and C + heads]``."""
         metadata = metadata_of(self.layer)
         if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:
             return self.stock(projected_states, output)

@@ -1,8 +1,6 @@
-"""Grafts trees onto recurrent layers: what the grafts of all kinds share.
-
-A graft stands before a layer's convolution and recurrence and lets each verified row continue its
-parent. All other rows are computed by the layer itself, as a batch of their own.
-"""
+"""Grafts trees onto recurrent layers: what the grafts of all kinds share. A graft stands before a
+layer's convolution and recurrence and lets each verified row continue its parent. All other rows
+are computed by the layer itself, as a batch of their own."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -58,10 +56,8 @@ def allocate_inputs(
 
 
 class Batch(NamedTuple):
-    """Rows of a pass that drafts are verified in, as the host knows them.
-
-    `requests` and `padded` (rows) include a graph's padding; `most` is of one request.
-    """
+    """Rows of a pass that drafts are verified in, as the host knows them. `requests` and `padded`
+    (rows) include a graph's padding; `most` is of one request."""
 
     rows: int
     requests: int
@@ -82,10 +78,8 @@ def keeps_inputs(batch: Batch, context: TreeContext) -> bool:
 def keep_inputs(
     batch: Batch, rows: RecurrentRows, batch_rows: torch.Tensor | None, context: TreeContext
 ) -> int:
-    """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`.
-
-    The most rows of a request are returned, or 0 where the pass writes states.
-    """
+    """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`. The
+    most rows of a request are returned, or 0 where the pass writes states."""
     if context.kept is None or not keeps_inputs(batch, context):
         return 0
     keep_rows(context.kept, rows, batch_rows, batch.most)
@@ -179,10 +173,8 @@ class TreeRecurrence:
         return self.layer.A_log, self.layer.dt_bias
 
     def recur(self, inputs: torch.Tensor, gates: Gates, part: Parted, out: torch.Tensor) -> None:
-        """Send `inputs` ``[num_rows, features]`` through convolution and recurrence.
-
-        `out` ``[num_rows, heads, V]`` receives the result.
-        """
+        """Send `inputs` ``[num_rows, features]`` through convolution and recurrence. `out`
+        ``[num_rows, heads, V]`` receives the result."""
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
         mixed = tree_conv(

@@ -77,10 +77,8 @@ def continuing(masks, line, row, inside):
 
 @triton.jit
 def decayed(continues, decay):
-    """Logarithms of decays from the root ``[rows]``, and decays between rows ``[rows, rows]``.
-
-    Rows that a row does not continue have no share.
-    """
+    """Logarithms of decays from the root ``[rows]``, and decays between rows ``[rows, rows]``. Rows
+    that a row does not continue have no share."""
     total = tl.sum(tl.where(continues, decay[None, :], 0.0), 1)
     # From a node to one that continues it there are decays alone, so that no power overflows.
     between = tl.where(continues, total[:, None] - total[None, :], 0)
@@ -90,10 +88,8 @@ def decayed(continues, decay):
 @triton.jit
 def solved(given, ahead, depth):
     """What each row writes into the state: what it is given, less what its ancestors have written.
-
     A row follows its ancestors, so that ``(1 + ahead) x = given`` has a lower triangle, and as many
-    rounds as the tree is deep solve it exactly.
-    """
+    rounds as the tree is deep solve it exactly."""
     written = given
     for _ in range(1, depth):
         written = given - product(ahead, written)

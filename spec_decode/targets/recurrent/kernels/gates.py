@@ -146,9 +146,8 @@ def keep_rows(
     kept: KeptRows, which: RecurrentRows, batch_rows: torch.Tensor | None, rows: int
 ) -> None:
     """Note that the rows of trees in a pass, at most `rows` of a request, are kept as inputs.
-
-    `batch_rows` is i32 or i64 ``[num_rows]``, the rows' places in the batch; None if they lead it.
-    """
+    `batch_rows` is i32 or i64 ``[num_rows]``, the rows' places in the batch; None if they lead
+    it."""
     if which.num_reqs == 0:
         return
     _keep_rows_kernel[(which.num_reqs,)](
@@ -167,9 +166,7 @@ def keep_rows(
 @triton.jit
 def request_of(req, query_start_loc, num_accepted, columns, column_stride):
     """A request's first row, number of rows, blocks of the rows' states, and block before them.
-
-    That is 0, vLLM's null block, in a graph's padding and without rows.
-    """
+    That is 0, vLLM's null block, in a graph's padding and without rows."""
     first = tl.load(query_start_loc + req).to(tl.int64)
     num_rows = tl.load(query_start_loc + req + 1) - first
     columns += req * column_stride
@@ -203,10 +200,8 @@ _TILES = {Decay.SCALAR: (32, 4), Decay.BY_KEY: (8, 1), Decay.SELECTIVE: (32, 4)}
 
 
 def tile_of(decay: Decay, value: int) -> tuple[int, int]:
-    """Rows of a state of `value` rows that a program keeps, and its warps.
-
-    So sums over keys are taken in the order of vLLM's kernels for chains.
-    """
+    """Rows of a state of `value` rows that a program keeps, and its warps. So sums over keys are
+    taken in the order of vLLM's kernels for chains."""
     most, warps = _TILES[decay]
     return min(most, next_power_of_2(value)), warps
 
@@ -331,10 +326,8 @@ def places_of(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
 ):
-    """Where a row has a head's query, key and value.
-
-    Queries, keys and values of all heads lie behind each other; of Mamba-2 values, keys, queries.
-    """
+    """Where a row has a head's query, key and value. Queries, keys and values of all heads lie
+    behind each other; of Mamba-2 values, keys, queries."""
     group = head // (HEADS // GROUPS)
     if DECAY == _SELECTIVE:
         value = head * VALUE

@@ -106,10 +106,8 @@ def _stride(tensor: torch.Tensor, dim: int) -> int:
 def clear_states(
     caches: Sequence[RecurrentCache], req: int, seq_lens: torch.Tensor, *, by_prefix: bool
 ) -> None:
-    """Zero the state and the window that the request of batch row `req` starts from.
-
-    It is rare: a launch or two for each layer will do.
-    """
+    """Zero the state and the window that the request of batch row `req` starts from. It is rare: a
+    launch or two for each layer will do."""
     for cache in caches:
         blocks = cache.blocks[req].long()
         if by_prefix:

@@ -159,10 +159,7 @@ class ChainPart(Part):
 
     def speculator_class(self, stock: type[Any], vllm_config: Any) -> type[Any]:
         """The class to build for ``StandaloneARSpeculator(...)``: ``stock`` without our section.
-
-        Raises:
-            SeamError: if this vLLM is not the one that the graphs were written for.
-        """
+        Raises `SeamError` if this vLLM is not the one that the graphs were written for."""
         if DraftConfig.from_vllm(vllm_config) is None:
             return stock
         # The graph runner's symbols stand under the part that had it first.

@@ -105,11 +105,8 @@ class TreePart(Part):
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
         """Give vLLM the number of nodes, ``shape: auto`` its numbers, and prompts that are computed
-        whole their room, unless the user did.
-
-        Raises:
-            ConfigError: if a depth and a number of nodes were given that don't go together.
-        """
+        whole their room, unless the user did. Raises `ConfigError` if a depth and a number of nodes
+        were given that don't go together."""
         speculative = vllm_config.speculative_config
         if speculative is None:
             return

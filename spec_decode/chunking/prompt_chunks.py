@@ -51,13 +51,9 @@ class Rows(NamedTuple):
 
 def chunk_rows(rows: Rows, max_rows: int, *, cuts: bool) -> int | None:
     """Most rows that the prompts of a step may have if the step is to fit a graph of `max_rows`.
-
-    Returns:
-        What the decodes leave, with no more than `LEAST_NODES` per tree if trees are cut (see
-            `graph_fit`), and at least half of the graph. None if the prompts are to run as vLLM
-            would run them: the step fits, or fits once its trees are cut, or the prompts have too
-            many rows.
-    """
+    Returns what the decodes leave, with no more than `LEAST_NODES` per tree if trees are cut (see
+    `graph_fit`), and at least half of the graph. None if the prompts are to run as vLLM would run
+    them: the step fits, or fits once its trees are cut, or the prompts have too many rows."""
     decodes = min(rows.decodes, rows.roots * (1 + LEAST_NODES)) if cuts else rows.decodes
     if rows.decodes + rows.prompts <= max_rows or decodes + rows.prompts > MOST_CHUNKS * max_rows:
         return None

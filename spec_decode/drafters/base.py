@@ -45,11 +45,8 @@ class Drafter(Protocol):
         ...
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the root's best children are, best first.
-
-        Returns:
-            Log-probabilities, f32 ``[num_reqs, >= topk]``, and token ids of the target, int64.
-        """
+        """Where the root's best children are, best first. Returns log-probabilities, f32
+        ``[num_reqs, >= topk]``, and token ids of the target, int64."""
         ...
 
     def draft_first_level(

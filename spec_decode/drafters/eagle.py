@@ -149,12 +149,9 @@ class Gemma4Trees(TargetDependentTrees, Gemma4Speculator):
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
-        """Load the assistant, and let its layers read those of the target, as vLLM does.
-
-        Raises:
-            ConfigError: if it would draft chains on a CPU. The target's layers stay vLLM's there,
-                whose K/V lie otherwise than a draft of ours reads them.
-        """
+        """Load the assistant, and let its layers read those of the target, as vLLM does. Raises
+        `ConfigError` if it would draft chains on a CPU. The target's layers stay vLLM's there,
+        whose K/V lie otherwise than a draft of ours reads them."""
         model: nn.Module = super().load_draft_model(target_model, target_attn_layer_names)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         backends = {layers[name].get_attn_backend().get_name() for name in target_attn_layer_names}

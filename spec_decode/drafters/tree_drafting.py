@@ -163,12 +163,9 @@ class TreeDrafting(DraftModelSpeculator):
     # --- loading ----------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the draft, then graft the tree parts onto target and draft.
-
-        Raises:
-            ConfigError: if a layer of target or draft computes attention that a tree can't use, and
-                no preset asked for trees; else vLLM's own speculator drafts.
-        """
+        """Load the draft, then graft the tree parts onto target and draft. Raises `ConfigError` if
+        a layer of target or draft computes attention that a tree can't use, and no preset asked for
+        trees; else vLLM's own speculator drafts."""
         super().load_model(target_model)
         engine = self.trees.engine_config
         try:
@@ -321,12 +318,9 @@ class TreeDrafting(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft a tree for each request.
-
-        Returns:
-            Draft tokens int64 ``[num_reqs, num_nodes]``, best cumulative score first. The topology
-            stays in the context's `TreeState`. The engine keeps the first of these drafts.
-        """
+        """Draft a tree for each request. Returns draft tokens int64 ``[num_reqs, num_nodes]``, best
+        cumulative score first. The topology stays in the context's `TreeState`. The engine keeps
+        the first of these drafts."""
         input_batch = self.first_pass(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
             num_sampled, num_rejected, *args, dummy_run=dummy_run,

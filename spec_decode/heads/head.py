@@ -33,10 +33,8 @@ class OutputHead:
     EAGLE heads have an ``lm_head`` and a logits processor of their own. Modules for one token more
     (MTP) keep the processor one level deeper, and some have rows and a norm of their own, such as
     GLM-4.5's ``shared_head``. There a stand-in replaces the processor, and the draft computes
-    logits once, so that the stand-in sees which rows it is passed.
-
-    Raises:
-        AttributeError: if the draft has no logits processor in either place.
+    logits once, so that the stand-in sees which rows it is passed. Raises `AttributeError` if the
+    draft has no logits processor in either place.
     """
 
     def __init__(self, draft: Any) -> None:
@@ -151,11 +149,8 @@ class DraftHead:
         config: TreeConfig,
         engine_config: VllmConfig,
     ) -> DraftHead:
-        """The head that a configuration asks for; what a preset alone wants may be left out.
-
-        Raises:
-            ConfigError: somebody asked for what the draft's head can't have.
-        """
+        """The head that a configuration asks for; what a preset alone wants may be left out. Raises
+        `ConfigError` if somebody asked for what the draft's head can't have."""
         make = functools.partial(cls, draft, topk, vocab_size=vocab_size)
         fp8, hot = config.head_dtype == "fp8", config.hot_tokens
         # What a preset adds is not what somebody asked for.

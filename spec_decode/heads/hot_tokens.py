@@ -17,14 +17,10 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
-    """Read a hot-token file: target token ids int64, sorted, without duplicates.
-
-    Formats: a JSON list (``.json``), one id per line (``.txt``), or a tensor (``.pt``, as SGLang's
-    token maps are stored, or the first tensor of a ``.safetensors`` file).
-
-    Raises:
-        ConfigError: missing or unreadable file, or an id outside the target's vocabulary.
-    """
+    """Read a hot-token file: target token ids int64, sorted, without duplicates. Formats: a JSON
+    list (``.json``), one id per line (``.txt``), or a tensor (``.pt``, as SGLang's token maps are
+    stored, or the first tensor of a ``.safetensors`` file). Raises `ConfigError` for a missing or
+    unreadable file, or an id outside the target's vocabulary."""
     try:
         file = Path(path).expanduser()
         if file.exists() and not file.is_file():

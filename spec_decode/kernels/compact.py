@@ -35,14 +35,10 @@ class KVCacheTable:
 
     @classmethod
     def build(cls, kv_caches: list[torch.Tensor], groups: list[int]) -> Self:
-        """Describe caches ``[num_blocks, kv_heads, block_size, 2 * head_size]``, one per layer.
-
-        The last stride must be 1; shapes, other strides and dtypes may differ by layer. ``groups``
-        has the KV-cache group of each layer, which is a row of ``slot_mappings``.
-
-        Raises:
-            ValueError: if shapes or strides are not these.
-        """
+        """Describe caches ``[num_blocks, kv_heads, block_size, 2 * head_size]``, one per layer. The
+        last stride must be 1; shapes, other strides and dtypes may differ by layer. ``groups`` has
+        the KV-cache group of each layer, which is a row of ``slot_mappings``. Raises `ValueError`
+        if shapes or strides are not these."""
         for cache in kv_caches:
             if cache.dim() != 4 or cache.stride(3) != 1:
                 raise ValueError(

@@ -37,11 +37,8 @@ def room_of(memory: MemoryConfig) -> int:
 
 
 def read_texts(path: str, tokens: int) -> list[str]:
-    """Read the texts of a file that could have so many tokens.
-
-    Raises:
-        ConfigError: for a file that can't be read, is of another form, or has too much.
-    """
+    """Read the texts of a file that could have so many tokens. Raises `ConfigError` for a file that
+    can't be read, is of another form, or has too much."""
     try:
         file = Path(path).expanduser()
         if file.exists() and not file.is_file():

@@ -21,11 +21,8 @@ from vllm_graft.spec_decode.targets.families import FEATURES, served_features, u
 
 def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``; return
-    the section. For configurations that vLLM derives from ours this changes nothing again.
-
-    Raises:
-        ConfigError: if the depth is out of bounds, or ``steps`` says another one.
-    """
+    the section. For configurations that vLLM derives from ours this changes nothing again. Raises
+    `ConfigError` if the depth is out of bounds, or ``steps`` says another one."""
     speculative = vllm_config.speculative_config
     depth = speculative.num_speculative_tokens
     if "steps" not in tree.model_fields_set:

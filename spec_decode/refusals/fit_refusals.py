@@ -204,10 +204,7 @@ def _tokenizer(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def require_fit(vllm_config: Any) -> None:
-    """Refuse a draft with which the engine would stop in its first step, whatever we run.
-
-    Raises:
-        ConfigError: says what does not fit.
-    """
+    """Refuse a draft with which the engine would stop in its first step, whatever we run. Raises a
+    `ConfigError` that says what does not fit."""
     if found := list(sentences(CRASHES, TreeConfig(), vllm_config)):
         raise ConfigError("\n  ".join([f"{_DRAFT} is a draft for another target:", *found]))

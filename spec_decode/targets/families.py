@@ -84,13 +84,9 @@ class TargetFamily(Protocol):
         ...
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
-        """Make the layer `name` serve tree rows besides what it does already.
-
-        The levels of the draft's layers (`is_draft`) read a scratch of K/V.
-
-        Raises:
-            ConfigError: if the layer's backend or cache is one that can't be read.
-        """
+        """Make the layer `name` serve tree rows besides what it does already. The levels of the
+        draft's layers (`is_draft`) read a scratch of K/V. Raises `ConfigError` if the layer's
+        backend or cache is one that can't be read."""
         ...
 
     def state(
@@ -205,14 +201,9 @@ class UnchangedFamily:
 
 
 class ServedLayers:
-    """The layers of a target and its draft by name, each with the family that serves it.
-
-    The layers of a target stay as they are where trees are chains (`chain`), those of a draft where
-    it has no trees (`draft_too`).
-
-    Raises:
-        ConfigError: if no family serves one of the layers.
-    """
+    """The layers of a target and its draft by name, each with the family that serves it. The layers
+    of a target stay as they are where trees are chains (`chain`), those of a draft where it has no
+    trees (`draft_too`). Raises `ConfigError` if no family serves one of the layers."""
 
     def __init__(
         self,

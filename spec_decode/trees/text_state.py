@@ -264,11 +264,8 @@ class NgramState:
         reference: int = 0,
         memory: MemoryState | None = None,
     ) -> NgramState:
-        """State for at most ``max_reqs`` requests of at most ``width`` tokens.
-
-        Raises:
-            ValueError: if a text with its reference has more than `MAX_PLACE` tokens.
-        """
+        """State for at most ``max_reqs`` requests of at most ``width`` tokens. Raises `ValueError`
+        if a text with its reference has more than `MAX_PLACE` tokens."""
         columns = width + reference
         if columns > MAX_PLACE:
             raise ValueError(

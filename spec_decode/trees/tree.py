@@ -118,13 +118,9 @@ class TreeState:
     @classmethod
     def allocate(cls, max_reqs: int, num_nodes: int, device: torch.device | str) -> TreeState:
         """Trees for ``max_reqs`` request-state slots, as stars: each draft is a child of the root.
-
         vLLM reads a tree before one was drafted: it gives placeholders for drafts to a request that
-        has one token left to compute. They are rejected, but the root's row has to be right.
-
-        Raises:
-            ValueError: if ``num_nodes`` is not 1 to `MAX_NODES`.
-        """
+        has one token left to compute. They are rejected, but the root's row has to be right. Raises
+        `ValueError` if ``num_nodes`` is not 1 to `MAX_NODES`."""
         import torch
 
         if not 1 <= num_nodes <= MAX_NODES:
@@ -154,10 +150,8 @@ def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> N
 
     Ranks verify with their own copy of the topology. If the copies differ, the ranks add up heads
     that saw different keys, and the tokens are wrong without any error. The `slots` are int64
-    ``[num_reqs]`` request-state indices, `drafts` int64 ``[num_reqs, num_nodes]`` tokens.
-
-    Raises:
-        GraftError: if a request's tree differs between two ranks.
+    ``[num_reqs]`` request-state indices, `drafts` int64 ``[num_reqs, num_nodes]`` tokens. Raises
+    `GraftError` if a request's tree differs between two ranks.
     """
     import torch
 

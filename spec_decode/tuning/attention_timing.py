@@ -242,13 +242,9 @@ def choose_kernels(
     block_size: int,
     device: torch.device,
 ) -> list[KernelChoice]:
-    """Give the target's layers, grafted already, the two passes besides the Triton kernel.
-
-    Layers of one geometry share a choice between the two. All choices are returned.
-
-    Raises:
-        ConfigError: if ``flash`` was asked for and a layer can't have it.
-    """
+    """Give the target's layers, grafted already, the two passes besides the Triton kernel. Layers
+    of one geometry share a choice between the two. All choices are returned. Raises `ConfigError`
+    if ``flash`` was asked for and a layer can't have it."""
     both: dict[Geometry | LatentGeometry | str, TwoPass] = {}
     for name, layer in layers.items():
         kind = _LATENT if is_latent(layer) else _PLAIN

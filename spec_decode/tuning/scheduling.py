@@ -272,13 +272,9 @@ def plan_shapes(
     """The shape for each number of nodes that the scheduler may ask for, and its batches.
 
     The largest number of nodes is always there: steps for which the scheduler asks for none in
-    particular, such as dummy runs, draft it.
-
-    Returns:
-        Numbers of requests for which trees of a shape are drafted, by shape.
-
-    Raises:
-        HookError: if the policy returns no tree of the number of nodes that it was asked for.
+    particular, such as dummy runs, draft it. Returns numbers of requests for which trees of a shape
+    are drafted, by shape. Raises `HookError` if the policy returns no tree of the number of nodes
+    that it was asked for.
     """
     speculative = vllm_config.speculative_config
     assert speculative is not None

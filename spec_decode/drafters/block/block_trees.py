@@ -183,11 +183,9 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return chain_config(self.trees.engine_config, self.depth)
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
-        """A shape for each number of nodes that the engine may ask for, and its batches.
-
-        Raises:
-            HookError: a policy of a plugin has shapes that the block or its candidates don't hold.
-        """
+        """A shape for each number of nodes that the engine may ask for, and its batches. Raises
+        `HookError` if a policy of a plugin has shapes that the block or its candidates don't
+        hold."""
         config = self.config
         policy = tree_policy(config, self.trees.engine_config.speculative_config)
         batches = plan_shapes(policy, config, self.trees.engine_config)

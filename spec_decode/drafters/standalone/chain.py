@@ -140,12 +140,9 @@ class ChainSpeculator(FirstPassGraphs):
     # --- graphs ---------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the graphs.
-
-        Raises:
-            ConfigError: if there would be none, or the draft's attention can't be captured. Where a
-                preset turned the part on, the passes are launched instead, as vLLM does.
-        """
+        """Plan the graphs. Raises `ConfigError` if there would be none, or the draft's attention
+        can't be captured. Where a preset turned the part on, the passes are launched instead, as
+        vLLM does."""
         try:
             self._plan_graphs(cudagraph_mode)
         except ConfigError as refused:

@@ -119,12 +119,9 @@ def random_masks(rows: int, generator: torch.Generator) -> torch.Tensor:
 def random_trees(
     point: Point, block_size: int, block_bytes: int, device: torch.device | str
 ) -> tuple[int, dict[str, Any]]:
-    """What batches of random trees share, for timing: all have ``point.rows`` rows.
-
-    Returns:
-        Blocks of the cache, which takes `_CACHE_BYTES` at most: longer contexts share blocks; and
-        fields of a batch.
-    """
+    """What batches of random trees share, for timing: all have ``point.rows`` rows. Returns blocks
+    of the cache, which takes `_CACHE_BYTES` at most: longer contexts share blocks; and fields of a
+    batch."""
     keys, rows = max(point.context, point.rows), point.num_reqs * point.rows
     per_request = cdiv(keys, block_size)
     blocks = max(1, min(point.num_reqs * per_request, _CACHE_BYTES // block_bytes))

@@ -1,9 +1,7 @@
 """One step of tree speculation in eight stages, over models that are callables: begin to read here.
-
 State and kernels are the engine's own, and vLLM is not needed. Each stage names the file in which
 the engine runs it. There a step begins in the middle: the target verifies the trees of the step
-before, then the next ones are drafted.
-"""
+before, then the next ones are drafted."""
 
 from __future__ import annotations
 

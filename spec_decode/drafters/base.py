@@ -1,9 +1,7 @@
-"""The interfaces between a drafter and the growing of its trees.
-
-A drafter's first pass leaves the root's best children or what they are drafted from, a `Growth`
-fills the table of candidates from there, an `Extra` may add candidates of another source, and the
-best of all become the tree. Verification needs nothing else of a drafter.
-"""
+"""The interfaces between a drafter and the growing of its trees. A drafter's first pass leaves the
+root's best children or what they are drafted from, a `Growth` fills the table of candidates from
+there, an `Extra` may add candidates of another source, and the best of all become the tree.
+Verification needs nothing else of a drafter."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -122,12 +120,10 @@ class Growth(Protocol):
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Fill the table, and return the number of levels that it holds. Capturable.
-
-        `metadata` is what the method of this name returned, and `num_tokens_across_dp` that of
+        """Fill the table, and return the number of levels that it holds. Capturable. `metadata` is
+        what the method of this name returned, and `num_tokens_across_dp` that of
         `Drafter.run_frontier`. The engine keeps `num_nodes`; the best n nodes lie in the first n
-        levels. With `narrow` they are chosen from the head's learned vocabulary.
-        """
+        levels. With `narrow` they are chosen from the head's learned vocabulary."""
         ...
 
 
@@ -203,11 +199,9 @@ class PasslessGrowth:
         self, first: Children, below: Callable[[int], Children], num_reqs: int, num_nodes: int
     ) -> int:
         """Fill the table, and return the number of levels that it holds. Capturable if `below` is.
-
         `first` are the root's best children, ``[num_reqs, topk]`` each, best first. `below` returns
         the best children of a level's frontier by the number of the level, as `expand_frontier`
-        takes them; `tokens` has the frontier's.
-        """
+        takes them; `tokens` has the frontier's."""
         steps = min(self.shape.steps, num_nodes)
         seed_frontier(self.candidates, *first, num_reqs, next_tokens=self.tokens)
         for level in range(1, steps):

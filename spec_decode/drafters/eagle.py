@@ -28,13 +28,10 @@ from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 
 class TargetDependentTrees(TreeDrafting):
-    """Mixed into one of vLLM's speculators that draft from the target's states.
-
-    What they share comes from a base of theirs that vLLM has renamed before: it is not named here.
-
-    The first pass is vLLM's own extend pass over the rows that the target has accepted. It leaves
-    the root's state instead of one token, and `LevelGrowth` drafts all levels from there.
-    """
+    """Mixed into one of vLLM's speculators that draft from the target's states. What they share
+    comes from a base of theirs that vLLM has renamed before: it is not named here. The first pass
+    is vLLM's own extend pass over the rows that the target has accepted. It leaves the root's state
+    instead of one token, and `LevelGrowth` drafts all levels from there."""
 
     has_window = True
     # VLLM's.
@@ -136,12 +133,10 @@ class MtpTrees(TargetDependentTrees, MTPSpeculator):
 
 
 class Gemma4Trees(TargetDependentTrees, Gemma4Speculator):
-    """What vLLM builds in the place of `Gemma4Speculator`.
-
-    The assistant's layers have queries alone, and read K/V of the target's last layers. It drafts
-    all tokens from the position of the last accepted one. So a node differs from its siblings by
-    its token and by the state of its parent, and a level leaves no K/V for the levels below it.
-    """
+    """What vLLM builds in the place of `Gemma4Speculator`. The assistant's layers have queries
+    alone, and read K/V of the target's last layers. It drafts all tokens from the position of the
+    last accepted one. So a node differs from its siblings by its token and by the state of its
+    parent, and a level leaves no K/V for the levels below it."""
 
     seams = ("gemma4",)
     has_window = False

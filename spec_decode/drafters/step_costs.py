@@ -153,11 +153,9 @@ def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
 
 def _give_rows(speculator: TreeDrafting, runner: Any, num_reqs: int) -> None:
     """Let the target's attention compute the rows of a replay, each of which sees those before it.
-
     A graph is captured without such rows. A replay of it leaves the attention's output as whatever
     was in this memory, such as NaN: experts, which are chosen by what the layers before them yield,
-    would be the same ones for all rows.
-    """
+    would be the same ones for all rows."""
     context, buffers = speculator.context, runner.input_buffers
     counts = torch.arange(num_reqs + 1, device=buffers.positions.device)
     batch = SimpleNamespace(

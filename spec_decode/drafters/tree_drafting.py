@@ -403,11 +403,9 @@ class TreeDrafting(DraftModelSpeculator):
 
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep what the root's children are drafted from, where a chain samples its first token.
-
         The tree's own graph drafts them, so that they may come from the learned vocabulary, and so
         that a step without drafts does without the head. The sampling state of the chain in `args`
-        is not used. vLLM puts what is returned to where the tree's tokens will be.
-        """
+        is not used. vLLM puts what is returned to where the tree's tokens will be."""
         return self.trees.roots.keep(hidden_states)
 
     def draft_first_level(

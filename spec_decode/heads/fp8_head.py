@@ -108,11 +108,9 @@ def _emulated(hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -
 
 def quantize_by_kernel(draft: Any) -> bool:
     """Let a quantised `fc` quantise its input by vLLM's kernel; return whether there was one.
-
     Outside of a compiled model vLLM compiles the torch form of its quantisation (`QuantFP8`)
     separately, whose guards cost the host time in every step. The kernel computes the same, with
-    one scale per row.
-    """
+    one scale per row."""
     fc = getattr(getattr(draft, "model", None), "fc", None)
     kernel = getattr(getattr(fc, "quant_method", None), "fp8_linear", None)
     quantization = getattr(kernel, "quant_fp8", None)

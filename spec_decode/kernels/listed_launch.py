@@ -1,9 +1,7 @@
 """Launches of kernels as values: which specialisation a launch needs, known without a launch.
-
 Triton compiles a kernel once per *specialisation*: the dtypes of its pointers, whether each is a
 multiple of 16, which integers are 1 or multiples of 16, the constants and the options. While
-launches are listed, the functions that launch kernels run as ever, also over ``meta`` tensors.
-"""
+launches are listed, the functions that launch kernels run as ever, also over ``meta`` tensors."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import contextlib

@@ -166,11 +166,9 @@ class Work:
 
 def schema_items(schema: Any, style: Style, work: Work | None = None) -> list[Item]:
     """The common items, in their order, of texts that fit a JSON schema, given as Python values.
-
     Properties come in the schema's order, which is that of the grammars of xgrammar and guidance,
     and all of them come. An array has one element. Strings and numbers that are free are gaps, and
-    so is all that can't be read, or would cost more than `work`.
-    """
+    so is all that can't be read, or would cost more than `work`."""
     return _merged(_Reader(schema, style, work or Work()).value(schema, 0))
 
 

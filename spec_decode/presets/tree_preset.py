@@ -1,9 +1,7 @@
-"""Trees that ``graft: auto`` and the other presets ask for.
-
-The user gives the depth, as ``num_speculative_tokens``, and the rest is filled in here. Limits that
-the user gave to vLLM are never raised. VLLM has already derived the encoder's budget from
-``max_num_batched_tokens``, so a tree whose levels do not fit is made narrower.
-"""
+"""Trees that ``graft: auto`` and the other presets ask for. The user gives the depth, as
+``num_speculative_tokens``, and the rest is filled in here. Limits that the user gave to vLLM are
+never raised. VLLM has already derived the encoder's budget from ``max_num_batched_tokens``, so a
+tree whose levels do not fit is made narrower."""
 
 import copy
 from dataclasses import dataclass, replace

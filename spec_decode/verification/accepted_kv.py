@@ -48,12 +48,10 @@ def count_accepted(scheduler: Scheduler) -> None:
 
 
 class AcceptedTokens:
-    """Describes each step as if its requests computed tokens that are known, and no drafts.
-
-    A request's tokens of all steps follow each other. So a connector may add them up, or add those
-    of the step to those before it: either way it ends at a token that is known, and its K/V is
-    final when the step has ended. With async scheduling that is a step later than it might be.
-    """
+    """Describes each step as if its requests computed tokens that are known, and no drafts. A
+    request's tokens of all steps follow each other. So a connector may add them up, or add those of
+    the step to those before it: either way it ends at a token that is known, and its K/V is final
+    when the step has ended. With async scheduling that is a step later than it might be."""
 
     def __init__(self, requests: Mapping[str, Request]) -> None:
         self._requests = requests

@@ -170,11 +170,9 @@ class TreeContext:
         self, batch: InputBatch, num_computed: torch.Tensor, *, keep_shift: bool = False
     ) -> VerifyStep:
         """Write the drafts' depths into the batch's positions and their ancestors into the masks.
-
         The batch is real and has its slot mapping already: node i must keep the slot of the i-th
         new token whatever its depth. `num_computed` is int32 ``[max_reqs]`` by request-state index.
-        With `keep_shift` the step keeps the change of the positions as its `depth_shift`.
-        """
+        With `keep_shift` the step keeps the change of the positions as its `depth_shift`."""
         no_drafts = batch.num_draft_tokens == 0
         linear = batch.positions.clone() if keep_shift else None
         prepare_rows(
@@ -252,12 +250,10 @@ class AcceptedRows:
     def move(
         self, context: TreeContext, batch: InputBatch, hidden: torch.Tensor, max_reqs: int
     ) -> tuple[InputBatch, torch.Tensor]:
-        """Move the rows of accepted paths to the front, where a chain would have them.
-
-        `hidden`, ``[num_tokens, hidden]``, are the target's states of the rows of `batch`, which it
-        has verified; `max_reqs` is the same in each call. Returns the batch with ids and positions
-        in that order, and the states; what was given if no request had drafts.
-        """
+        """Move the rows of accepted paths to the front, where a chain would have them. `hidden`,
+        ``[num_tokens, hidden]``, are the target's states of the rows of `batch`, which it has
+        verified; `max_reqs` is the same in each call. Returns the batch with ids and positions in
+        that order, and the states; what was given if no request had drafts."""
         step = context.step
         if step is None or step.num_sampled is None or not batch.num_draft_tokens:
             return batch, hidden

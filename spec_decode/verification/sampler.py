@@ -157,10 +157,8 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the target's token at every row of a chunk, which bounds the float32 copies. Where
         only temperature changes the logits, vLLM's kernel reads the model's, and there is no copy.
-
         Returns the tokens, int64 ``[num_rows]``, and the logits that they were drawn from, or the
-        model's own logits if the processed ones are not needed.
-        """
+        model's own logits if the processed ones are not needed."""
         mine, requests = chunk.rows, chunk.requests
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]

@@ -61,12 +61,10 @@ class Marginals:
 
 
 class Edges:
-    """A few candidates per position, and a score for each pair of neighbours.
-
-    `ids` int64 ``[R, positions, C]`` are the target's; `scores` f32 ``[R, positions, C, C]`` are by
-    the candidate before and the candidate. The first position has the same candidate before all of
-    its own, the first one.
-    """
+    """A few candidates per position, and a score for each pair of neighbours. `ids` int64 ``[R,
+    positions, C]`` are the target's; `scores` f32 ``[R, positions, C, C]`` are by the candidate
+    before and the candidate. The first position has the same candidate before all of its own, the
+    first one."""
 
     def __init__(self, ids: torch.Tensor, scores: torch.Tensor, topk: int) -> None:
         self._ids, self._scores, self._topk = ids, scores.float(), topk
@@ -99,12 +97,10 @@ class Edges:
 
 
 class BlockGrowth(PasslessGrowth):
-    """The scores of all depths are there when the tree is grown (see `Lattice`).
-
-    ``steps`` of its shape is at most the number of positions that predict. The best nodes are kept
-    by the sum of log-probabilities from the root, which for independent positions is the product of
-    the marginals (DDTree, arXiv 2604.12989).
-    """
+    """The scores of all depths are there when the tree is grown (see `Lattice`). ``steps`` of its
+    shape is at most the number of positions that predict. The best nodes are kept by the sum of
+    log-probabilities from the root, which for independent positions is the product of the marginals
+    (DDTree, arXiv 2604.12989)."""
 
     def grow(
         self, drafter: Any, num_reqs: int, *passes: Any, num_nodes: int, narrow: bool = False

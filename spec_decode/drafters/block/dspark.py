@@ -13,12 +13,10 @@ from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Biased:
-    """A `Lattice` whose scores are a position's logits and a bias by the token before.
-
-    With ``dspark_draft_topk`` the bias is added to so many of the best logits of each position, as
+    """A `Lattice` whose scores are a position's logits and a bias by the token before. With
+    ``dspark_draft_topk`` the bias is added to so many of the best logits of each position, as
     vLLM's chain does it, and the other tokens are left out. `logits` are ``[R, positions, draft
-    vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary.
-    """
+    vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary."""
 
     def __init__(self, drafter: BlockTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots

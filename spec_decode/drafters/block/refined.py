@@ -47,11 +47,9 @@ class Refiner:
 
 class Refined:
     """A `Lattice` whose scores are a position's logits and a bias by all tokens of a node's path.
-
     Where the checkpoint limits the refiner to so many candidates per position (``xpress_topc``),
-    the other tokens are left out, as vLLM's chain does it. `logits`, before the bias, are
-    ``[R, levels, vocabulary]``, `roots` int ``[R]``; `noise` is as of `BlockTrees.level_noise`.
-    """
+    the other tokens are left out, as vLLM's chain does it. `logits`, before the bias, are ``[R,
+    levels, vocabulary]``, `roots` int ``[R]``; `noise` is as of `BlockTrees.level_noise`."""
 
     def __init__(
         self,

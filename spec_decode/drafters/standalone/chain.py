@@ -84,12 +84,10 @@ class ChainCounters:
 
 
 class ChainSpeculator(FirstPassGraphs):
-    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one per batch size.
-
-    The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
+    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one per batch size. The
+    passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
     `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
-    arguments. A batch that no graph fits goes to the very same functions.
-    """
+    arguments. A batch that no graph fits goes to the very same functions."""
 
     chain_runner: DraftGraphRunner | None
     extend_runner: DraftGraphRunner | None

@@ -107,12 +107,10 @@ class ExtendInputs:
 
 
 class FirstPassGraphs(StandaloneARSpeculator):
-    """Runs vLLM's first pass over a standalone draft model as a CUDA graph where one fits.
-
-    The pass stays vLLM's, in graphs too: a capture records `_prefill` itself, over static stand-ins
-    for its arguments and with attention metadata that the device refreshes. A batch that no graph
-    fits, such as one with prompts, goes to the very same function.
-    """
+    """Runs vLLM's first pass over a standalone draft model as a CUDA graph where one fits. The pass
+    stays vLLM's, in graphs too: a capture records `_prefill` itself, over static stand-ins for its
+    arguments and with attention metadata that the device refreshes. A batch that no graph fits,
+    such as one with prompts, goes to the very same function."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)

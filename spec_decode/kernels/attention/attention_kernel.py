@@ -153,12 +153,10 @@ def split_kernel(
     SKIP_EMPTY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """One tile, of a request's rows x the heads of one KV head, over one split of its keys.
-
-    With a window, a row at position p sees keys after p - WINDOW; with chunks, keys from the last
-    multiple of WINDOW on that is at most p. Blocks before the first key that any row sees may be
-    the null block, whose contents are arbitrary: they are not read.
-    """
+    """One tile, of a request's rows x the heads of one KV head, over one split of its keys. With a
+    window, a row at position p sees keys after p - WINDOW; with chunks, keys from the last multiple
+    of WINDOW on that is at most p. Blocks before the first key that any row sees may be the null
+    block, whose contents are arbitrary: they are not read."""
     if OVERLAPPED:
         # The kernel that combines may start; it waits for what this one writes.
         tl.extra.cuda.gdc_launch_dependents()

@@ -52,13 +52,10 @@ class Tile(NamedTuple):
     def choose(
         cls, rows: int, head_pad: int, dtype: torch.dtype, *, crowded: bool, split: bool
     ) -> Self:
-        """Choose a tile whose accumulator and two K/V tiles fit a block.
-
-        `rows` are those of a request, times the heads that share K/V. If `crowded`, multiprocessors
-        have several programs each, which hide one another's waits; otherwise the loads of one
-        program should be few, large and at once. If `split`, several programs share a request's
-        keys, so each has few.
-        """
+        """Choose a tile whose accumulator and two K/V tiles fit a block. `rows` are those of a
+        request, times the heads that share K/V. If `crowded`, multiprocessors have several programs
+        each, which hide one another's waits; otherwise the loads of one program should be few,
+        large and at once. If `split`, several programs share a request's keys, so each has few."""
         rows = max(16, next_power_of_2(rows))
         if dtype == torch.float32:
             # Exact float32 has no tensor cores: small tiles, or registers spill.
@@ -223,12 +220,10 @@ def _two_fit(sizes: Sizes, tile: Tile) -> bool:
 
 
 def _native_tile(sizes: Sizes) -> Tile:
-    """The tile over e4m3 keys that are loaded in stages.
-
-    Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
-    at once. For fewer rows it would fetch each number of V by itself. One tile of 128 rows per K/V
-    head is slower than two of 64 where contexts are short.
-    """
+    """The tile over e4m3 keys that are loaded in stages. Tiles of 64 rows and more take keys and
+    values from shared memory, where a program converts many at once. For fewer rows it would fetch
+    each number of V by itself. One tile of 128 rows per K/V head is slower than two of 64 where
+    contexts are short."""
     wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
     rows = 128 if wide else 64
     return Tile(rows, 32 if sizes.head > 128 else 64, rows // 16, 3)

@@ -54,12 +54,10 @@ def conversion(cache: torch.Tensor, query: torch.dtype) -> int:
 
 
 def _pairs(shift: int, factor: int, kind: str) -> str:
-    """PTX that makes four numbers of 16 bits of the bytes of a register.
-
-    A byte moves to the upper half of its number, where its sign is right, and all but the sign to
-    the right by ``shift``, which makes the exponent one of the wider dtype. The difference of the
-    biases is a factor, a power of 2, by which even subnormal numbers become what they were.
-    """
+    """PTX that makes four numbers of 16 bits of the bytes of a register. A byte moves to the upper
+    half of its number, where its sign is right, and all but the sign to the right by ``shift``,
+    which makes the exponent one of the wider dtype. The difference of the biases is a factor, a
+    power of 2, by which even subnormal numbers become what they were."""
     lines = []
     for place, bytes_of in (("$0", "0x1404"), ("$1", "0x3424")):
         lines += [

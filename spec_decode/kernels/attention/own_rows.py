@@ -22,12 +22,10 @@ _TILE = 32
 
 @triton.jit
 def merged_weights(logits, lse, sink):
-    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to.
-
-    Rows that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse`
-    (the prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
-    natural.
-    """
+    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to. Rows
+    that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse` (the
+    prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
+    natural."""
     prefix_peak = lse * 1.4426950408889634
     top = tl.maximum(tl.max(logits, 1), prefix_peak)
     if sink is not None:

@@ -271,12 +271,10 @@ def write_scratch(
     num_reqs: int,
     topk: int,
 ) -> None:
-    """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``.
-
-    `key` and `value` are ``[num_reqs * topk, kv_heads, size]``, last dimension contiguous; with MLA
-    the latent, of one head, and the rotated part of the key. `scratch_kv` is of the same dtype,
-    ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``.
-    """
+    """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``. `key`
+    and `value` are ``[num_reqs * topk, kv_heads, size]``, last dimension contiguous; with MLA the
+    latent, of one head, and the rotated part of the key. `scratch_kv` is of the same dtype,
+    ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``."""
     if num_reqs == 0:
         return
     heads, key_size = key.shape[1:]

@@ -84,12 +84,10 @@ def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[P
 
 
 def choose(costs: Costs, size: Size) -> KernelName:
-    """The kernel whose worst loss against the better one, over all contexts, is the smallest.
-
-    A graph is captured for one size and replayed at any context. A size that was not measured takes
+    """The kernel whose worst loss against the better one, over all contexts, is the smallest. A
+    graph is captured for one size and replayed at any context. A size that was not measured takes
     the choice of the nearest measured size, by the ratios of requests and of rows; of two equally
-    near ones the larger decides.
-    """
+    near ones the larger decides."""
     nearest = min({point.size for point in costs}, key=lambda known: _distance(known, size))
     losses: defaultdict[KernelName, float] = defaultdict(float)
     for point, times in costs.items():
@@ -200,12 +198,10 @@ def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
 
 
 def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) -> int:
-    """Upper bound of the splits of a request's keys, within which FlashAttention decides.
-
-    One long request may fill the device, and partial results keep to a budget. The bound depends on
-    host values only, so that buffers in a captured graph stay large enough. `rows` are those of all
-    requests times query heads, `size` is that of a value, `programs` are of a request and split.
-    """
+    """Upper bound of the splits of a request's keys, within which FlashAttention decides. One long
+    request may fill the device, and partial results keep to a budget. The bound depends on host
+    values only, so that buffers in a captured graph stay large enough. `rows` are those of all
+    requests times query heads, `size` is that of a value, `programs` are of a request and split."""
     fit = int(_SPLIT_BYTES // (4 * rows * (size + 1)))
     return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
 

@@ -179,12 +179,10 @@ def whole_batch(metadata: Any) -> Any:
 
 
 def keep_whole_batches(layer: Attention) -> None:
-    """Let the metadata of a loaded layer with chunked attention hold the whole batch as well.
-
-    vLLM makes a sequence of each chunk that a request's rows lie in, and builds the platform's
-    metadata for these (``make_local_attention_virtual_batches``). It asks for the layer's backend
-    when all layers are loaded.
-    """
+    """Let the metadata of a loaded layer with chunked attention hold the whole batch as well. vLLM
+    makes a sequence of each chunk that a request's rows lie in, and builds the platform's metadata
+    for these (``make_local_attention_virtual_batches``). It asks for the layer's backend when all
+    layers are loaded."""
     layer.attn_backend = _keeping(layer.attn_backend)
 
 
@@ -214,10 +212,9 @@ Narrow = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
 
 class DraftWindow:
     """Narrows the metadata of one layer's passes to the first block and those of the last `tokens`.
-
     The kernels are not told: to them a request is a shorter text. All rows of a pass share one
-    window, which ends at the first of them. So the rows of a prompt's part see that part besides.
-    """
+    window, which ends at the first of them. So the rows of a prompt's part see that part
+    besides."""
 
     def __init__(self, tokens: int, narrow: Narrow = windowed_table) -> None:
         self.narrow = functools.partial(narrow, window=tokens)

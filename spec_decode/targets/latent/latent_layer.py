@@ -99,12 +99,10 @@ class LatentTrees:
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Compute the rows of a batch's trees into `output`; other rows stay as they are.
-
-        Absorbed queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated
-        parts ``[num_tokens, num_heads, rope]``, and outputs ``[>= num_tokens, num_heads * v_dim]``.
-        The cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents.
-        """
+        """Compute the rows of a batch's trees into `output`; other rows stay as they are. Absorbed
+        queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated parts
+        ``[num_tokens, num_heads, rope]``, and outputs ``[>= num_tokens, num_heads * v_dim]``. The
+        cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents."""
         layer, context, part = self.layer, self.context, self.part(metadata)
         batch = LatentBatch(
             query=query,
@@ -132,12 +130,10 @@ class LatentTrees:
         self.ops.copy_tree_rows(values, rows, batch)
 
     def _attended(self, batch: LatentBatch, metadata: Any) -> torch.Tensor:
-        """Weighted latents of tree rows, by the kernel that is chosen for such a batch.
-
-        Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
-        its buffers among rows might spread. So they are zeros, but for a mixed batch, which does
-        not use them.
-        """
+        """Weighted latents of tree rows, by the kernel that is chosen for such a batch. Rows of no
+        tree, such as a graph's padding, must not be NaN, which a MoE layer that shares its buffers
+        among rows might spread. So they are zeros, but for a mixed batch, which does not use
+        them."""
         space, two_pass = self.context.workspace, self.two_pass
         if (
             two_pass is not None
@@ -199,12 +195,10 @@ class TreeLatents(LatentTrees):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``.
-
-        Latents of the rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe`
-        ``[num_tokens, 1, rope]`` are in the cache already, but for those of a draft's level, whose
-        metadata is a `DraftTreeMetadata`. It is None in a run without attention.
-        """
+        """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``. Latents of the
+        rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe` ``[num_tokens, 1,
+        rope]`` are in the cache already, but for those of a draft's level, whose metadata is a
+        `DraftTreeMetadata`. It is None in a run without attention."""
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
             return output
@@ -294,12 +288,10 @@ class TreeKimiLatents(LatentTrees):
         k_pe: torch.Tensor,
         attn_out: torch.Tensor,
     ) -> None:
-        """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``.
-
-        `q` is ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens,
-        rank]``, keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so
-        `positions` go unused.
-        """
+        """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``. `q` is
+        ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens, rank]``,
+        keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so `positions`
+        go unused."""
         known, mode = get_forward_context().attn_metadata, self.context.mode
         plain = not isinstance(known, dict) or mode is VerifyMode.NONE
         if plain or mode is VerifyMode.MIXED:

@@ -1,9 +1,7 @@
 """Tree attention over latents (MLA) in two passes: FlashAttention 3 over the prefix, then the tree.
-
 In the absorbed form all heads of a request's rows share their keys, so arithmetic bounds attention
 over a long context, where FlashAttention 3 is several times as fast as our Triton kernel. Its keys
-are the rotated parts, its values the latents, which meet queries of their own.
-"""
+are the rotated parts, its values the latents, which meet queries of their own."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -31,12 +31,10 @@ class OwnTile(NamedTuple):
 
 @functools.cache
 def own_tile(num_reqs: int, rows: int, rank: int) -> OwnTile:
-    """Sizes of a program for requests of at most `rows` rows times heads, by values of the host.
-
-    A program reads all latents of its tree, so large tiles read less. A latent goes through in
+    """Sizes of a program for requests of at most `rows` rows times heads, by values of the host. A
+    program reads all latents of its tree, so large tiles read less. A latent goes through in
     chunks, because an accumulator of all its numbers takes so many registers that a multiprocessor
-    has room for one program, which then waits for memory.
-    """
+    has room for one program, which then waits for memory."""
     most = max(16, next_power_of_2(rows))
     wide = [size for size in (64, 32) if num_reqs * cdiv(rows, size) >= _PROGRAMS]
     size = min(most, wide[0] if wide else 16)

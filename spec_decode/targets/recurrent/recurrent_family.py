@@ -1,9 +1,7 @@
-"""Recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2.
-
-vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
-its parent's state and leaves its own in the block of its row; or it leaves its inputs in a buffer
-of the layer, and the state that the accepted path ends in is made of them.
-"""
+"""Recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2. vLLM gives a request as
+many blocks of states as it has rows to verify. A row of a tree continues its parent's state and
+leaves its own in the block of its row; or it leaves its inputs in a buffer of the layer, and the
+state that the accepted path ends in is made of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,12 +47,10 @@ class RecurrentState:
     folds: FoldTable | None = None
 
     def fork(self, step: VerifyStep) -> None:
-        """Let prompts of one token that carry placeholders for drafts be verified, from zeros.
-
-        vLLM pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens.
-        So its state would be the one behind the placeholders. (Where a token comes before it, vLLM
-        has it verified.)
-        """
+        """Let prompts of one token that carry placeholders for drafts be verified, from zeros. vLLM
+        pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens. So
+        its state would be the one behind the placeholders. (Where a token comes before it, vLLM has
+        it verified.)"""
         if self.kept is not None:
             self.kept.firsts.fill_(-1)
         batch = step.batch

@@ -37,12 +37,10 @@ def allocate_inputs(
     context: TreeContext,
     dtype: torch.dtype | None = None,
 ) -> LayerInputs:
-    """Memory for the inputs of a layer with a convolution's weight ``[features, ...]``.
-
-    What all layers share is allocated with the first one. `gates` are the numbers per head that a
-    row's gates are, and heads; `dtype` is that of what is behind the convolution, None for the
-    weight's.
-    """
+    """Memory for the inputs of a layer with a convolution's weight ``[features, ...]``. What all
+    layers share is allocated with the first one. `gates` are the numbers per head that a row's
+    gates are, and heads; `dtype` is that of what is behind the convolution, None for the
+    weight's."""
     max_reqs, width = context.path.shape
     max_tokens = len(context.rows.row_parents)
     max_rows = min(max_tokens, max_reqs * width)
@@ -101,12 +99,10 @@ class Parted(NamedTuple):
 
 @dataclass
 class TreeRecurrence:
-    """In place of a layer's pass (`stock`): each verified row continues its parent's state.
-
-    A pass either writes each row's state to the row's column, or writes no state and keeps the
-    rows' `inputs`, by which the accepted path's state is made afterwards. A kind of layer is a
-    subclass, called in place of the layer's method `PASS`.
-    """
+    """In place of a layer's pass (`stock`): each verified row continues its parent's state. A pass
+    either writes each row's state to the row's column, or writes no state and keeps the rows'
+    `inputs`, by which the accepted path's state is made afterwards. A kind of layer is a subclass,
+    called in place of the layer's method `PASS`."""
 
     PASS: ClassVar[str]
     """Name of the layer's method."""

@@ -238,12 +238,10 @@ def fold_states(
     seq_lens: torch.Tensor,
     num_reqs: int,
 ) -> None:
-    """Leave the states that a chain of the accepted rows would have left, in all layers.
-
-    The arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
+    """Leave the states that a chain of the accepted rows would have left, in all layers. The
+    arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
     Requests that have left no inputs are passed over. Arguments are as of `move_states`; 0 in
-    `num_sampled` counts as 1.
-    """
+    `num_sampled` counts as 1."""
     if num_reqs == 0:
         return
     groups, heads, value, key = table.shape

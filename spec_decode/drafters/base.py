@@ -62,7 +62,8 @@ class Drafter(Protocol):
         metadata: Any,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft model over the rows of a frontier. Capturable.
+        """Run the draft model over the rows of a frontier. Capturable. Returns states for the head
+        and those that the next level continues from, ``[rows, hidden]`` each.
 
         Args:
             tokens: int32 or int64 ``[rows]``.
@@ -70,10 +71,6 @@ class Drafter(Protocol):
             states: ``[rows, hidden]`` of the rows' parents; may be overwritten.
             metadata: attention metadata by layer name; None runs without attention.
             num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
-
-        Returns:
-            States for the head and those that the next level continues from, ``[rows, hidden]``
-            each.
         """
         ...
 

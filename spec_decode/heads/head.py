@@ -93,7 +93,8 @@ class DraftHead:
 
     The k best are taken in the draft vocabulary and mapped to target ids afterwards. The draft
     vocabulary is EAGLE-3's own (``d2t``) or the whole vocabulary, cut to the tokens of a hot-token
-    file if there is one (FR-Spec, Zhao et al. 2025; SGLang's token map).
+    file if there is one (FR-Spec, Zhao et al. 2025; SGLang's token map). Raises `ConfigError` if
+    the draft or its head can't have what is asked for.
 
     Args:
         topk: how many tokens `top` returns by default.
@@ -106,9 +107,6 @@ class DraftHead:
             vocabularies are the same.
         hot_weight: ``[draft_vocab, hidden]``, the head's rows of a hot-token file; None without a
             file, and where `fp8` holds them.
-
-    Raises:
-        ConfigError: if the draft or its head can't have what is asked for.
     """
 
     def __init__(
@@ -286,15 +284,13 @@ class DraftHead:
         narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best tokens of each row of `hidden` ``[num_rows, hidden]``, best first.
+        Returns log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary,
+        sharpened by `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
 
         Args:
             out: receives what is returned.
             noise: the noise that the target will draw with at these rows; None ranks without.
             narrow: whether to choose among the learned vocabulary's tokens only.
-
-        Returns:
-            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened by
-            `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
         """
         logits = self.logits(hidden, narrow=narrow)
         ids = self.learned.target_ids if narrow and self.learned else self.target_ids

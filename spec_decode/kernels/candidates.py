@@ -158,8 +158,8 @@ def expand_frontier(
 ) -> None:
     """Write a level >= 1: add the ``topk`` children of each frontier node, keep the best ``topk``.
 
-    The new frontier is ordered by score, highest first, ties by lower candidate index.
-    Scores may be -inf (padding) but not NaN.
+    The new frontier is ordered by score, highest first, ties by lower candidate index. Scores may
+    be -inf (padding) but not NaN. Raises `ValueError` if a last dimension is not contiguous.
 
     Args:
         table: its frontier must be that of ``level - 1``.
@@ -170,9 +170,6 @@ def expand_frontier(
         next_tokens: i32 or i64 ``[>= num_reqs * topk]``, receives the tokens of the new frontier.
         parent_rows: i64 ``[>= num_reqs * topk]``, receives the row (as in ``child_logp``) of each
             new frontier node's parent, by which hidden states are gathered.
-
-    Raises:
-        ValueError: if a last dimension is not contiguous.
     """
     if num_reqs == 0:
         return
@@ -323,7 +320,8 @@ def finish_tree(
 ) -> None:
     """Keep the best ``num_nodes`` candidates as the tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
-    Nodes are ordered by score, highest first, ties by lower candidate index.
+    Nodes are ordered by score, highest first, ties by lower candidate index. Raises `ValueError` if
+    ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.
 
     Args:
         table: has ``steps_done`` levels, and behind them ``num_extra`` columns of other sources,
@@ -337,9 +335,6 @@ def finish_tree(
         of_memory: i32 ``[>= num_reqs]`` by batch row, a mask of the paths that are from a memory,
             and how many paths take turns in the columns of other sources. Then `extra_nodes` is
             ``[2, max_reqs]``, and its second row receives which nodes are of these.
-
-    Raises:
-        ValueError: if ``steps_done``, ``num_nodes`` or ``num_extra`` is out of range.
     """
     topk = table.topk
     candidates = num_candidates(topk, steps_done)

@@ -218,7 +218,9 @@ def topk_logprobs(
     """The `topk` best tokens of each row, best first, ties by lower index.
 
     It takes two launches and no float32 copy of the logits. Ties and NaN (which counts as -inf) are
-    resolved by fixed rules, so tensor-parallel ranks that hold the same logits agree.
+    resolved by fixed rules, so tensor-parallel ranks that hold the same logits agree. Returns
+    log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each. Raises
+    `ValueError` if `topk` is out of range, or shapes or strides are not these.
 
     Args:
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
@@ -231,12 +233,6 @@ def topk_logprobs(
             whose biases are added to it. The sums are formed in float32 where they are read, and
             stored nowhere; a program may take several of the rows. `noise` has as many ``rows``, an
             ``offset`` of 0, and one position for rows that share their logits.
-
-    Returns:
-        Log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each.
-
-    Raises:
-        ValueError: if `topk` is out of range, or shapes or strides are not these.
     """
     rows = logits if biases is None else biases
     num_rows, vocab_size = rows.shape

@@ -24,17 +24,15 @@ write the same token in another way."""
 def differing(
     one: str, other: str, revisions: tuple[str | None, ...]
 ) -> dict[int, tuple[str, str]]:
-    """Find the ids that are another token in another checkpoint.
+    """Find the ids that are another token in another checkpoint. Returns the tokens in both, by
+    their id. Empty if one of them has no tokenizer of its own, and for tokens that only one of them
+    has.
 
     Args:
         one: a folder, or a repository of the Hub, of which only files that are on this machine are
             read.
         other: likewise.
         revisions: of both.
-
-    Returns:
-        The tokens in both, by their id. Empty if one of them has no tokenizer of its own, and for
-        tokens that only one of them has.
     """
     for name in _FILES:
         own, theirs = (_file(*each, name) for each in zip((one, other), revisions))

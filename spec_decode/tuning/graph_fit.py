@@ -31,15 +31,13 @@ def graph_rows(vllm_config: VllmConfig, mixed_graphs: bool | None) -> int:
 def nodes_that_fit(
     scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], max_rows: int
 ) -> int | None:
-    """Most nodes that each tree may have if the step is to fit a graph of so many rows.
+    """Most nodes that each tree may have if the step is to fit a graph of so many rows. Returns
+    None if nothing is to be cut: no prompts run beside the trees, the step fits as it is, or it
+    would not fit without any node either.
 
     Args:
         scheduled: rows of each request.
         drafts: nodes of the requests that have a tree; each also has a row for its root.
-
-    Returns:
-        None if nothing is to be cut: no prompts run beside the trees, the step fits as it is, or it
-            would not fit without any node either.
     """
     total = sum(scheduled.values())
     if total <= max_rows:

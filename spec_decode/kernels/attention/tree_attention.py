@@ -106,7 +106,7 @@ def tree_attention(
     """Attention of the last ``num_rows[r]`` rows of each request's query.
 
     No device value is read on the host, so the call can be captured. All sizes in a captured graph
-    are upper bounds.
+    are upper bounds. Raises `ValueError` if shapes, dtypes or strides don't match.
 
     Args:
         batch: its query may be e4m3 if its cache is, from compute capability 8.9 on.
@@ -114,9 +114,6 @@ def tree_attention(
             untouched.
         workspace: receives partial results; None means one split.
         num_splits: forces the number of splits, `plan` all of how it is computed.
-
-    Raises:
-        ValueError: if shapes, dtypes or strides don't match.
     """
     _launch(_call(batch), out, workspace, num_splits, plan)
 

@@ -84,7 +84,8 @@ def windowed_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks that a request's rows see: the first, and those of a window before its first row.
 
-    No device value is read on the host, so the call can be captured.
+    No device value is read on the host, so the call can be captured. Returns int32 ``[num_reqs,
+    width]``, block 0 where no key is, and the keys among these blocks.
 
     Args:
         block_table: int32 ``[num_reqs, max_blocks]``.
@@ -93,9 +94,6 @@ def windowed_table(
         window: tokens that are seen before a request's first row, at least; more of them as far as
             their block begins earlier.
         max_rows: upper bound of a request's rows whose keys are in the cache.
-
-    Returns:
-        int32 ``[num_reqs, width]``, block 0 where no key is, and the keys among these blocks.
     """
     num_reqs, table_blocks = block_table.shape
     width = min(table_width(window, max_rows, block_size), table_blocks)

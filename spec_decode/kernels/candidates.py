@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2, rank_block
+from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2, rank_block
 from vllm_graft.spec_decode.kernels.topk import NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.trees.tree import MAX_NODES, CandidateTable, TreeState, num_candidates
 
@@ -125,7 +125,7 @@ def seed_frontier(
     topk]``, receives the tokens."""
     if num_reqs == 0:
         return
-    _check_last_contiguous(logp, tokens)
+    check_rows(logp, tokens)
     _seed_kernel[(num_reqs,)](
         logp,
         tokens,
@@ -173,7 +173,7 @@ def expand_frontier(
     """
     if num_reqs == 0:
         return
-    _check_last_contiguous(child_logp, child_tokens)
+    check_rows(child_logp, child_tokens)
     logp, ids = (
         each if each.dim() == 3 else each.unflatten(0, (num_reqs, table.topk))
         for each in (child_logp, child_tokens)
@@ -202,12 +202,6 @@ def expand_frontier(
         CHILDREN_PAD=next_power_of_2(table.topk**2),
         num_warps=1 if table.topk <= 8 else 4,
     )
-
-
-def _check_last_contiguous(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")
 
 
 @Kernel

@@ -1,6 +1,8 @@
 """Sizes of launches, as plain integers. Triton's own `cdiv` and `next_power_of_2` take microseconds
 per call on the host, which add up over the layers of a step."""
 
+from typing import Any
+
 
 def cdiv(number: int, divisor: int) -> int:
     """Quotient of two positive integers, rounded up."""
@@ -56,3 +58,10 @@ def rank_block(candidates: int) -> tuple[int, int]:
 def moved_block(width: int) -> tuple[int, int]:
     """Rows and columns of a program that moves accepted rows of `width` elements."""
     return 8, min(1024, next_power_of_2(width))
+
+
+def check_rows(*tensors: Any) -> None:
+    """Raise a ValueError for a tensor whose last dimension is not contiguous."""
+    for tensor in tensors:
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")

@@ -10,6 +10,7 @@ import triton.language as tl
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
+    check_rows,
     next_power_of_2,
     rows_per_program,
     topk_block,
@@ -294,8 +295,7 @@ def _outputs(
     num_rows, vocab_size = logits.shape
     if not 1 <= topk <= vocab_size:
         raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")
-    if logits.stride(1) != 1:
-        raise ValueError(f"the last dimension must be contiguous, strides {logits.stride()}")
+    check_rows(logits)
     logp, tokens = out or (
         torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device),
         torch.empty(num_rows, topk, dtype=torch.int64, device=logits.device),

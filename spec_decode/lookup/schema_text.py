@@ -1,7 +1,5 @@
 """Text that a JSON schema, or a structural tag around JSON, forces of the answers that fit it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ _WORK = 4
 class Choice(NamedTuple):
     """Alternatives, of which one comes; the first is taken to be the likeliest."""
 
-    alternatives: Sequence[Sequence[Item]]
+    alternatives: Sequence[Sequence["Item"]]
 
 
 Item = str | Choice | None
@@ -41,7 +39,7 @@ class _Open:
     def __init__(self, parts: list[str], *, opens: bool) -> None:
         self.parts, self.opens = parts, opens
 
-    def tail(self) -> _Open:
+    def tail(self) -> "_Open":
         kept = self.parts[-CONTEXT:]
         return _Open(kept, opens=self.opens and len(kept) == len(self.parts))
 

@@ -40,10 +40,6 @@ _FEW = 1.5
 _FITTED = (4, 8, 16)
 """Numbers of timings with which new contexts begin to count."""
 
-BELIEF = 16.0
-"""Timings after which half of `own` is believed. Raised, noise rules fewer numbers out, and
-differences below `NOISE` are learned later."""
-
 DOUBT = 0.05
 """Weight of the prior of `shared`, of a timed number 1 at most: it is half believed after three
 timings. Raised, it is learned later."""

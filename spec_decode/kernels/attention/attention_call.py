@@ -139,13 +139,6 @@ def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor 
     return (workspace.acc, workspace.peak, workspace.total)
 
 
-def check_last_strides(*tensors: torch.Tensor) -> None:
-    """Raise a ValueError for a tensor whose last dimension is not contiguous."""
-    for tensor in tensors:
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")
-
-
 MAX_TILE = 128
 """Most query rows of a program, times the heads that share K/V, at a head size of 128."""
 

@@ -9,7 +9,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
     AttentionWorkspace,
     UsedSplits,
-    check_last_strides,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
@@ -22,7 +21,7 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     refuse_without_hardware,
 )
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 
@@ -92,7 +91,7 @@ class _Call(AttentionCall):
             raise ValueError(f"the scratch has dtype {scratch.dtype}, the {plain} {wanted}")
         if self.window and not self.draft and self.row_depths is None:
             raise ValueError(f"a window of {self.window} keys needs the depths of rows")
-        check_last_strides(query, kv_cache, out)
+        check_rows(query, kv_cache, out)
 
 
 def tree_attention(

@@ -10,7 +10,6 @@ import triton.language as tl
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
     AttentionWorkspace,
-    check_last_strides,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
@@ -21,7 +20,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
@@ -246,7 +245,7 @@ class _Call(AttentionCall):
                 f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "
                 f"{rope.dtype}: they must be equal unless the latents are e4m3"
             )
-        check_last_strides(query, rope, latents, out)
+        check_rows(query, rope, latents, out)
 
 
 def latent_attention(

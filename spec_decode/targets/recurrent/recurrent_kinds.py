@@ -1,12 +1,10 @@
 """Grafts of trees onto layers with a delta rule (GDN of Qwen3-Next and Qwen3.5, KDA of Kimi Linear)
 and onto layers of Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
@@ -27,11 +25,6 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     metadata_of,
     told,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
-
 
 Tensors = dict[str, torch.Tensor]
 """What a layer hands its pass, by the names of the pass's parameters."""
@@ -95,7 +88,7 @@ class DeltaTrees(TreeRecurrence):
     def _verify(self, given: Tensors, part: Parted, out: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _part(self, metadata: GDNAttentionMetadata) -> Parted:
+    def _part(self, metadata: Any) -> Parted:
         part = parted(metadata, self.context.rows.row_parents)
         leads = part.others is None
         batch = Batch(
@@ -108,19 +101,15 @@ class DeltaTrees(TreeRecurrence):
         return part._replace(max_rows=keep_inputs(batch, part.rows, places, self.context))
 
 
-def parted(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> Parted:
-    """Where trees are in a batch with verified requests, by host values alone. `parents` is i32
-    ``[max_tokens]``, the row that each row of the batch continues."""
+def parted(metadata: Any, parents: torch.Tensor) -> Parted:
+    """Where trees are in a batch with verified requests, by host values alone. `metadata` is vLLM's
+    ``GDNAttentionMetadata``, `parents` i32 ``[max_tokens]``, the row that each row continues."""
     count = metadata.num_spec_decodes
     columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
     accepted = metadata.num_accepted_tokens
-    assert columns is not None
-    assert starts is not None
-    assert accepted is not None
     if not metadata.num_prefills and not metadata.num_decodes:
         # A graph holds this form: rows are in the batch's order, padding is behind them.
         return Parted(RecurrentRows(parents, starts, columns, accepted, count), None)
-    assert metadata.spec_token_indx is not None
     own = parents.index_select(0, metadata.spec_token_indx)
     others = dataclasses.replace(
         metadata,
@@ -270,12 +259,9 @@ class TreeSelectiveState(TreeRecurrence):
         gates = SelectiveGates(steps, layer.A, layer.dt_bias, layer.D)
         self.recur(inputs, gates, part, output.unflatten(1, (layer.tped_dt_size, layer.head_dim)))
 
-    def _part(self, metadata: Mamba2AttentionMetadata) -> Parted:
+    def _part(self, metadata: Any) -> Parted:
         columns, starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
         accepted = metadata.num_accepted_tokens
-        assert columns is not None
-        assert starts is not None
-        assert accepted is not None
         # They lead the batch, so that its rows are theirs.
         parents = self.context.rows.row_parents
         rows = RecurrentRows(parents, starts, columns, accepted, metadata.num_decodes)

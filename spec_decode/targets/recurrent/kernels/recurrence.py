@@ -47,7 +47,6 @@ def _tree_conv_kernel(
     column_stride,
     output_stride,
     WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -70,7 +69,7 @@ def _tree_conv_kernel(
     offset = tl.load(num_accepted + req).to(tl.int64) - 1
     newest = offset + WIDTH - 2
     total = tl.zeros([ROWS, FEATURES], tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
     # Oldest first, as a chain's kernel adds them.
     for place in tl.static_range(WIDTH):
@@ -154,7 +153,6 @@ def tree_conv(
         rows.columns.stride(0),
         outputs.stride(0),
         WIDTH=width,
-        HAS_BIAS=bias is not None,
         SILU=silu,
         FEATURES=features,
         ROWS=rows_padded,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-
 MOST_CHUNKS = 3
 """Replays of the largest graph that are preferred to one launch. On an H100 with an 8B-shaped
 target, a replay of 512 rows takes 14 ms, and a launch of 513 to 1,500 rows takes 45 to 60."""

@@ -26,7 +26,6 @@ from vllm_graft.spec_decode.tuning.step_times import Costs
 
 Launch = Callable[[], object]
 
-
 StepCosts = dict[int, dict[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
 

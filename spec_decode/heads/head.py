@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
-
 Project = Callable[[torch.Tensor], torch.Tensor]
 """Computes logits ``[num_rows, any]`` of states ``[num_rows, hidden]`` that need no more norm."""
 

@@ -36,14 +36,12 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.trees.text_state import Reference
     from vllm_graft.spec_decode.trees.tree import CandidateTable
 
-
 _COUNTED = (
     "ngram_nodes_verified",
     "ngram_nodes_accepted",
     "memory_nodes_verified",
     "memory_nodes_accepted",
 )
-
 
 REST = 8
 """Steps without drafts of which one adds to the memory what they have emitted. So few tokens are

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm_graft.seams.ledger.entry import Seam
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
-
 _OWN = re.compile(r"^class (\w*Attention\w*)\([^)]*\bAttentionLayerBase\b", re.MULTILINE)
 """A class of attention that is none of vLLM's own; those of caches beside one have other names."""
 

@@ -13,7 +13,6 @@ import torch
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-
 SEGMENT = 64
 """Tokens of a segment. No tree is deeper, and no match is longer: what belongs to a place is in its
 segment, the one before, or the one behind."""

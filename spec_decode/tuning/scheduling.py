@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy
 
-
 MAX_ROWS = 512
 """Most rows of a step without CUDA graphs; with them, the largest captured size is the limit."""
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
 
-
 KernelName = Literal["triton", "flash"]
 """``triton``: one Triton kernel, split over the keys. ``flash``: FlashAttention 3 over the prefix,
 then a small kernel over the tree's own rows."""
@@ -38,7 +37,6 @@ BATCHES = (1, 4, 16, 64)
 
 MAX_KEYS = 1 << 20
 """Keys of all requests above which a point is left out: few caches hold more, and it takes long."""
-
 
 _CACHE_BYTES = 256 << 20
 """Bytes of K/V in a measurement, five times a large L2 cache."""

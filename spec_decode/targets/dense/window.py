@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
 
-
 SINK_BLOCKS = 1
 """Blocks at the beginning of a text that are always seen."""
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
     from vllm_graft.spec_decode.verification.context import TreeContext
 
-
 _KIMI = "vllm.models.kimi_k3.nvidia.mla"
 
 

@@ -96,7 +96,6 @@ RECURRENT: tuple[Feature, ...] = (
     ),
 )
 
-
 _CHAIN = f"set `{flag('tree', 'topk')}` to 1 for a chain"
 
 STATES = Refusals()

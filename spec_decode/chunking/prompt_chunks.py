@@ -161,7 +161,8 @@ T = TypeVar("T")
 
 
 class Handover(Generic[T]):
-    """Keeps one value for each configuration until the scheduler takes it."""
+    """Keeps what the workers have said until the scheduler takes it. VLLM builds it after them, in
+    the same process and from the same configuration object, which says whose the value is."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, T]] = []

@@ -1,4 +1,5 @@
-"""Trees of drafts that continue from the target's states, one pass per level: EAGLE and MTP."""
+"""Trees of drafts that continue from the target's states, one pass per level: EAGLE (Li et al.,
+arXiv 2401.15077, 2503.01840), MTP (arXiv 2412.19437), and the assistants of Gemma 4."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -73,7 +73,9 @@ _OF_DRAFT = "speculative_config.attention_backend"
 _DROP = f"drop `{flag('tree')}`"
 
 LATE = Refusals()
-"""Of chains (``topk`` 1), which the target's own layers verify, only the draft is looked at."""
+"""Refusals of a worker that has loaded the model, as far as the frontend can tell them. A preset
+must not stop an engine that would run without us: it looks here first, and leaves trees off in
+doubt. Of chains (``topk`` 1), which the target verifies itself, only the draft is looked at."""
 
 
 def _sees_no_tree(tree: TreeConfig, vllm_config: Any) -> bool:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
 
 SINK_BLOCKS = 1
-"""Blocks at the beginning of a text that are always seen."""
+"""Blocks at the beginning of a text that are always seen (StreamingLLM, arXiv:2309.17453). Cached
+keys are rotated by their own positions, so that a table may leave out the blocks behind these."""
 
 _PIECE = 128
 

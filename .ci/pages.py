@@ -24,8 +24,7 @@ from vllm_graft.base.options import Section, bounds_of, section_type
 from vllm_graft.cli import main
 from vllm_graft.config import GraftConfig
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
-from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PRINTED = {"support": "support.md", "metrics": "metrics.md"}

@@ -23,12 +23,11 @@ import torch
 from pydantic import ByteSize, TypeAdapter
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
 from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_memory
-from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
-from vllm_graft.spec_decode.trees.reference import Owner
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.trees.text_state import Owner
 from vllm_graft.spec_decode.tuning.attention_timing import graph_time
 
 CALLS = 50
@@ -54,7 +53,7 @@ def measure(requests: int, size: int, width: int, tokens: int) -> dict[str, floa
     """Measure with so many requests and bytes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = MemoryConfig(bytes=ByteSize(size))
-    ngrams = SeveralNgrams(NgramConfig(), requests, width, 9, device, 4, 2048, kept, depth=31)
+    ngrams = Ngrams(NgramConfig(), requests, width, 9, device, 4, 2048, kept, depth=31)
     state, memory = ngrams.state, ngrams.state.memory
     assert memory is not None
     slots = torch.arange(requests, device=device)

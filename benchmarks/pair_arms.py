@@ -27,9 +27,8 @@ from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.told_lengths import SCHEDULER
 from vllm_graft.bench.trees.arm_flags import CHAINS, NGRAM, ranges
 from vllm_graft.config import GraftConfig
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.presets.ngram_preset import ALONE_MIN, DEPTH, MATCHES
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig
+from vllm_graft.spec_decode.presets.tree_preset import ALONE_MIN, DEPTH, MATCHES
 
 NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "

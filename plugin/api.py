@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.base import Drafter as Drafter
     from vllm_graft.spec_decode.drafters.base import Extra as Extra
     from vllm_graft.spec_decode.drafters.base import Growth as Growth
-    from vllm_graft.spec_decode.drafters.passless import PasslessGrowth as PasslessGrowth
-    from vllm_graft.spec_decode.drafters.target_dependent import (
+    from vllm_graft.spec_decode.drafters.base import PasslessGrowth as PasslessGrowth
+    from vllm_graft.spec_decode.drafters.eagle import (
         TargetDependentTrees as TargetDependentTrees,
     )
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting as TreeDrafting
-    from vllm_graft.spec_decode.targets.base import TargetFamily as TargetFamily
-    from vllm_graft.spec_decode.targets.base import TargetState as TargetState
-    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily as DenseFamily
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable as CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape as TreeShape
+    from vllm_graft.spec_decode.targets.dense.layer import DenseFamily as DenseFamily
+    from vllm_graft.spec_decode.targets.families import TargetFamily as TargetFamily
+    from vllm_graft.spec_decode.targets.families import TargetState as TargetState
+    from vllm_graft.spec_decode.trees.tree import CandidateTable as CandidateTable
+    from vllm_graft.spec_decode.trees.tree import TreeShape as TreeShape
     from vllm_graft.spec_decode.tuning.shapes import TreePolicy as TreePolicy
 
 _NAMES = {
@@ -55,14 +55,12 @@ _NAMES = {
     "hicache.storage.backend": "ReadStatus StorageBackend",
     "hooks.entries": "Health",
     "spec_decode.config.tree_config": "TreeConfig",
-    "spec_decode.drafters.base": "Drafter Extra Growth",
-    "spec_decode.drafters.passless": "PasslessGrowth",
-    "spec_decode.drafters.target_dependent": "TargetDependentTrees",
+    "spec_decode.drafters.base": "Drafter Extra Growth PasslessGrowth",
+    "spec_decode.drafters.eagle": "TargetDependentTrees",
     "spec_decode.drafters.tree_drafting": "TreeDrafting",
-    "spec_decode.targets.base": "TargetFamily TargetState",
-    "spec_decode.targets.dense.dense_family": "DenseFamily",
-    "spec_decode.trees.candidates": "CandidateTable",
-    "spec_decode.trees.shape": "TreeShape",
+    "spec_decode.targets.families": "TargetFamily TargetState",
+    "spec_decode.targets.dense.layer": "DenseFamily",
+    "spec_decode.trees.tree": "CandidateTable TreeShape",
     "spec_decode.tuning.shapes": "TreePolicy",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

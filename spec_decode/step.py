@@ -1,9 +1,7 @@
 """One step of tree speculation in eight stages, over models that are callables: begin to read here.
-
 State and kernels are the engine's own, and vLLM is not needed. Each stage names the file in which
 the engine runs it. There a step begins in the middle: the target verifies the trees of the step
-before, then the next ones are drafted.
-"""
+before, then the next ones are drafted."""
 
 from __future__ import annotations
 
@@ -15,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.verify import walk_tree
+from vllm_graft.spec_decode.trees.tree import CandidateTable
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.draft_trees import Sources
@@ -72,7 +69,7 @@ class TreeSteps:
         return emitted
 
     def extend(self) -> torch.Tensor:
-        """The draft reads what was accepted: ``drafters/{target_dependent,accepted_rows}.py``."""
+        """The draft reads what was accepted: ``drafters/eagle.py``."""
         accepted = AcceptedRows(self.verified.batch, torch.empty_like(self.states))
         batch, states = accepted.move(self.context, self.verified.batch, self.states, self.count)
         found = []
@@ -102,10 +99,8 @@ class TreeSteps:
         return self.sources.add(self.table, drafter, *size) if self.sources else 0
 
     def finish(self, num_extra: int) -> torch.Tensor:
-        """The best candidates become the tree: ``drafters/tree_drafting.py``.
-
-        Returns its tokens, int64 ``[num_reqs, num_nodes]``; the context has its topology.
-        """
+        """The best candidates become the tree: ``drafters/tree_drafting.py``. Returns its tokens,
+        int64 ``[num_reqs, num_nodes]``; the context has its topology."""
         size = self.count, self.shape.steps, self.shape.num_nodes
         drafts = self.roots.new_empty(self.count, self.shape.num_nodes)
         extra_nodes = self.roots.new_empty(self.count) if num_extra else None
@@ -117,9 +112,7 @@ class TreeSteps:
 
     def verify(self, queries: Sequence[torch.Tensor], num_drafts: int) -> torch.Tensor:
         """Node i has the i-th new slot, and the target runs once: ``targets/model_state.py``.
-
-        Returns logits ``[num_logits, vocab]``.
-        """
+        Returns logits ``[num_logits, vocab]``."""
         ends = [*accumulate(len(query) for query in queries)]
         firsts = zip(self.num_computed.tolist(), queries, strict=True)
         linear = [self.arange(first, first + len(query)) for first, query in firsts]

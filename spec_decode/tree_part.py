@@ -17,8 +17,6 @@ Six things are hooked, all inert until a configuration has the section:
 Workers unpickle their configuration and never see the frontend's checks: so each of these reads it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import ModuleType
@@ -32,17 +30,18 @@ from vllm_graft.base.refusal import Refusal, sentences
 from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator, wrap
-from vllm_graft.spec_decode import prompt_logprobs
-from vllm_graft.spec_decode.chunking.handover import ask_workers
-from vllm_graft.spec_decode.chunking.whole_prompts import make_room
+from vllm_graft.seams.wrap import BuiltClasses, around, build_instead, require_speculator
+from vllm_graft.spec_decode.chunking.prompt_chunks import ask_workers, make_room
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
-from vllm_graft.spec_decode.grammars.grammar_manager import follow_trees
-from vllm_graft.spec_decode.grammars.packed_drafts import send_parents
-from vllm_graft.spec_decode.heads.weight_updates import follow_weights
-from vllm_graft.spec_decode.models.chosen import HOOK, chosen, has_model, is_block
-from vllm_graft.spec_decode.models.draft_facts import draft_has_experts
+from vllm_graft.spec_decode.grammars.tree_grammars import follow_trees, send_parents
+from vllm_graft.spec_decode.models.drafts import (
+    HOOK,
+    chosen,
+    draft_has_experts,
+    has_model,
+    is_block,
+)
 from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.spec_decode.presets.known_drafts import no_draft
 from vllm_graft.spec_decode.presets.node_count import (
@@ -51,13 +50,16 @@ from vllm_graft.spec_decode.presets.node_count import (
     fill_in_depth,
     leave_to_stock,
 )
-from vllm_graft.spec_decode.refusals.late_refusals import LATE
-from vllm_graft.spec_decode.refusals.tree_refusals import refusals
+from vllm_graft.spec_decode.refusals.tree_refusals import LATE, refusals
 from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.rank_agreement import follow_ranks, step_together
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.accepted_kv import count_accepted, hold_saves
-from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
+from vllm_graft.spec_decode.worker_mends import (
+    adapt_sampled_rows,
+    cut_prompt_logprobs,
+    follow_weights,
+)
 
 _CONFIG = "vllm.config.vllm"
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -103,11 +105,8 @@ class TreePart(Part):
 
     def fill_in(self, asked: TreeConfig, vllm_config: Any) -> None:
         """Give vLLM the number of nodes, ``shape: auto`` its numbers, and prompts that are computed
-        whole their room, unless the user did.
-
-        Raises:
-            ConfigError: if a depth and a number of nodes were given that don't go together.
-        """
+        whole their room, unless the user did. Raises `ConfigError` if a depth and a number of nodes
+        were given that don't go together."""
         speculative = vllm_config.speculative_config
         if speculative is None:
             return
@@ -164,7 +163,7 @@ class TreePart(Part):
         assert isinstance(entry, entries.Drafter)
         stock = entry.speculator.rpartition(":")[2]
         require_speculator(worker, self.built, self.flag, self.asks_for, stock)
-        prompt_logprobs.mend(worker)
+        cut_prompt_logprobs(worker)
         send_parents(worker)
         count_fitted(worker)
         follow_weights(worker)
@@ -206,55 +205,45 @@ class TreePart(Part):
 
 
 def _hook_config(module: ModuleType) -> None:
-    def unless_trees(original: Any) -> Any:
-        def _maybe_disable_dynamic_sd_for_data_parallel(self: Any) -> None:
-            # Ranks that step together agree on the number of drafts of ours.
-            if TreeConfig.from_vllm(self) is None:
-                original(self)
-
-        return _maybe_disable_dynamic_sd_for_data_parallel
-
-    wrap(module.VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", unless_trees)
+    @around(module.VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel")
+    def unless_trees(original: Any, self: Any) -> None:
+        # Ranks that step together agree on the number of drafts of ours.
+        if TreeConfig.from_vllm(self) is None:
+            original(self)
 
 
 def _hook_scheduler(module: ModuleType) -> None:
-    def then_tune(original: Any) -> Any:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if TreeConfig.from_vllm(self.vllm_config) is not None:
-                from vllm_graft.spec_decode.tuning.scheduling import tune
+    @around(module.Scheduler, "__init__")
+    def then_tune(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if TreeConfig.from_vllm(self.vllm_config) is not None:
+            from vllm_graft.spec_decode.tuning.scheduling import tune
 
-                # First: what a connector is told of a step comes behind all that changes the step.
-                count_accepted(self)
-                tune(self)
-
-        return __init__
-
-    wrap(module.Scheduler, "__init__", then_tune)
+            # First: what a connector is told of a step comes behind all that changes the step.
+            count_accepted(self)
+            tune(self)
 
 
 def _hook_engine(module: ModuleType) -> None:
-    def then_measure(original: Any) -> Any:
-        def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
-            leave_declined(self, vllm_config)
-            result = original(self, vllm_config)
-            config = TreeConfig.from_vllm(vllm_config)
-            if config is not None and config.shape == "auto":
-                from vllm_graft.spec_decode.drafters.tuner_seed import measure
-
-                measure(self)
-            if config is not None and config.fit_prompts:
-                ask_workers(self)
-            if config is not None and vllm_config.speculative_config is not None:
-                from vllm_graft.spec_decode.lookup.served_references import carry_references
-
-                carry_references(self, config, vllm_config)
-            return result
-
-        return _initialize_kv_caches
-
     # It ends when the workers have captured their graphs, and before the scheduler is built.
-    wrap(module.EngineCore, "_initialize_kv_caches", then_measure)
+    @around(module.EngineCore, "_initialize_kv_caches")
+    def then_measure(original: Any, self: Any, vllm_config: Any) -> Any:
+        leave_declined(self, vllm_config)
+        result = original(self, vllm_config)
+        config = TreeConfig.from_vllm(vllm_config)
+        if config is None:
+            return result
+        if config.shape == "auto":
+            from vllm_graft.spec_decode.drafters.tuner_seed import measure
+
+            measure(self)
+        if config.fit_prompts:
+            ask_workers(self)
+        if vllm_config.speculative_config is not None:
+            from vllm_graft.spec_decode.lookup.served_references import carry_references
+
+            carry_references(self, config, vllm_config)
+        return result
 
 
 def leave_declined(core: Any, vllm_config: Any) -> None:
@@ -267,34 +256,26 @@ def leave_declined(core: Any, vllm_config: Any) -> None:
 
 def drafts_stock(worker: Any) -> bool:
     """Runs in each worker: whether its drafter has become vLLM's own."""
-    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
+    from vllm_graft.spec_decode.drafters.draft_trees import StockChain
 
     return isinstance(worker.model_runner.speculator, StockChain)
 
 
 def _hook_requests(module: ModuleType) -> None:
-    def then_admit(original: Any) -> Any:
-        def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, vllm_config, *args, **kwargs)
-            if gave_drafts(vllm_config):
-                # vLLM refuses `min_p` and `logit_bias` beside drafts. The user asked for none, and
-                # each node of a tree is sampled from its own logits, which both change.
-                self.speculative_config = None
-
-        return __init__
-
-    wrap(module.InputProcessor, "__init__", then_admit)
+    @around(module.InputProcessor, "__init__")
+    def then_admit(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if gave_drafts(vllm_config):
+            # vLLM refuses `min_p` and `logit_bias` beside drafts. The user asked for none, and
+            # each node of a tree is sampled from its own logits, which both change.
+            self.speculative_config = None
 
 
 def _hook_graphs(module: ModuleType) -> None:
-    def then_plan(original: Any) -> Any:
-        def _init_candidates(self: Any) -> None:
-            original(self)
-            plan_graphs(self, of_target=isinstance(self, module.ModelCudaGraphManager))
-
-        return _init_candidates
-
-    wrap(module.CudaGraphManager, "_init_candidates", then_plan)
+    @around(module.CudaGraphManager, "_init_candidates")
+    def then_plan(original: Any, self: Any) -> None:
+        original(self)
+        plan_graphs(self, of_target=isinstance(self, module.ModelCudaGraphManager))
 
 
 def plan_graphs(graphs: Any, *, of_target: bool) -> None:

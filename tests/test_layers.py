@@ -80,7 +80,7 @@ def test_every_import_goes_down() -> None:
         ("hicache.connector", "import vllm_graft.spec_decode.tree_part"),
         (
             "graph_runners.language.mixed",
-            "from vllm_graft.spec_decode.trees.shape import TreeShape",
+            "from vllm_graft.spec_decode.trees.tree import TreeShape",
         ),
         ("spec_decode.tree_part", "from vllm_graft.graph_runners.vision.runner import VitStats"),
         ("activation", "from vllm_graft.testing import cpu_engine"),

@@ -19,14 +19,14 @@ def graft_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "mtp",
-            f"{_DRAFTERS}.mtp:MtpTrees",
+            f"{_DRAFTERS}.eagle:MtpTrees",
             "drafts a tree with the target's own module for one token more",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.mtp.speculator:MTPSpeculator",
         ),
         entries.Drafter(
             "gemma4",
-            f"{_DRAFTERS}.gemma4:Gemma4Trees",
+            f"{_DRAFTERS}.eagle:Gemma4Trees",
             "drafts a tree with the assistant of a Gemma 4, which reads the target's K/V",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.gemma4.speculator:Gemma4Speculator",
@@ -66,7 +66,7 @@ def _block_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "dflash2",
-            f"{_DRAFTERS}.block.dflash2:DFlash2Trees",
+            f"{_DRAFTERS}.block.dflash:DFlash2Trees",
             "drafts a tree from one pass and scores of neighbouring candidates",
             methods=("dflash",),
             speculator=f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
@@ -75,7 +75,7 @@ def _block_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "lilicorr",
-            f"{_DRAFTERS}.block.dflash2:LiLiCorrTrees",
+            f"{_DRAFTERS}.block.dflash:LiLiCorrTrees",
             "drafts a tree from one pass and attention between candidates",
             methods=("dflash",),
             speculator=f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",
@@ -106,7 +106,7 @@ def _block_drafters() -> list[entries.Drafter]:
 @hookimpl(trylast=True)
 def graft_target_families() -> list[entries.TargetFamily]:
     """The families of target models whose passes over trees we know."""
-    load = "vllm_graft.spec_decode.targets.dense.dense_family:DenseFamily"
+    load = "vllm_graft.spec_decode.targets.dense.layer:DenseFamily"
     serves = (
         "sliding-window attention",
         "chunked attention",
@@ -119,7 +119,7 @@ def graft_target_families() -> list[entries.TargetFamily]:
         ),
         entries.TargetFamily(
             "latent",
-            "vllm_graft.spec_decode.targets.latent.latent_family:LatentFamily",
+            "vllm_graft.spec_decode.targets.latent.latent_layer:LatentFamily",
             "MLA, which caches latents",
             serves=("MLA attention",),
         ),
@@ -128,7 +128,7 @@ def graft_target_families() -> list[entries.TargetFamily]:
             "vllm_graft.spec_decode.targets.recurrent.recurrent_family:RecurrentFamily",
             "the gated delta rule, Kimi delta attention and Mamba-2, which keep states",
             serves=("gated delta rule", "Kimi delta attention", "Mamba-2"),
-            refusals="vllm_graft.spec_decode.targets.recurrent.state_refusals:STATES",
+            refusals="vllm_graft.spec_decode.targets.recurrent.recurrent_features:STATES",
         ),
     ]
 

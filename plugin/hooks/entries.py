@@ -94,7 +94,7 @@ class Drafter(Entry):
 
 @dataclass(frozen=True)
 class TargetFamily(Entry):
-    """Resolves to a class, without arguments, of ``vllm_graft.spec_decode.targets.base``'s kind.
+    """Resolves to a class, without arguments, like `TargetFamily` of ``vllm_graft.api``.
 
     Attributes:
         serves: names of the features of target models (`Feature`) that it serves beside plain

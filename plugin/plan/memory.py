@@ -15,12 +15,10 @@ from vllm_graft.base.values import human, reason_of
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.plan.building import Built, build
-from vllm_graft.spec_decode.config.ngram_config import lengths_of
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig, lengths_of
 from vllm_graft.spec_decode.lookup.corpora import room_of
-from vllm_graft.spec_decode.models.chosen import has_model, is_block
-from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary, is_assistant
-from vllm_graft.spec_decode.presets.ngram_preset import text_bytes
+from vllm_graft.spec_decode.models.drafts import draft_vocabulary, has_model, is_assistant, is_block
+from vllm_graft.spec_decode.presets.tree_preset import text_bytes
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import can_keep_inputs
 
 RANK, TOKEN, REQUEST, HOST = "rank", "token", "request", "host"
@@ -182,7 +180,7 @@ def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Mem
     import torch
 
     from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-    from vllm_graft.spec_decode.trees.memory_state import MemoryState
+    from vllm_graft.spec_decode.trees.text_state import MemoryState
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens
     parallel = vllm_config.parallel_config
@@ -249,8 +247,8 @@ def _head_rows(tree: TreeConfig, draft: Any, vllm_config: Any) -> Iterator[Memor
 
 def _window_tables(window: int, layers: int, vllm_config: Any) -> Memory:
     """Block tables of what the draft reads. K/V is kept as without a window."""
-    from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width
     from vllm_graft.spec_decode.kernels.sizes import cdiv
+    from vllm_graft.spec_decode.targets.dense.window import table_width
 
     block = vllm_config.cache_config.block_size
     width = table_width(window, max_rows=0, block_size=block)
@@ -263,7 +261,7 @@ def _window_tables(window: int, layers: int, vllm_config: Any) -> Memory:
 
 def _kept_inputs(rows: int, states: list[Any], vllm_config: Any) -> Memory:
     """What recurrent layers keep of the rows of trees, in place of states."""
-    from vllm_graft.spec_decode.targets.recurrent.state_room import kept_bytes
+    from vllm_graft.spec_decode.targets.recurrent.recurrent_features import kept_bytes
 
     model = vllm_config.model_config
     rows = min(rows, vllm_config.scheduler_config.max_num_batched_tokens)
@@ -275,9 +273,8 @@ def _kept_inputs(rows: int, states: list[Any], vllm_config: Any) -> Memory:
 def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
     import torch
 
-    from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
-    from vllm_graft.spec_decode.tuning.plan import plan_shapes
-    from vllm_graft.spec_decode.tuning.scheduling import tree_policy
+    from vllm_graft.spec_decode.drafters.block.block_trees import BlockGrowth
+    from vllm_graft.spec_decode.tuning.scheduling import plan_shapes, tree_policy
 
     policy = tree_policy(tree, vllm_config.speculative_config)
     shapes = plan_shapes(policy, tree, vllm_config)
@@ -291,8 +288,8 @@ def _candidates(tree: TreeConfig, vllm_config: Any) -> int:
 def _scratch(tree: TreeConfig, layers: int, vllm_config: Any) -> int:
     import torch
 
-    from vllm_graft.spec_decode.trees.level_memory import LevelMemory
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.drafters.levels import LevelMemory
+    from vllm_graft.spec_decode.trees.tree import TreeShape
 
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     draft = speculative.draft_model_config

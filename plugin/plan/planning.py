@@ -25,8 +25,7 @@ from vllm_graft.plan.request import Request
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.presets.known_drafts import mtp_config
 from vllm_graft.spec_decode.targets.families import FEATURES, HOOK
-from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule
-from vllm_graft.spec_decode.targets.recurrent.state_room import state_room
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import has_delta_rule, state_room
 
 SEQUENCES = "--max-num-seqs"
 

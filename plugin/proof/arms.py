@@ -12,7 +12,7 @@ from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import without_nonce
 from vllm_graft.proof import images, questions
 from vllm_graft.proof.tiny_config import TinyConfig, text_of
-from vllm_graft.spec_decode.config.memory_config import memory_section
+from vllm_graft.spec_decode.config.tree_config import memory_section
 
 FORMAT = "graft_proof"
 """Value of vLLM's ``--load-format`` for random weights."""

@@ -42,6 +42,20 @@ def wrap(owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> 
     setattr(owner, name, ours)
 
 
+def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate what is called in a function's place on its owner, with the original first."""
+
+    def put(call: Callable[..., Any]) -> Callable[..., Any]:
+        def then(original: Any) -> Callable[..., Any]:
+            return lambda *args, **kwargs: call(original, *args, **kwargs)
+
+        then.__module__, then.__qualname__ = call.__module__, call.__qualname__
+        wrap(owner, name, then)
+        return call
+
+    return put
+
+
 def build_instead(
     stock: type[Any] | None,
     choose: Callable[[type[Any], Any], type[Any]],

@@ -9,14 +9,15 @@ each. With more rows the device is the slower one, so that such steps stay as vL
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.base.options import target_of
+from vllm_graft.seams.wrap import around
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
 
 MOST_CHUNKS = 3
 """Replays of the largest graph that are preferred to one launch. On an H100 with an 8B-shaped
@@ -49,13 +50,9 @@ class Rows(NamedTuple):
 
 def chunk_rows(rows: Rows, max_rows: int, *, cuts: bool) -> int | None:
     """Most rows that the prompts of a step may have if the step is to fit a graph of `max_rows`.
-
-    Returns:
-        What the decodes leave, with no more than `LEAST_NODES` per tree if trees are cut (see
-            `graph_fit`), and at least half of the graph. None if the prompts are to run as vLLM
-            would run them: the step fits, or fits once its trees are cut, or the prompts have too
-            many rows.
-    """
+    Returns what the decodes leave, with no more than `LEAST_NODES` per tree if trees are cut (see
+    `graph_fit`), and at least half of the graph. None if the prompts are to run as vLLM would run
+    them: the step fits, or fits once its trees are cut, or the prompts have too many rows."""
     decodes = min(rows.decodes, rows.roots * (1 + LEAST_NODES)) if cuts else rows.decodes
     if rows.decodes + rows.prompts <= max_rows or decodes + rows.prompts > MOST_CHUNKS * max_rows:
         return None
@@ -117,40 +114,33 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
     """
     limited, quiet_left = False, QUIET_STEPS
 
-    def then_limit(original: Callable[..., SchedulerOutput]) -> Callable[..., SchedulerOutput]:
-        def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
-            nonlocal limited
-            limit = step_limit(scheduler, max_rows, cuts=cuts)
-            most = scheduler.max_num_scheduled_tokens
-            if limit is None or limit >= most:
-                return original(*args, **kwargs)
-            scheduler.max_num_scheduled_tokens, limited = limit, True
-            try:
-                return original(*args, **kwargs)
-            finally:
-                scheduler.max_num_scheduled_tokens, limited = most, False
-
-        return schedule
-
-    def then_mark(original: Callable[..., Any]) -> Callable[..., Any]:
-        def count(output: SchedulerOutput) -> Any:
-            nonlocal quiet_left
-            # A prompt that waits for something else, such as its grammar, was counted in vain.
-            chunked = limited and leaves_prompts(scheduler, output)
-            if chunked:
-                setattr(output, _CHUNKED, True)
-            if chunked and scheduler.dynamic_sd_lookup is not None and quiet_left > 0:
-                output.num_spec_tokens_to_schedule = 0
-                quiet_left -= 1
-            else:
-                quiet_left = min(quiet_left + 1, QUIET_STEPS)
-            return original(output)
-
-        return count
-
     # Only this scheduler is changed: others in the process may have other configurations.
-    wrap(scheduler, "schedule", then_limit)
-    wrap(scheduler, "_update_after_schedule", then_mark)
+    @around(scheduler, "schedule")
+    def then_limit(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal limited
+        limit = step_limit(scheduler, max_rows, cuts=cuts)
+        most = scheduler.max_num_scheduled_tokens
+        if limit is None or limit >= most:
+            return original(*args, **kwargs)
+        scheduler.max_num_scheduled_tokens, limited = limit, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            scheduler.max_num_scheduled_tokens, limited = most, False
+
+    @around(scheduler, "_update_after_schedule")
+    def then_mark(original: Any, output: SchedulerOutput) -> Any:
+        nonlocal quiet_left
+        # A prompt that waits for something else, such as its grammar, was counted in vain.
+        chunked = limited and leaves_prompts(scheduler, output)
+        if chunked:
+            setattr(output, _CHUNKED, True)
+        if chunked and scheduler.dynamic_sd_lookup is not None and quiet_left > 0:
+            output.num_spec_tokens_to_schedule = 0
+            quiet_left -= 1
+        else:
+            quiet_left = min(quiet_left + 1, QUIET_STEPS)
+        return original(output)
 
 
 def can_chunk(scheduler: Scheduler, max_rows: int) -> bool:
@@ -165,3 +155,63 @@ def can_chunk(scheduler: Scheduler, max_rows: int) -> bool:
 def is_chunked(output: SchedulerOutput) -> bool:
     """Whether a step's prompts were chunked so that it fits a graph."""
     return bool(getattr(output, _CHUNKED, False))
+
+
+T = TypeVar("T")
+
+
+class Handover(Generic[T]):
+    """Keeps what the workers have said until the scheduler takes it. VLLM builds it after them, in
+    the same process and from the same configuration object, which says whose the value is."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, T]] = []
+
+    def keep(self, vllm_config: Any, value: T) -> None:
+        self.take(vllm_config)
+        self._kept.append((vllm_config, value))
+
+    def take(self, vllm_config: Any) -> T | None:
+        """The value that was kept for a configuration, once; None if there is none."""
+        for place, (owner, value) in enumerate(self._kept):
+            if owner is vllm_config:
+                del self._kept[place]
+                return value
+        return None
+
+
+ROWS: Handover[int] = Handover()
+"""Rows of the largest whole CUDA graph of a mixed batch, which the workers have captured."""
+
+
+def captured_rows(worker: Any) -> int:
+    """Rows of the largest graph that this worker of vLLM's has captured for a mixed batch; 0 if
+    none."""
+    graphs = getattr(worker.model_runner, "cudagraph_manager", None)
+    captured = () if graphs is None else graphs.graphs
+    return max(
+        (desc.num_tokens for desc in captured if desc.uniform_token_count is None), default=0
+    )
+
+
+def ask_workers(engine: EngineCore) -> None:
+    """Ask an engine's workers, which have captured their graphs; keep what all of them have."""
+    ranks: list[int] = engine.collective_rpc(captured_rows)
+    ROWS.keep(engine.vllm_config, min(ranks))
+
+
+def make_room(vllm_config: Any) -> None:
+    """Let a step of MLA on a CPU hold the longest prompt, unless the user said how much it holds.
+
+    vLLM turns chunks off there and raises ``max_num_batched_tokens`` to ``max_model_len``. Beside
+    drafts it has by then derived ``max_num_scheduled_tokens`` from the smaller number, so that a
+    longer prompt would wait forever. The larger one is harmless if chunks are on after all: the
+    scheduler takes the least of both.
+    """
+    from vllm.platforms import current_platform
+
+    scheduler, target = vllm_config.scheduler_config, target_of(vllm_config)
+    given = scheduler.max_num_scheduled_tokens is not None
+    if given or target is None or not target.use_mla or current_platform.device_type != "cpu":
+        return
+    scheduler.max_num_scheduled_tokens = max(scheduler.max_num_batched_tokens, target.max_model_len)

@@ -1,7 +1,5 @@
 """What stands under ``graft.draft``."""
 
-from __future__ import annotations
-
 from vllm_graft.base.options import EntryName, GraftSection
 
 NAME = "draft"

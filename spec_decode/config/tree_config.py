@@ -1,15 +1,110 @@
 """What stands under ``graft.tree``."""
 
-from __future__ import annotations
+from typing import Annotated, Any, Literal, Self
 
-from typing import Annotated, Literal
+from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
-from pydantic import BeforeValidator, Field
+from vllm_graft.base.options import Bytes, Count, EntryName, GraftSection, Section
+from vllm_graft.spec_decode.trees.tree import MAX_NODES, num_candidates
 
-from vllm_graft.base.options import Count, EntryName, GraftSection
-from vllm_graft.spec_decode.config.memory_config import MemoryConfig, memory_section
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig, ngram_section
-from vllm_graft.spec_decode.trees.shape import MAX_NODES, num_candidates
+
+class MemoryConfig(Section):
+    """Texts of finished and running requests, in which those of others are looked for."""
+
+    bytes: Bytes = Field(default=ByteSize(64 << 20), gt=0)
+    """Memory of each rank's device. A token takes 36.6 bytes; the oldest texts make room for new
+    ones."""
+
+    scope: Literal["tenant", "server"] = "tenant"
+    """Requests that draft from each other's texts. ``tenant``: those with the same ``cache_salt``
+    and LoRA adapter; those without either share, as in vLLM's prefix cache. ``server``: all."""
+
+    corpora: tuple[str, ...] = ()
+    """Files of texts that the server knows from its start on, as `corpora_bytes` has room for them:
+    ``.jsonl`` with a text per line (a string, or an object with ``text``), else one text in UTF-8.
+    Requests without a ``cache_salt`` and an adapter find what is in them, with scope ``server``
+    all."""
+
+    corpora_bytes: Bytes = Field(default=ByteSize(0), ge=0)
+    """Memory of each rank's device for corpora, beside ``bytes``; 0 for none. A token takes 36.6
+    bytes. A corpus stays until it is dropped."""
+
+    prompts: bool = False
+    """Whether the last 1,024 tokens of each prompt are kept too, 64 of them in a step. False:
+    answers, each with the last 8 tokens before it."""
+
+
+def memory_section(value: object) -> object:
+    """``true`` for all defaults, ``false`` and the scope ``request`` for none; also as the words of
+    a command."""
+    keys = MemoryConfig.model_fields.keys()
+    if isinstance(value, dict) and value.get("scope") == "request" and value.keys() <= keys:
+        return None
+    word = value.lower() if isinstance(value, str) else value
+    if word is True or word == "true":
+        return MemoryConfig()
+    if word is False or word == "false":
+        return None
+    if value is None or isinstance(value, (dict, MemoryConfig)):
+        return value
+    raise ValueError("say true, false, or a mapping such as {'bytes': '64MiB'}")
+
+
+MAX_LENGTH = 32
+"""Longest match that is told from shorter ones."""
+
+MAX_REFERENCE = 1 << 20
+"""Most tokens of a reference."""
+
+
+class NgramConfig(Section):
+    """N-grams of a request's own text, prompt and answer, as drafts beside those of the draft."""
+
+    min: Count = Field(default=3, ge=1, le=MAX_LENGTH)
+    """Tokens at the end of the text that must have occurred before, at least (vLLM's
+    ``prompt_lookup_min``)."""
+
+    max: Count = Field(default=16, ge=1, le=MAX_LENGTH)
+    """Tokens at the end of the text that are compared, at most (``prompt_lookup_max``); not below
+    ``min``. How often a match of each length goes on as it did before is learned while serving;
+    matches of ``max`` tokens or more share one rate."""
+
+    reference: Count = Field(default=2048, ge=0, le=MAX_REFERENCE)
+    """Tokens of a second text per request in which its end is looked for as well: what its JSON
+    schema or its choices force, and the answer that ``graft_prediction`` predicts. No more than
+    the context. 0: none."""
+
+    def room(self, max_model_len: int) -> int:
+        """Tokens that a reference may have: no answer is longer than a context."""
+        return min(self.reference, max_model_len)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min}, and max is {self.max}: min must not exceed max")
+        return self
+
+
+def lengths_of(tree: Any, speculative: Any) -> NgramConfig:
+    """The section of n-grams alone: vLLM's own keys in its ``SpeculativeConfig`` have the
+    lengths."""
+    lengths = {"min": speculative.prompt_lookup_min, "max": speculative.prompt_lookup_max}
+    given = {} if tree.ngram is None else {"reference": tree.ngram.reference}
+    return NgramConfig(**lengths, **given)
+
+
+def ngram_section(value: object) -> object:
+    """``true`` and ``auto`` for all defaults, ``false`` for none; also as the words of a
+    command."""
+    if value is None or isinstance(value, (dict, NgramConfig)):
+        return value
+    word = value.lower() if isinstance(value, str) else value
+    if word is True or word in ("true", "auto"):
+        return NgramConfig()
+    if word is False or word == "false":
+        return None
+    raise ValueError("say true, false, or a mapping such as {'min': 3, 'max': 16}")
+
 
 NAME = "tree"
 

@@ -1,6 +1,4 @@
-"""What trees count for ``/metrics``, and what of it vLLM's own statistics of a step tell."""
-
-from __future__ import annotations
+"""What trees and chains of draft models count for ``/metrics``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -70,11 +68,9 @@ ROWS: tuple[Metric, ...] = (
 
 
 class TreeWatch:
-    """Counts trees in the engine core, from vLLM's ``SpecDecodingStats`` of each step.
-
-    vLLM counts drafts by their place in the row of tokens that a request emits. For a tree that
-    place is the depth of the accepted node, so nothing has to be asked of the device.
-    """
+    """Counts trees in the engine core, from vLLM's ``SpecDecodingStats`` of each step. vLLM counts
+    drafts by their place in the row of tokens that a request emits. For a tree that place is the
+    depth of the accepted node, so nothing has to be asked of the device."""
 
     def __init__(self) -> None:
         self._steps = self._trees = self._verified = self._accepted = 0
@@ -132,8 +128,7 @@ def tell(section: Any, loggers: Sequence[Any]) -> None:
     """Let vLLM's log line and its counters by position, which are a chain's, speak of trees."""
     if section.topk == 1:
         return
-    from vllm_graft.spec_decode.counts.tree_log import TreeLogging
-    from vllm_graft.spec_decode.counts.tree_positions import show_depths
+    from vllm_graft.spec_decode.counts.tree_log import TreeLogging, show_depths
 
     for logger in loggers:
         if hasattr(logger, "spec_decoding_logging"):
@@ -143,3 +138,15 @@ def tell(section: Any, loggers: Sequence[Any]) -> None:
 
 
 METRICS = PartMetrics(ROWS, TreeWatch, tell)
+
+
+# fmt: off
+CHAIN_METRICS = PartMetrics((
+    Metric("loop_replays", _C, "Loops over the second to the last draft that ran as one CUDA graph."),
+    Metric("loop_launches", _C, "Loops that were launched step by step, by reason: there are no graphs (as during warm-up), or none fits the batch.", label="reason", values=("uncaptured", "no_fit")),
+    Metric("first_pass_replays", _C, "First passes of the draft, over what was accepted, that ran as one CUDA graph."),
+    Metric("first_pass_launches", _C, "First passes that were launched, most often because prompts are in the batch."),
+    Metric("padding_requests", _C, "Padding in the replays of loops, in requests."),
+    Metric("graphs", Kind.GAUGE, "Captured graphs, by the pass that they hold.", label="of", values=("first_pass", "loop")),
+))
+# fmt: on

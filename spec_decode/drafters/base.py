@@ -1,22 +1,18 @@
-"""The interfaces between a drafter and the growing of its trees.
+"""The interfaces between a drafter and the growing of its trees. A drafter's first pass leaves the
+root's best children or what they are drafted from, a `Growth` fills the table of candidates from
+there, an `Extra` may add candidates of another source, and the best of all become the tree.
+Verification needs nothing else of a drafter."""
 
-A drafter's first pass leaves the root's best children or what they are drafted from, a `Growth`
-fills the table of candidates from there, an `Extra` may add candidates of another source, and the
-best of all become the tree. Verification needs nothing else of a drafter.
-"""
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from __future__ import annotations
+import torch
 
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_graft.spec_decode.heads.head import DraftHead
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape
-    from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.heads.head import DraftHead
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 
 class Drafter(Protocol):
@@ -47,20 +43,15 @@ class Drafter(Protocol):
         ...
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the root's best children are, best first.
-
-        Returns:
-            Log-probabilities, f32 ``[num_reqs, >= topk]``, and token ids of the target, int64.
-        """
+        """Where the root's best children are, best first. Returns log-probabilities, f32
+        ``[num_reqs, >= topk]``, and token ids of the target, int64."""
         ...
 
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft the root's best children, and leave them in `first_level`, which is returned.
-
-        Capturable. With `narrow` they come from the head's learned vocabulary.
-        """
+        Capturable. With `narrow` they come from the head's learned vocabulary."""
         ...
 
     def run_frontier(
@@ -71,7 +62,8 @@ class Drafter(Protocol):
         metadata: Any,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the draft model over the rows of a frontier. Capturable.
+        """Run the draft model over the rows of a frontier. Capturable. Returns states for the head
+        and those that the next level continues from, ``[rows, hidden]`` each.
 
         Args:
             tokens: int32 or int64 ``[rows]``.
@@ -79,10 +71,6 @@ class Drafter(Protocol):
             states: ``[rows, hidden]`` of the rows' parents; may be overwritten.
             metadata: attention metadata by layer name; None runs without attention.
             num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
-
-        Returns:
-            States for the head and those that the next level continues from, ``[rows, hidden]``
-            each.
         """
         ...
 
@@ -90,18 +78,15 @@ class Drafter(Protocol):
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
         """The noise that the target will draw with, ``offset`` tokens after ``positions``.
-
-        `positions` are int64 ``[num_reqs * rows]``. None if drafts are ranked by probability alone.
-        """
+        `positions` are int64 ``[num_reqs * rows]``. None if drafts are ranked by probability
+        alone."""
         ...
 
 
 class Growth(Protocol):
-    """Fills the table of candidates from what a drafter's first pass has left.
-
-    Its tensors have fixed addresses, so that a CUDA graph may hold :meth:`grow`. It does not keep
-    the drafter, which is passed to it: the two would keep each other alive.
-    """
+    """Fills the table of candidates from what a drafter's first pass has left. Its tensors have
+    fixed addresses, so that a CUDA graph may hold :meth:`grow`. It does not keep the drafter, which
+    is passed to it: the two would keep each other alive."""
 
     shape: TreeShape
     candidates: CandidateTable
@@ -132,12 +117,10 @@ class Growth(Protocol):
         num_nodes: int,
         narrow: bool = False,
     ) -> int:
-        """Fill the table, and return the number of levels that it holds. Capturable.
-
-        `metadata` is what the method of this name returned, and `num_tokens_across_dp` that of
+        """Fill the table, and return the number of levels that it holds. Capturable. `metadata` is
+        what the method of this name returned, and `num_tokens_across_dp` that of
         `Drafter.run_frontier`. The engine keeps `num_nodes`; the best n nodes lie in the first n
-        levels. With `narrow` they are chosen from the head's learned vocabulary.
-        """
+        levels. With `narrow` they are chosen from the head's learned vocabulary."""
         ...
 
 
@@ -171,3 +154,62 @@ class Extra(Protocol):
                 with a score of -inf.
         """
         ...
+
+
+Children = tuple[torch.Tensor, torch.Tensor]
+"""Log-probabilities f32 and the target's token ids int64, of the same shape."""
+
+
+class PasslessGrowth:
+    """Base of a `Growth` that reads no cache: a subclass has `grow`, which calls `fill`.
+
+    Attributes:
+        tokens: int64 ``[max_reqs * topk]``, tokens of the frontier.
+    """
+
+    def __init__(
+        self, shape: TreeShape, max_reqs: int, device: torch.device, *, extra: int = 0
+    ) -> None:
+        self.shape = shape
+        self.candidates = CandidateTable.allocate(
+            max_reqs, shape.topk, shape.steps, device, extra=extra
+        )
+        self.tokens = torch.zeros(max_reqs * shape.topk, dtype=torch.int64, device=device)
+        self._parents = torch.zeros_like(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [*vars(self.candidates).values(), self.tokens, self._parents]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Do nothing: no keys are read."""
+
+    def clear_prefix(self) -> None: ...
+
+    def map_block_tables(self, drafter: Any) -> None: ...
+
+    def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
+        return []
+
+    def fill(
+        self, first: Children, below: Callable[[int], Children], num_reqs: int, num_nodes: int
+    ) -> int:
+        """Fill the table, and return the number of levels that it holds. Capturable if `below` is.
+        `first` are the root's best children, ``[num_reqs, topk]`` each, best first. `below` returns
+        the best children of a level's frontier by the number of the level, as `expand_frontier`
+        takes them; `tokens` has the frontier's."""
+        steps = min(self.shape.steps, num_nodes)
+        seed_frontier(self.candidates, *first, num_reqs, next_tokens=self.tokens)
+        for level in range(1, steps):
+            logp, tokens = below(level)
+            expand_frontier(
+                self.candidates,
+                level,
+                logp,
+                tokens,
+                num_reqs,
+                next_tokens=self.tokens,
+                parent_rows=self._parents,
+            )
+        return steps

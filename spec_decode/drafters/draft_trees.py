@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base.errors import HookError
+from vllm_graft.base.log import warning_once
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.drafters.levels import Roots
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.lookup.predictions import UnreadPredictions
-from vllm_graft.spec_decode.startup.clock import StartClock
-from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.tuning.plan import bounds
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+from vllm_graft.spec_decode.lookup.references import UnreadPredictions
+from vllm_graft.spec_decode.presets.node_count import leave_to_stock
+from vllm_graft.spec_decode.startup.clock import KERNELS, StartClock
+from vllm_graft.spec_decode.trees.tree import num_candidates
+from vllm_graft.spec_decode.tuning.scheduling import bounds, graph_counts
 from vllm_graft.spec_decode.verification.context import TreeContext
 
 if TYPE_CHECKING:
@@ -36,9 +39,8 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.heads.head import DraftHead
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.startup.ahead import Ahead
-    from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+    from vllm_graft.spec_decode.targets.dense.two_pass import KernelChoice
+    from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
 
 
 @dataclass(frozen=True)
@@ -329,3 +331,122 @@ def _drafted(drafter: TreeDrafting, plan: TreePlan, num_reqs: int) -> list[torch
         drafter.draft_tokens[:num_reqs, :nodes].clone(),
         *(each[slots] for each in (tree.parents, tree.depths, tree.masks)),
     ]
+
+
+def describe(draft: TreeDrafting) -> dict[str, Any]:
+    """Shapes, device bytes, graphs and counters as plain values."""
+    trees, ngrams = draft.trees, draft.trees.sources.ngrams
+    return {
+        **dataclasses.asdict(trees.shape),
+        "shapes": [dataclasses.asdict(shape) for shape in trees.batches],
+        "draft_vocab": None if draft.head.target_ids is None else len(draft.head.target_ids),
+        "fp8_head_bytes": 0 if draft.head.fp8 is None else draft.head.fp8.num_bytes,
+        "hot_tokens": None if draft.head.learned is None else draft.head.learned.report(),
+        "draft_graphs": len(draft.draft_graphs()),
+        "draft_graph_bytes": trees.graph_bytes,
+        "recurrent_input_bytes": draft.context.kept_bytes,
+        "level_bytes": draft.growth_bytes,
+        "draft_window": draft.config.draft_window,
+        "attention": [choice.report() for choice in trees.attention_choices],
+        "ngrams": None if ngrams is None else ngrams.report(),
+        "start": _start(draft),
+        **_checks(draft),
+        **dataclasses.asdict(draft.context.counters),
+    }
+
+
+def count(draft: TreeDrafting) -> Numbers:
+    """The numbers of the metrics of trees that a worker counts; see `tree_metrics`."""
+    counted, sources = draft.context.counters, draft.trees.sources
+    return {
+        "candidates_drafted": counted.nodes_drafted,
+        "block_positions_drafted": counted.positions_drafted,
+        "draft_replays": counted.draft_replays,
+        "draft_launches": counted.draft_launches,
+        "target_replays": {"trees": counted.tree_replays, "mixed": counted.mixed_replays},
+        "target_launches": {"trees": counted.tree_launches, "mixed": counted.mixed_launches},
+        "cut_steps": counted.cut_steps,
+        "chunked_steps": counted.chunked_steps,
+        "draft_graphs": len(draft.draft_graphs()),
+        "draft_graph_bytes": draft.trees.graph_bytes,
+        "draft_window": draft.context.draft_window,
+        "recurrent_input_bytes": draft.context.kept_bytes,
+        "connector_draft_layers": draft.context.saves.draft_layers,
+        "start_seconds": dict(draft.trees.clock.seconds),
+        "start_kernels": _kernels(draft),
+        **({} if draft.head.learned is None else draft.head.learned.numbers()),
+        **({} if sources.ngrams is None else sources.ngrams.numbers()),
+        **({} if sources.unread is None else sources.unread.numbers()),
+    }
+
+
+def _start(draft: TreeDrafting) -> dict[str, Any]:
+    seconds = {name: round(took, 2) for name, took in draft.trees.clock.seconds.items()}
+    return {"seconds": seconds, "kernels": _kernels(draft), "ahead": draft.trees.ahead.report()}
+
+
+def _kernels(draft: TreeDrafting) -> dict[str, int]:
+    counts = (
+        draft.trees.ahead.compiled,
+        len(draft.trees.ahead.failed),
+        draft.trees.clock.compiled,
+        draft.trees.clock.loaded,
+    )
+    return dict(zip(KERNELS, counts, strict=True))
+
+
+def _checks(draft: TreeDrafting) -> dict[str, dict[int, list[int]]]:
+    found: dict[str, dict[int, list[int]]] = {}
+    for plan in draft.trees.all_plans:
+        runner, nodes = draft.runner(plan), plan.shape.num_nodes
+        for outcome, sizes in (runner.checks() if runner else {}).items():
+            of_nodes = found.setdefault(f"draft_graphs_{outcome}", {})
+            of_nodes[nodes] = sorted({*of_nodes.get(nodes, ()), *sizes})
+    return found
+
+
+def taken(device: torch.device) -> int:
+    """Device bytes in use by all processes; 0 without CUDA."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+class StockChain(DraftModelSpeculator):
+    """Mixed into one of vLLM's speculators, in an engine that counts the nodes of a tree.
+
+    CPython assigns a class to ``__class__`` only if both grow from the same one.
+
+    Attributes:
+        width: drafts per request that the engine has columns for.
+    """
+
+    width: int
+    num_speculative_steps: int
+
+    def propose(
+        self, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Draft a chain, int64 ``[num_reqs, width]``; columns behind it are of no meaning."""
+        tokens = self.num_speculative_steps
+        if num_speculative_tokens is not None:
+            tokens = min(tokens, num_speculative_tokens)
+        drafts = super().propose(*args, num_speculative_tokens=tokens, **kwargs)
+        return torch.nn.functional.pad(drafts, (0, self.width - drafts.shape[1]))
+
+
+def become_stock(drafter: TreeDrafting, why: str) -> None:
+    """Turn a drafter that has loaded its draft, and grafted nothing yet, into a `StockChain`."""
+    trees = drafter.trees
+    depth = min(leave_to_stock(trees.engine_config), drafter.num_speculative_steps)
+    stock = next(each for each in type(drafter).__mro__ if each.__module__.startswith("vllm."))
+    chain: Any = drafter
+    chain.__class__ = type(f"{StockChain.__name__}Over{stock.__name__}", (StockChain, stock), {})
+    chain.width, chain.num_speculative_steps = trees.num_nodes, depth
+    chain.draft_tokens = chain.draft_tokens.new_zeros(chain.max_num_reqs, depth)
+    del chain.trees  # And with it the process that compiles its kernels ahead.
+    warning_once(
+        f"{flag('tree')} was turned on by a preset, but the loaded model rules trees out: {why}. "
+        f"VLLM's own {stock.__name__} drafts chains of {depth} tokens instead"
+    )

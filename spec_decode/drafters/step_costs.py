@@ -6,30 +6,25 @@ recurrent layers have states: rows of one token would all ask for the same exper
 padding would hide what a node costs. The engine hands the result to the tuner before it serves.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare_inputs_to_capture
 
 from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
-from vllm_graft.spec_decode.kernels.rows import prepare_rows
+from vllm_graft.spec_decode.kernels.verify import prepare_rows
 from vllm_graft.spec_decode.tuning.step_times import Costs
 
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-
 Launch = Callable[[], object]
-
 
 StepCosts = dict[int, dict[int, float]]
 """Seconds of a step by number of nodes, then by number of requests."""
@@ -123,10 +118,8 @@ def _chosen(graphs: Any) -> list[Any]:
 def draft_launches(
     speculator: TreeDrafting, nodes: int, num_reqs: int, *, narrow: bool = False
 ) -> list[Launch] | None:
-    """The draft's graphs of one step, such as the extend pass and a tree's levels.
-
-    Returns None if one of them is not captured for this number of requests.
-    """
+    """The draft's graphs of one step, such as the extend pass and a tree's levels. Returns None if
+    one of them is not captured for this number of requests."""
     wanted = speculator.step_graphs(nodes, narrow=narrow)
     if wanted is None:
         return None
@@ -159,11 +152,9 @@ def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
 
 def _give_rows(speculator: TreeDrafting, runner: Any, num_reqs: int) -> None:
     """Let the target's attention compute the rows of a replay, each of which sees those before it.
-
     A graph is captured without such rows. A replay of it leaves the attention's output as whatever
     was in this memory, such as NaN: experts, which are chosen by what the layers before them yield,
-    would be the same ones for all rows.
-    """
+    would be the same ones for all rows."""
     context, buffers = speculator.context, runner.input_buffers
     counts = torch.arange(num_reqs + 1, device=buffers.positions.device)
     batch = SimpleNamespace(
@@ -225,10 +216,8 @@ class LentStates:
         return getattr(self._tables, name)
 
     def get_dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Block tables of `num_reqs` requests per group, int32 ``[num_reqs, max_blocks]``.
-
-        Groups of attention have the null block, 0. With too few blocks, rows take turns.
-        """
+        """Block tables of `num_reqs` requests per group, int32 ``[num_reqs, max_blocks]``. Groups
+        of attention have the null block, 0. With too few blocks, rows take turns."""
         found: tuple[torch.Tensor, ...] = self._tables.get_dummy_block_tables(num_reqs)
         for group in self._groups:
             table = found[group]

@@ -1,15 +1,16 @@
 """Drafting trees (EAGLE-2, Li et al. 2024, arXiv 2406.16858), for any speculator of vLLM's."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_graft.base import info
@@ -17,42 +18,35 @@ from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 from vllm_graft.seams.kept_memory import kept_memory
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.wrap import compose
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig
 from vllm_graft.spec_decode.drafters import draft_trees
-from vllm_graft.spec_decode.drafters.draft_report import count, describe, taken
-from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees
-from vllm_graft.spec_decode.drafters.stock_chain import become_stock
+from vllm_graft.spec_decode.drafters.base import Growth
+from vllm_graft.spec_decode.drafters.draft_trees import (
+    DraftTrees,
+    TreePlan,
+    become_stock,
+    count,
+    describe,
+    taken,
+)
+from vllm_graft.spec_decode.drafters.levels import LevelMemory
 from vllm_graft.spec_decode.heads.fp8_head import quantize_by_kernel
 from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import check_draft_tokens
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.noise import Noise
+from vllm_graft.spec_decode.kernels.candidates import finish_tree
+from vllm_graft.spec_decode.kernels.topk import Noise
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
+from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees, is_asked_for
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
-from vllm_graft.spec_decode.tuning.plan import plan_shapes
-from vllm_graft.spec_decode.tuning.scheduling import tree_policy
-from vllm_graft.spec_decode.verification.rank_check import check_trees, is_asked_for
-
-if TYPE_CHECKING:
-    from torch import nn
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-    from vllm_graft.spec_decode.drafters.base import Growth
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.trees.level_memory import LevelMemory
-    from vllm_graft.spec_decode.trees.shape import TreeShape
-    from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.tuning.scheduling import plan_shapes, tree_policy
+from vllm_graft.spec_decode.verification.context import AcceptedRows, TreeContext
 
 
 class TreeDrafting(DraftModelSpeculator):
@@ -149,7 +143,7 @@ class TreeDrafting(DraftModelSpeculator):
     def ngram_config(self) -> NgramConfig | None:
         return self.config.ngram
 
-    def make_ngrams(self, config: NgramConfig) -> Ngrams:
+    def make_ngrams(self, config: NgramConfig, **options: Any) -> Ngrams:
         return Ngrams(
             config,
             self.max_num_reqs,
@@ -158,6 +152,7 @@ class TreeDrafting(DraftModelSpeculator):
             self.device,
             reference=config.room(self.max_model_len),
             memory=self.config.memory,
+            **options,
         )
 
     @property
@@ -168,12 +163,9 @@ class TreeDrafting(DraftModelSpeculator):
     # --- loading ----------------------------------------------------------------------------------
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the draft, then graft the tree parts onto target and draft.
-
-        Raises:
-            ConfigError: if a layer of target or draft computes attention that a tree can't use, and
-                no preset asked for trees; else vLLM's own speculator drafts.
-        """
+        """Load the draft, then graft the tree parts onto target and draft. Raises `ConfigError` if
+        a layer of target or draft computes attention that a tree can't use, and no preset asked for
+        trees; else vLLM's own speculator drafts."""
         super().load_model(target_model)
         engine = self.trees.engine_config
         try:
@@ -257,9 +249,7 @@ class TreeDrafting(DraftModelSpeculator):
         self, nodes: int, *, narrow: bool = False
     ) -> list[tuple[CudaGraphManager | None, int]] | None:
         """The graphs that a step of so many nodes replays over padding, and their rows per request.
-
-        With `narrow` it drafts from the learned vocabulary. None if such a step can't be timed.
-        """
+        With `narrow` it drafts from the learned vocabulary. None if such a step can't be timed."""
         graphs = [self.first_pass_graph(nodes + 1)]
         if nodes:
             plans = self.trees.narrow_plans if narrow else self.trees.plans
@@ -271,10 +261,8 @@ class TreeDrafting(DraftModelSpeculator):
         return graphs
 
     def tell_requests_apart(self, num_reqs: int, nodes: int) -> None:
-        """Make each request of a replay over padding end at a row of its own, as real ones do.
-
-        vLLM captures with all of them ending at row 0, so that they would all draft the same tree.
-        """
+        """Make each request of a replay over padding end at a row of its own, as real ones do. vLLM
+        captures with all of them ending at row 0, so that they would all draft the same tree."""
         self.treat_requests_alike()
         if self.trees.roots.states is not None:  # Else no first pass ends at rows.
             _, rows = self.first_pass_graph(nodes + 1)
@@ -330,12 +318,9 @@ class TreeDrafting(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft a tree for each request.
-
-        Returns:
-            Draft tokens int64 ``[num_reqs, num_nodes]``, best cumulative score first. The topology
-            stays in the context's `TreeState`. The engine keeps the first of these drafts.
-        """
+        """Draft a tree for each request. Returns draft tokens int64 ``[num_reqs, num_nodes]``, best
+        cumulative score first. The topology stays in the context's `TreeState`. The engine keeps
+        the first of these drafts."""
         input_batch = self.first_pass(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
             num_sampled, num_rejected, *args, dummy_run=dummy_run,
@@ -389,11 +374,9 @@ class TreeDrafting(DraftModelSpeculator):
         samples: bool,
         **kwargs: Any,
     ) -> InputBatch:
-        """Run the draft over the accepted rows, and leave what `draft_first_level` needs.
-
-        By default it is vLLM's own propose, as for a chain of one token. `samples` says whether
-        anybody will read the first level. Returns the batch whose rows the pass ran over.
-        """
+        """Run the draft over the accepted rows, and leave what `draft_first_level` needs. By
+        default it is vLLM's own propose, as for a chain of one token. `samples` says whether
+        anybody will read the first level. Returns the batch whose rows the pass ran over."""
         hidden = last_hidden_states
         if aux_hidden_states:
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, -1))
@@ -421,11 +404,9 @@ class TreeDrafting(DraftModelSpeculator):
 
     def sample_draft(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep what the root's children are drafted from, where a chain samples its first token.
-
         The tree's own graph drafts them, so that they may come from the learned vocabulary, and so
         that a step without drafts does without the head. The sampling state of the chain in `args`
-        is not used. vLLM puts what is returned to where the tree's tokens will be.
-        """
+        is not used. vLLM puts what is returned to where the tree's tokens will be."""
         return self.trees.roots.keep(hidden_states)
 
     def draft_first_level(

@@ -32,10 +32,8 @@ Measured = tuple["StepCosts", "StepCosts", float]
 
 def step_costs(worker: Any, replays: int, seconds: float) -> Measured:
     """Runs in each worker; see `measure_step_costs`, which the engine's process does not import.
-
     Data-parallel ranks replay passes of all of them. So they all return the slowest rank's costs
-    and seconds, by which each decides to measure again.
-    """
+    and seconds, by which each decides to measure again."""
     from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
 
     measured: tuple[StepCosts, StepCosts] = measure_step_costs(worker, replays)

@@ -12,18 +12,15 @@ from torch import nn
 from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.heads import fp8_head
-from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
-from vllm_graft.spec_decode.heads.hot_rows import Fp8Rows, PlainRows, take_rows
+from vllm_graft.spec_decode.heads.fp8_head import Fp8Head, Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_tokens import FLAG, load_hot_tokens
 from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_graft.spec_decode.config.tree_config import TreeConfig
-
 
 Project = Callable[[torch.Tensor], torch.Tensor]
 """Computes logits ``[num_rows, any]`` of states ``[num_rows, hidden]`` that need no more norm."""
@@ -35,10 +32,8 @@ class OutputHead:
     EAGLE heads have an ``lm_head`` and a logits processor of their own. Modules for one token more
     (MTP) keep the processor one level deeper, and some have rows and a norm of their own, such as
     GLM-4.5's ``shared_head``. There a stand-in replaces the processor, and the draft computes
-    logits once, so that the stand-in sees which rows it is passed.
-
-    Raises:
-        AttributeError: if the draft has no logits processor in either place.
+    logits once, so that the stand-in sees which rows it is passed. Raises `AttributeError` if the
+    draft has no logits processor in either place.
     """
 
     def __init__(self, draft: Any) -> None:
@@ -85,11 +80,9 @@ class _StandIn(nn.Module):
 
 
 SHARPNESS = 1.12
-"""Factor by which a draft's logits are multiplied before its tokens are ranked and scored.
-
-A draft averages over contexts that it can't tell apart. The target emits its largest logit, which
-is the draft's best token more often, and an unlikely one less often, than the draft's softmax says.
-"""
+"""Factor by which a draft's logits are multiplied before its tokens are ranked and scored. A draft
+averages over contexts that it can't tell apart. The target emits its largest logit, which is the
+draft's best token more often, and an unlikely one less often, than the draft's softmax says."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,7 +92,8 @@ class DraftHead:
 
     The k best are taken in the draft vocabulary and mapped to target ids afterwards. The draft
     vocabulary is EAGLE-3's own (``d2t``) or the whole vocabulary, cut to the tokens of a hot-token
-    file if there is one (FR-Spec, Zhao et al. 2025; SGLang's token map).
+    file if there is one (FR-Spec, Zhao et al. 2025; SGLang's token map). Raises `ConfigError` if
+    the draft or its head can't have what is asked for.
 
     Args:
         topk: how many tokens `top` returns by default.
@@ -112,9 +106,6 @@ class DraftHead:
             vocabularies are the same.
         hot_weight: ``[draft_vocab, hidden]``, the head's rows of a hot-token file; None without a
             file, and where `fp8` holds them.
-
-    Raises:
-        ConfigError: if the draft or its head can't have what is asked for.
     """
 
     def __init__(
@@ -155,11 +146,8 @@ class DraftHead:
         config: TreeConfig,
         engine_config: VllmConfig,
     ) -> DraftHead:
-        """The head that a configuration asks for; what a preset alone wants may be left out.
-
-        Raises:
-            ConfigError: somebody asked for what the draft's head can't have.
-        """
+        """The head that a configuration asks for; what a preset alone wants may be left out. Raises
+        `ConfigError` if somebody asked for what the draft's head can't have."""
         make = functools.partial(cls, draft, topk, vocab_size=vocab_size)
         fp8, hot = config.head_dtype == "fp8", config.hot_tokens
         # What a preset adds is not what somebody asked for.
@@ -295,15 +283,13 @@ class DraftHead:
         narrow: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the best tokens of each row of `hidden` ``[num_rows, hidden]``, best first.
+        Returns log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary,
+        sharpened by `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
 
         Args:
             out: receives what is returned.
             noise: the noise that the target will draw with at these rows; None ranks without.
             narrow: whether to choose among the learned vocabulary's tokens only.
-
-        Returns:
-            Log-probabilities float32 ``[num_rows, topk]`` within the draft vocabulary, sharpened by
-            `SHARPNESS`, and target token ids int64 ``[num_rows, topk]``.
         """
         logits = self.logits(hidden, narrow=narrow)
         ids = self.learned.target_ids if narrow and self.learned else self.target_ids

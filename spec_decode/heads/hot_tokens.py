@@ -1,7 +1,5 @@
 """Tokens that drafts are chosen from: files of hot tokens, and a draft's own vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,10 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
-    """Read a hot-token file: target token ids int64, sorted, without duplicates.
-
-    Formats: a JSON list (``.json``), one id per line (``.txt``), or a tensor (``.pt``, as SGLang's
-    token maps are stored, or the first tensor of a ``.safetensors`` file).
-
-    Raises:
-        ConfigError: missing or unreadable file, or an id outside the target's vocabulary.
-    """
+    """Read a hot-token file: target token ids int64, sorted, without duplicates. Formats: a JSON
+    list (``.json``), one id per line (``.txt``), or a tensor (``.pt``, as SGLang's token maps are
+    stored, or the first tensor of a ``.safetensors`` file). Raises `ConfigError` for a missing or
+    unreadable file, or an id outside the target's vocabulary."""
     try:
         file = Path(path).expanduser()
         if file.exists() and not file.is_file():
@@ -59,11 +53,9 @@ def load_hot_tokens(path: str, vocab_size: int) -> torch.Tensor:
 
 
 def check_draft_tokens(draft: Any, vocab_size: int, path: str) -> None:
-    """Refuse a draft whose ``d2t`` leads out of the target's vocabulary, and warn without one.
-
-    A draft of fewer tokens than the target adds an offset of ``d2t`` to each of its ids. vLLM fills
-    it with zeros where the draft's files (from `path`) have none.
-    """
+    """Refuse a draft whose ``d2t`` leads out of the target's vocabulary, and warn without one. A
+    draft of fewer tokens than the target adds an offset of ``d2t`` to each of its ids. vLLM fills
+    it with zeros where the draft's files (from `path`) have none."""
     offsets: torch.Tensor | None = getattr(draft, "draft_id_to_target_id", None)
     if offsets is None or offsets.is_meta:
         return

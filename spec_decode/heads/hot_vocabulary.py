@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_graft.spec_decode.trees.reference import reference_in
+from vllm_graft.spec_decode.trees.text_state import reference_in
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.base.metric import Numbers
-    from vllm_graft.spec_decode.heads.hot_rows import HotRows
+    from vllm_graft.spec_decode.heads.fp8_head import HotRows
     from vllm_graft.spec_decode.tuning.step_times import Costs
 
 PERIOD = 32

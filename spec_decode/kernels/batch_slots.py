@@ -1,8 +1,6 @@
 """Keeps what a step's graph reads of its batch, in one launch."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

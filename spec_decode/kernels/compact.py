@@ -1,10 +1,8 @@
 """Makes the accepted path contiguous: its K/V in every layer of the target, and its rows."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -36,17 +34,11 @@ class KVCacheTable:
     max_width: int
 
     @classmethod
-    def build(cls, kv_caches: list[torch.Tensor], groups: list[int]) -> KVCacheTable:
-        """Describe caches ``[num_blocks, kv_heads, block_size, 2 * head_size]``, one per layer.
-
-        The last stride must be 1; shapes, other strides and dtypes may differ by layer. ``groups``
-        has the KV-cache group of each layer, which is a row of ``slot_mappings``.
-
-        Raises:
-            ValueError: if there are no caches, or shapes, strides or counts are not these.
-        """
-        if not kv_caches or len(kv_caches) != len(groups):
-            raise ValueError(f"{len(kv_caches)} KV caches but {len(groups)} groups")
+    def build(cls, kv_caches: list[torch.Tensor], groups: list[int]) -> Self:
+        """Describe caches ``[num_blocks, kv_heads, block_size, 2 * head_size]``, one per layer. The
+        last stride must be 1; shapes, other strides and dtypes may differ by layer. ``groups`` has
+        the KV-cache group of each layer, which is a row of ``slot_mappings``. Raises `ValueError`
+        if shapes or strides are not these."""
         for cache in kv_caches:
             if cache.dim() != 4 or cache.stride(3) != 1:
                 raise ValueError(
@@ -164,9 +156,7 @@ def compact_kv(
 
 class TokenRows(NamedTuple):
     """The rows of a batch, as the draft's extend pass reads them: i32 or i64 ids, i64 positions.
-
-    `states` are ``[num_tokens, hidden]``, the last dimension contiguous.
-    """
+    `states` are ``[num_tokens, hidden]``, the last dimension contiguous."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -242,19 +232,8 @@ def follow_path(
     ``first + path[d]`` for ``d < num_sampled``. `moved` shares no memory with `rows`, and may be
     longer; `num_tokens` counts padding after the last query; `max_reqs` is an upper bound, the same
     in each call of an engine. Other arguments are those of `compact_kv`.
-
-    Raises:
-        ValueError: if shapes or strides are not these.
     """
     width = rows.states.shape[1]
-    for name, each in (("rows", rows), ("moved", moved)):
-        if each.states.shape[1] != width or each.states.stride(1) != 1:
-            raise ValueError(
-                f"{name}.states must be [num_tokens, {width}] with contiguous rows: "
-                f"{tuple(each.states.shape)}, strides {each.states.stride()}"
-            )
-        if min(len(tensor) for tensor in each) < num_tokens:
-            raise ValueError(f"{name} must have {num_tokens} rows: {[len(t) for t in each]}")
     if num_tokens == 0:
         return
     block_rows, columns = moved_block(width)

@@ -1,8 +1,6 @@
 """Changes logits by each row's own history: what was emitted, then the tokens of its path."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -11,7 +9,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import TreeState
 
 
 class PathTokens(NamedTuple):
@@ -52,11 +50,9 @@ def _path_kernel(
 def path_tokens(
     ids: torch.Tensor, nodes: torch.Tensor, slots: torch.Tensor, tree: TreeState
 ) -> PathTokens:
-    """Collect the tokens on the path to each row, of which those of a request lie together.
-
-    `nodes` has the place of each row in its request, `slots` its request-state index, by which
-    `tree` has the trees.
-    """
+    """Collect the tokens on the path to each row, of which those of a request lie together. `nodes`
+    has the place of each row in its request, `slots` its request-state index, by which `tree` has
+    the trees."""
     rows = ids.shape[0]
     tokens = torch.empty(rows, tree.width, dtype=torch.int32, device=ids.device)
     lengths = torch.empty(rows, dtype=torch.int32, device=ids.device)
@@ -143,9 +139,7 @@ def penalize(
     logits: torch.Tensor, slots: torch.Tensor, paths: PathTokens, penalties: Penalties
 ) -> None:
     """Apply the penalties to logits f32 ``[num_rows, vocab]`` in place, by vLLM's arithmetic.
-
-    `slots` has the request-state index of each row.
-    """
+    `slots` has the request-state index of each row."""
     rows, vocab = logits.shape
     if not rows:
         return
@@ -227,10 +221,8 @@ def forbid_bad_words(
     logits: torch.Tensor, slots: torch.Tensor, paths: PathTokens, words: BadWords, most: int
 ) -> None:
     """Set to -inf, in place, the last token of a bad word whose rest ends a row's own history.
-
     `logits` are f32 ``[num_rows, vocab]``, `slots` the request-state index of each row; no request
-    has more than `most` bad words.
-    """
+    has more than `most` bad words."""
     rows = logits.shape[0]
     if not rows or not most:
         return
@@ -347,10 +339,8 @@ def end_reasoning(
     logits: torch.Tensor, slots: torch.Tensor, paths: PathTokens, thinking: ThinkingBudgets
 ) -> None:
     """Force the end of the reasoning in rows whose own history has no budget left, in place.
-
     `logits` are f32 ``[num_rows, vocab]``, `slots` the request-state index of each row; `starts`
-    and `ends` of `thinking` are up to date.
-    """
+    and `ends` of `thinking` are up to date."""
     rows = logits.shape[0]
     if not rows:
         return

@@ -1,12 +1,8 @@
 """Launches of kernels as values: which specialisation a launch needs, known without a launch.
-
 Triton compiles a kernel once per *specialisation*: the dtypes of its pointers, whether each is a
 multiple of 16, which integers are 1 or multiples of 16, the constants and the options. While
-launches are listed, the functions that launch kernels run as ever, also over ``meta`` tensors.
-"""
+launches are listed, the functions that launch kernels run as ever, also over ``meta`` tensors."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -73,10 +69,8 @@ class Kernel:
 
 @contextlib.contextmanager
 def listing(note: Note, *, launch: bool = False) -> Iterator[None]:
-    """A context in which `note` gets each launch of a `Kernel`, in this whole process.
-
-    The kernels themselves run only with `launch`.
-    """
+    """A context in which `note` gets each launch of a `Kernel`, in this whole process. The kernels
+    themselves run only with `launch`."""
     global _note, _launches
     before = _note, _launches
     _note, _launches = note, launch

@@ -1,16 +1,19 @@
 """Finds where the end of a request's text has occurred before; copies the text to the device."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState, scan_block
+from vllm_graft.spec_decode.trees.text_state import (
+    BORDER,
+    MAX_PLACE,
+    SEGMENT,
+    NgramState,
+    scan_block,
+)
 
 PLACE_BITS = tl.constexpr(MAX_PLACE.bit_length() - 1)
 """Bits of a match's place in its key; the bits above them are its length."""
@@ -39,11 +42,9 @@ def is_reference(place, columns, REFERENCE: tl.constexpr):
 
 @triton.jit
 def place_behind(start, d, total, columns, REFERENCE: tl.constexpr):
-    """Where the token number `d` from `start` on stands.
-
-    A match that reaches the end of the text goes on with its own beginning. A reference ends where
-    it ends, which may be behind the history's last column.
-    """
+    """Where the token number `d` from `start` on stands. A match that reaches the end of the text
+    goes on with its own beginning. A reference ends where it ends, which may be behind the
+    history's last column."""
     period = tl.maximum(total - start, 1)
     return start + tl.where(is_reference(start, columns, REFERENCE), d, d % period)
 
@@ -65,11 +66,9 @@ def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
 
 @triton.jit
 def in_order(key, rates, memory, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
-    """Keys whose order is that of their matches.
-
-    It is by length, unless there is a memory: then it is by what was learned, as classes of matches
-    in a memory are no lengths. The key itself is in the lower 32 bits.
-    """
+    """Keys whose order is that of their matches. It is by length, unless there is a memory: then it
+    is by what was learned, as classes of matches in a memory are no lengths. The key itself is in
+    the lower 32 bits."""
     if memory is not None:
         start = (key & PLACE_MASK) + 1
         place = rate_of(key >> PLACE_BITS, start, columns, REFERENCE, LENGTHS)
@@ -116,11 +115,9 @@ def _tokens(source, history, place, copied, columns, mask, REFERENCE: tl.constex
 
 @triton.jit
 def best_key(key, following):
-    """The largest key, and the keys without those of all matches that are like it.
-
-    `key` is i32 ``[K]``, all different, 0 for none; `following` is i32 ``[K, ALIKE]``, the tokens
-    that follow each match.
-    """
+    """The largest key, and the keys without those of all matches that are like it. `key` is i32
+    ``[K]``, all different, 0 for none; `following` is i32 ``[K, ALIKE]``, the tokens that follow
+    each match."""
     best = tl.max(key, 0)
     wanted = tl.sum(tl.where((key == best)[:, None], following, 0), 0)
     same = tl.min((following == wanted[None, :]).to(tl.int32), 1)

@@ -1,10 +1,7 @@
-"""Sizes of launches, as plain integers.
+"""Sizes of launches, as plain integers. Triton's own `cdiv` and `next_power_of_2` take microseconds
+per call on the host, which add up over the layers of a step."""
 
-Triton's own `cdiv` and `next_power_of_2` take microseconds per call on the host, which add up over
-the layers of a step.
-"""
-
-from __future__ import annotations
+from typing import Any
 
 
 def cdiv(number: int, divisor: int) -> int:
@@ -36,11 +33,9 @@ _MANY_PROGRAMS = 512
 
 
 def rows_per_program(num_rows: int, nodes: int, blocks: int) -> int:
-    """Rows that a program takes of the `nodes` in succession that share their logits.
-
-    That is the largest divisor of `nodes` with which there are still many programs of the
-    ``num_rows * blocks``.
-    """
+    """Rows that a program takes of the `nodes` in succession that share their logits. That is the
+    largest divisor of `nodes` with which there are still many programs of the ``num_rows *
+    blocks``."""
     fitting = (
         each
         for each in range(nodes, 1, -1)
@@ -63,3 +58,10 @@ def rank_block(candidates: int) -> tuple[int, int]:
 def moved_block(width: int) -> tuple[int, int]:
     """Rows and columns of a program that moves accepted rows of `width` elements."""
     return 8, min(1024, next_power_of_2(width))
+
+
+def check_rows(*tensors: Any) -> None:
+    """Raise a ValueError for a tensor whose last dimension is not contiguous."""
+    for tensor in tensors:
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")

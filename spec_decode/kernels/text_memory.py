@@ -1,8 +1,6 @@
 """Keeps texts of requests in a memory, and finds there where the end of another has occurred."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -22,15 +20,16 @@ from vllm_graft.spec_decode.kernels.ngram_match import (
     remembered,
 )
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
-from vllm_graft.spec_decode.trees.memory_state import (
+from vllm_graft.spec_decode.trees.text_state import (
+    BORDER,
     LENGTHS,
     LONGEST,
     SAME_PROMPT,
     SEGMENT,
     WAYS,
     MemoryState,
+    NgramState,
 )
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, NgramState
 
 IN_BUCKET = tl.constexpr(WAYS)
 INDICES = tl.constexpr(len(LENGTHS))

@@ -1,8 +1,6 @@
 """The best tokens of a row of logits, with their log-probabilities."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -10,14 +8,88 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.noise import Noise, check_noise, with_noise
 from vllm_graft.spec_decode.kernels.sizes import (
     cdiv,
+    check_rows,
     next_power_of_2,
     rows_per_program,
     topk_block,
     topk_merge_warps,
 )
+
+
+class Noise(NamedTuple):
+    """The Gumbel noise with which vLLM's sampler will draw from the target.
+
+    The draw at a position is the argmax of ``logits / temperature + noise``, and the noise is a
+    function of the request's seed, the position and the token: it is known before the target
+    runs. A draft that ranks tokens with this noise finds what the target will draw far more often
+    than one that ranks by probability (coupling without communication: Daliri, Musco and Suresh
+    2024, arXiv:2408.07978).
+
+    Attributes:
+        temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
+        seeds: i64 ``[max_reqs]``, likewise.
+        idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
+        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
+            before the drawn one.
+        rows: rows of logits per request.
+    """
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    rows: int
+    offset: int = 0
+    fp64: bool = False
+
+
+@triton.jit
+def _mixed(state, word):
+    """One round of MurmurHash3 (x86, 32 bits; Appleby 2011, in the public domain)."""
+    word = word * 0xCC9E2D51
+    word = (word << 15) | (word >> 17)
+    state = state ^ (word * 0x1B873593)
+    state = (state << 13) | (state >> 19)
+    return state * 5 + 0xE6546B64
+
+
+@triton.jit
+def _hashed(seed, position, token, start):
+    """Hash of four words: the seed's two halves, the position, the token; uint32."""
+    low: tl.constexpr = 0xFFFFFFFF
+    zero = (seed & 0).to(tl.uint32)
+    state = _mixed(zero + start, (seed & low).to(tl.uint32))
+    state = _mixed(state, ((seed >> 32) & low).to(tl.uint32))
+    state = _mixed(state, (position & low).to(tl.uint32))
+    # 16 is the message's length in bytes.
+    state = _mixed(state, token.to(tl.uint32)) ^ 16
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    return state ^ (state >> 16)
+
+
+@triton.jit
+def gumbel_noise(seed, position, token, FP64: tl.constexpr):
+    """The sampler's Gumbel noise, f32, at each ``token`` for the draw after ``position``. ``FP64``
+    is the sampler's 64-bit mode, which draws other numbers."""
+    first = _hashed(seed, position, token, 0)
+    if FP64:
+        second = _hashed(seed, position, token, 0x9E3779B9)
+        bits = ((second.to(tl.uint64) << 32) | first.to(tl.uint64)) >> 11
+        uniform = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
+        noise = -tl.log(-tl.log(uniform)).to(tl.float32)
+    else:
+        high = (first >> 16).to(tl.int32).to(tl.float32)
+        low = (first & 0xFFFF).to(tl.int32).to(tl.float32)
+        uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+        # -log(1 - u). A small u means large noise, which decides a draw, so for small u a series
+        # keeps all bits.
+        series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
+        direct = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))
+        noise = -tl.log(tl.where(uniform < 0.001, series, direct))
+    return noise
 
 
 @Kernel
@@ -50,10 +122,8 @@ def _block_kernel(
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
 ):
-    """One block of ``GROUP`` rows, which share their logits but for a bias.
-
-    What the rows share is read once, and their noise, which depends on the position, drawn once.
-    """
+    """One block of ``GROUP`` rows, which share their logits but for a bias. What the rows share is
+    read once, and their noise, which depends on the position, drawn once."""
     first = tl.program_id(0).to(tl.int64) * GROUP
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -61,24 +131,17 @@ def _block_kernel(
     shared = logits + first // NODES * logits_stride
     base = tl.load(shared + token, mask=inside, other=float("-inf")).to(tl.float32)
     if NOISY:
-        noise = with_noise(
-            tl.zeros([BLOCK], tl.float32),
-            token,
-            first,
-            target_ids,
-            temperature,
-            seeds,
-            idx_mapping,
-            positions,
-            inside,
-            ROWS,
-            OFFSET,
-            MAPPED,
-            FP64,
-        )
+        # The draw of the target: logits divided by temperature, plus its noise; none at 0.
         slot = tl.load(idx_mapping + first // ROWS).to(tl.int64)
         found = tl.load(temperature + slot, mask=slot >= 0, other=0.0)
         heat = tl.where(found > 0, found, 1.0)
+        noise = tl.zeros([BLOCK], tl.float32)
+        if found > 0:
+            key = token
+            if MAPPED:
+                key = tl.load(target_ids + token, mask=inside, other=0).to(tl.int32)
+            position = tl.load(positions + first) + OFFSET
+            noise = gumbel_noise(tl.load(seeds + slot), position, key, FP64)
     for each in range(GROUP):
         row = first + each
         logit = base
@@ -90,35 +153,16 @@ def _block_kernel(
         if NOISY:
             logit = tl.where(inside, logit / heat + noise, float("-inf"))
         part = row * BLOCKS + block
-        _store_part(
-            logit, token, inside, part, peaks, sums, best_orders, best_tokens, TOPK, TOPK_PAD
-        )
-
-
-@triton.jit
-def _store_part(
-    logit,
-    token,
-    inside,
-    part,
-    peaks,
-    sums,
-    best_orders,
-    best_tokens,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-):
-    order = tl.where(inside, ordered(logit), NONE)
-    # A block that is -inf throughout sums to nothing, not to NaN.
-    floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
-    total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
-    tl.store(peaks + part, floor)
-    tl.store(sums + part, total)
-    best, chosen = best_of(order, token, TOPK, TOPK_PAD)
-    place = tl.arange(0, TOPK_PAD)
-    kept = place < TOPK
-    tl.store(best_orders + part * TOPK + place, best, mask=kept)
-    tl.store(best_tokens + part * TOPK + place, chosen, mask=kept)
+        order = tl.where(inside, ordered(logit), NONE)
+        # A block that is -inf throughout sums to nothing, not to NaN.
+        floor = tl.maximum(unordered(tl.max(order, 0)), -3.0e38)
+        total = tl.sum(tl.where(inside, tl.exp(logit - floor), 0.0), 0)
+        tl.store(peaks + part, floor)
+        tl.store(sums + part, total)
+        best, chosen = best_of(order, token, TOPK, TOPK_PAD)
+        place = tl.arange(0, TOPK_PAD)
+        tl.store(best_orders + part * TOPK + place, best, mask=place < TOPK)
+        tl.store(best_tokens + part * TOPK + place, chosen, mask=place < TOPK)
 
 
 @Kernel
@@ -170,11 +214,14 @@ def topk_logprobs(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     noise: Noise | None = None,
     sharpness: float = 1.0,
+    biases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `topk` best tokens of each row, best first, ties by lower index.
 
     It takes two launches and no float32 copy of the logits. Ties and NaN (which counts as -inf) are
-    resolved by fixed rules, so tensor-parallel ranks that hold the same logits agree.
+    resolved by fixed rules, so tensor-parallel ranks that hold the same logits agree. Returns
+    log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each. Raises
+    `ValueError` if `topk` is out of range, or shapes or strides are not these.
 
     Args:
         logits: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
@@ -183,74 +230,26 @@ def topk_logprobs(
         noise: where a row's temperature is above 0, tokens are ranked by the sum of this and
             ``logits / temperature``, and the log-softmax of that is returned.
         sharpness: factor of the logits, above 0.
-
-    Returns:
-        Log-probabilities within the row float32 and ids int64, ``[num_rows, topk]`` each.
-
-    Raises:
-        ValueError: if `topk` is out of range, or shapes or strides are not these.
+        biases: like the logits, of which each row is then shared by several rows in succession,
+            whose biases are added to it. The sums are formed in float32 where they are read, and
+            stored nowhere; a program may take several of the rows. `noise` has as many ``rows``, an
+            ``offset`` of 0, and one position for rows that share their logits.
     """
-    return _ranked(logits, None, 1, topk, target_ids, out, noise, sharpness)
-
-
-def biased_topk_logprobs(
-    biases: torch.Tensor,
-    shared: torch.Tensor,
-    topk: int,
-    target_ids: torch.Tensor | None = None,
-    noise: Noise | None = None,
-    sharpness: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk_logprobs` of the sums of `biases` and of logits that several rows share.
-
-    The sums are formed in float32 where they are read, and stored nowhere. With many rows a program
-    takes several of those that share their logits.
-
-    Args:
-        biases: bf16, fp16 or fp32 ``[num_rows, vocab]``, last dimension contiguous.
-        shared: likewise ``[num_shared, vocab]``, each for ``num_rows / num_shared`` rows in
-            succession.
-        noise: has ``num_rows / num_shared`` ``rows``, an ``offset`` of 0, and one position for rows
-            that share their logits.
-    """
-    (num_rows, vocab_size), num_shared = biases.shape, len(shared)
-    if num_rows == 0:
-        return _outputs(biases, topk, None)
-    nodes, rest = divmod(num_rows, max(1, num_shared))
-    if rest or not nodes or shared.shape[1] != vocab_size or shared.stride(1) != 1:
-        raise ValueError(
-            f"shared must be [num_shared, {vocab_size}] with num_shared a divisor of {num_rows} "
-            "and a contiguous last dimension, got "
-            f"{tuple(shared.shape)}, strides {shared.stride()}"
-        )
-    if noise is not None and (noise.rows, noise.offset) != (nodes, 0):
-        raise ValueError(
-            f"noise must have rows {nodes} and offset 0, got {noise.rows} and {noise.offset}"
-        )
-    return _ranked(shared, biases, nodes, topk, target_ids, None, noise, sharpness)
-
-
-def _ranked(
-    logits: torch.Tensor,
-    biases: torch.Tensor | None,
-    nodes: int,
-    topk: int,
-    target_ids: torch.Tensor | None,
-    out: tuple[torch.Tensor, torch.Tensor] | None,
-    noise: Noise | None,
-    sharpness: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank the logits, or with biases their sums with the logits that `nodes` rows share."""
     rows = logits if biases is None else biases
     num_rows, vocab_size = rows.shape
+    nodes = num_rows // max(1, len(logits))
     logp, tokens = _outputs(rows, topk, out)
     if num_rows == 0:
         return logp, tokens
-    check_noise(noise, num_rows)
     block, block_warps = topk_block(vocab_size)
     blocks = cdiv(vocab_size, block)
-    group = 1 if biases is None else rows_per_program(num_rows, nodes, blocks)
-    parts = _Parts.allocate(num_rows, blocks, topk, rows.device)
+    group = rows_per_program(num_rows, nodes, blocks)
+    # Of each block of each row: the largest number and the sum of exponentials relative to it, then
+    # the best numbers by `ordered`, and their places in the row.
+    parts = (
+        *torch.empty(2, num_rows, blocks, dtype=torch.float32, device=rows.device),
+        *torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=rows.device),
+    )
     _block_kernel[(num_rows // group, blocks)](
         logits,
         biases,
@@ -290,43 +289,17 @@ def _ranked(
     return logp, tokens
 
 
-class _Parts(NamedTuple):
-    """What is known of each block of each row: ``[num_rows, blocks]``, the best ``[..., topk]``.
-
-    Attributes:
-        peaks: f32, the largest number.
-        sums: f32, of the exponentials, the largest of which is 1.
-        orders: i32, the best numbers by `ordered`.
-        tokens: i32, their places in the row.
-    """
-
-    peaks: torch.Tensor
-    sums: torch.Tensor
-    orders: torch.Tensor
-    tokens: torch.Tensor
-
-    @classmethod
-    def allocate(cls, num_rows: int, blocks: int, topk: int, device: torch.device) -> _Parts:
-        sums = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
-        bests = torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=device)
-        return cls(sums[0], sums[1], bests[0], bests[1])
-
-
 def _outputs(
     logits: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     if not 1 <= topk <= vocab_size:
         raise ValueError(f"topk must be 1 to {vocab_size} (the vocabulary), got {topk}")
-    if logits.stride(1) != 1:
-        raise ValueError(f"the last dimension must be contiguous, strides {logits.stride()}")
+    check_rows(logits)
     logp, tokens = out or (
         torch.empty(num_rows, topk, dtype=torch.float32, device=logits.device),
         torch.empty(num_rows, topk, dtype=torch.int64, device=logits.device),
     )
-    for tensor in (logp, tokens):
-        if tensor.shape != (num_rows, topk) or not tensor.is_contiguous():
-            raise ValueError(f"out must be contiguous [{num_rows}, {topk}]: {tensor.shape}")
     return logp, tokens
 
 
@@ -354,11 +327,9 @@ def unordered(order):
 
 @triton.jit
 def best_of(left, index, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr):
-    """The `COUNT` largest values of `left`, largest first; ties go to the lower `index`.
-
-    `left` holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns values
-    and indices, int32 ``[COUNT_PAD]`` each; entries beyond `COUNT` are undefined.
-    """
+    """The `COUNT` largest values of `left`, largest first; ties go to the lower `index`. `left`
+    holds int32 of `ordered`. The indices of values above `NONE` must differ. Returns values and
+    indices, int32 ``[COUNT_PAD]`` each; entries beyond `COUNT` are undefined."""
     place = tl.arange(0, COUNT_PAD)
     best = tl.full([COUNT_PAD], NONE, tl.int32)
     chosen = tl.zeros([COUNT_PAD], tl.int32)

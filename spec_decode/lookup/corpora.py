@@ -1,8 +1,6 @@
-"""Corpora: texts that a memory has from files, and is given while it serves.
-
-The engine core reads and tokenises them and says where they go, so that all ranks have the same.
-Workers write between two steps, on the stream that drafts: no step finds a part of a corpus.
-"""
+"""Corpora: texts that a memory has from files, and is given while it serves. The engine core reads
+and tokenises them and says where they go, so that all ranks have the same. Workers write between
+two steps, on the stream that drafts: no step finds a part of a corpus."""
 
 from __future__ import annotations
 
@@ -18,13 +16,12 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.values import human, reason_of, shown
 from vllm_graft.spec_decode.lookup.references import CHARACTERS, encoded
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES
-from vllm_graft.spec_decode.trees.ngram_state import BORDER
+from vllm_graft.spec_decode.trees.text_state import BORDER, SEGMENT, SEGMENT_BYTES
 
 if TYPE_CHECKING:
-    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-    from vllm_graft.spec_decode.lookup.owners import Owners
+    from vllm_graft.spec_decode.config.tree_config import MemoryConfig
     from vllm_graft.spec_decode.lookup.references import Tokenizer
+    from vllm_graft.spec_decode.lookup.served_references import Owners
 
 METHOD = "graft_corpora"
 """What ``collective_rpc`` is asked for."""
@@ -40,11 +37,8 @@ def room_of(memory: MemoryConfig) -> int:
 
 
 def read_texts(path: str, tokens: int) -> list[str]:
-    """Read the texts of a file that could have so many tokens.
-
-    Raises:
-        ConfigError: for a file that can't be read, is of another form, or has too much.
-    """
+    """Read the texts of a file that could have so many tokens. Raises `ConfigError` for a file that
+    can't be read, is of another form, or has too much."""
     try:
         file = Path(path).expanduser()
         if file.exists() and not file.is_file():
@@ -113,15 +107,13 @@ class Corpora:
         salt: str | None = None,
         adapter: str | None = None,
     ) -> dict[str, Any]:
-        """Drop a corpus, add one, and list all.
+        """Drop a corpus, add one, and list all. Raises `ConfigError` if it can't be done. Then all
+        is as it was.
 
         Args:
             add: name of a new one. Without `text` it is a file, as in the configuration.
             salt: ``cache_salt`` of those who find it.
             adapter: name of their LoRA adapter.
-
-        Raises:
-            ConfigError: if it can't be done. Then all is as it was.
         """
         gone = None if drop is None else self._known(drop)
         if add is not None:
@@ -186,17 +178,13 @@ class Corpora:
         self._erase(self._known(name).places)
         self._free += self.known.pop(name).places
 
-    def answer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Stand around ``EngineCore.collective_rpc``."""
-
-        def collective_rpc(
-            method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if method != METHOD:
-                return original(method, timeout, args, kwargs)
-            return [self.asked(*args, **(kwargs or {}))]
-
-        return collective_rpc
+    def answer(
+        self, original: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Stand in the place of ``EngineCore.collective_rpc``."""
+        if method != METHOD:
+            return original(method, timeout, args, kwargs)
+        return [self.asked(*args, **(kwargs or {}))]
 
     def _known(self, name: str) -> Corpus:
         if name not in self.known:

@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from vllm_graft.spec_decode.counts.tree_metrics import REFERENCE_DECLINES, REFERENCE_SOURCES
-from vllm_graft.spec_decode.kernels.ngram_insert import Learned, insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import (
+    Learned,
+    insert_ngrams,
+    insert_paths,
+    learn_rates,
+)
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
 from vllm_graft.spec_decode.kernels.text_memory import (
     drop_corpus,
     search_memory,
     write_corpus,
     write_memory,
 )
-from vllm_graft.spec_decode.trees.memory_state import CLASSES, LONGEST, PROMPT_TOKENS, MemoryState
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
-from vllm_graft.spec_decode.trees.reference import reference_in
+from vllm_graft.spec_decode.trees.text_state import (
+    CLASSES,
+    LONGEST,
+    PROMPT_TOKENS,
+    MemoryState,
+    NgramState,
+    reference_in,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -28,11 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
     from vllm_graft.base.metric import Numbers
-    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
-    from vllm_graft.spec_decode.trees.reference import Reference
-
+    from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
+    from vllm_graft.spec_decode.trees.text_state import Reference
+    from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 _COUNTED = (
     "ngram_nodes_verified",
@@ -40,7 +47,6 @@ _COUNTED = (
     "memory_nodes_verified",
     "memory_nodes_accepted",
 )
-
 
 REST = 8
 """Steps without drafts of which one adds to the memory what they have emitted. So few tokens are
@@ -89,6 +95,8 @@ class Ngrams:
         matches: matches that are kept of each text.
         reference: tokens that the reference of a request may have; 0 for no references.
         memory: of texts of other requests; None for none.
+        depth: most tokens that follow from each of several matches, where no draft model drafts;
+            None for one match beside a draft's levels.
 
     Attributes:
         nodes: int64 ``[max_reqs]`` by request-state index, bits of nodes that n-grams alone
@@ -107,8 +115,9 @@ class Ngrams:
         matches: int = 1,
         reference: int = 0,
         memory: MemoryConfig | None = None,
+        depth: int | None = None,
     ) -> None:
-        self.references = ReferenceCounts()
+        self.references, self.depth = ReferenceCounts(), depth
         kept = None
         if memory is not None:
             kept = MemoryState.allocate(memory.bytes, max_reqs, device, memory.corpora_bytes)
@@ -171,8 +180,8 @@ class Ngrams:
             write_memory(memory, self._texts, self._lengths, slots, num_reqs)
 
     def columns(self, num_nodes: int) -> int:
-        """A path may be all of a tree."""
-        return num_nodes
+        """A column for each token of each path: a path may be all of a tree."""
+        return self.state.matches * min(self.depth or num_nodes, num_nodes)
 
     def add(
         self,
@@ -190,33 +199,19 @@ class Ngrams:
             write_memory(self.state.memory, self._texts, self._lengths, slots, num_reqs)
         match_ngrams(self.state, self._texts, self._lengths, slots, num_reqs)
         search_memory(self.state, self._lengths, slots, num_reqs)
-        self._insert(candidates, slots, num_reqs, levels=levels, first=first, num_nodes=num_nodes)
-
-    def _insert(
-        self,
-        candidates: CandidateTable,
-        slots: torch.Tensor,
-        num_reqs: int,
-        *,
-        levels: int,
-        first: int,
-        num_nodes: int,
-    ) -> None:
-        insert_ngrams(
-            candidates,
-            self.state,
-            self._lengths,
-            slots,
-            num_reqs,
-            levels=levels,
-            first=first,
-            depth=self.columns(num_nodes),
-            vocab_size=self.vocab_size,
-        )
+        options: dict[str, Any] = {"first": first, "vocab_size": self.vocab_size}
+        depth = min(self.depth or num_nodes, num_nodes)
+        arguments = candidates, self.state, self._lengths, slots, num_reqs
+        if self.depth is None:
+            insert_ngrams(*arguments, levels=levels, depth=depth, **options)
+        else:
+            insert_paths(*arguments, depth=depth, **options)
 
     def end_step(self) -> None:
-        """Learn from a step; send the counts to the host, which does not wait for them."""
-        learn_rates(self.learned)
+        """Learn from a step; send the counts to the host, which does not wait for them. Without a
+        draft model the launch that begins the next step does both (`keep_slots`)."""
+        if self.depth is None:
+            learn_rates(self.learned)
 
     def numbers(self) -> Numbers:
         return {
@@ -248,49 +243,6 @@ class Ngrams:
                 "segments_written": int(memory.head[0]) - 1,
             }
         return found
-
-
-class SeveralNgrams(Ngrams):
-    """An `Extra` of several matches, where `Ngrams` has one beside what a draft model drafts.
-
-    From each match at most `depth` tokens follow. All else is as in `Ngrams`, but that the first
-    launch of a step learns from the step before (`keep_slots`).
-    """
-
-    def __init__(self, *args: Any, depth: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.depth = depth
-
-    def end_step(self) -> None:
-        """Do nothing."""
-
-    def columns(self, num_nodes: int) -> int:
-        """A column for each token of each path."""
-        return self.state.matches * self._depth(num_nodes)
-
-    def _insert(
-        self,
-        candidates: CandidateTable,
-        slots: torch.Tensor,
-        num_reqs: int,
-        *,
-        levels: int,
-        first: int,
-        num_nodes: int,
-    ) -> None:
-        insert_paths(
-            candidates,
-            self.state,
-            self._lengths,
-            slots,
-            num_reqs,
-            first=first,
-            depth=self._depth(num_nodes),
-            vocab_size=self.vocab_size,
-        )
-
-    def _depth(self, num_nodes: int) -> int:
-        return min(self.depth, num_nodes)
 
 
 def add_corpus(worker: Any, *corpus: Any) -> None:

@@ -2,32 +2,148 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.values import reason_of
-from vllm_graft.spec_decode.lookup.forced_text import Piece, pieces_of
-from vllm_graft.spec_decode.lookup.predictions import Wrong, prediction_of
+from vllm_graft.base.options import flag
+from vllm_graft.base.values import reason_of, shown
 from vllm_graft.spec_decode.lookup.schema_text import (
     COMPACT,
     INDENTED,
     SPACED,
+    Piece,
     Style,
     Work,
+    pieces_of,
     schema_items,
     tag_items,
 )
-from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
-from vllm_graft.spec_decode.trees.ngram_state import BORDER
-from vllm_graft.spec_decode.trees.reference import KEY, NONE, Reference
+from vllm_graft.spec_decode.trees.text_state import BORDER, KEY, NONE, Reference
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from vllm_graft.base.metric import Numbers
+
+
+class Tokens(NamedTuple):
+    """The int32 tokens of a piece of text, and whether it stands at the beginning of an answer."""
+
+    tokens: Sequence[int]
+    opens: bool
+
+
+class Split(NamedTuple):
+    """The pieces of a text that have room, the likeliest first, and whether something was left
+    out."""
+
+    pieces: Sequence[Tokens] = ()
+    is_cut: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_OBJECT + 4 * len(each.tokens) for each in self.pieces) + _OBJECT
+
+
+_OBJECT = 256
+"""Host bytes of a piece beside its tokens, and of an entry."""
+
+
+class TokenCache:
+    """Keeps what was made of texts, the last used ones, within so many host bytes. A key is a hash:
+    no text of a request is kept."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._kept: OrderedDict[bytes, Split] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @staticmethod
+    def key(kind: str, text: str) -> bytes:
+        return hashlib.blake2b(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
+
+    def get(self, key: bytes) -> Split | None:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def put(self, key: bytes, made: Split) -> None:
+        """Keep something that has room at all; what was used longest ago makes room for it."""
+        if made.num_bytes > self.max_bytes:
+            return
+        if (old := self._kept.pop(key, None)) is not None:
+            self.num_bytes -= old.num_bytes
+        self._kept[key] = made
+        self.num_bytes += made.num_bytes
+        while self.num_bytes > self.max_bytes:
+            self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+
+class Wrong(NamedTuple):
+    """A prediction that can't be used, and the sentence on why not and what to send instead."""
+
+    reason: str
+
+
+class Predicted(NamedTuple):
+    """A prediction that can be used: a text or token ids, and whether some of it was left out."""
+
+    given: str | list[int]
+    is_cut: bool
+
+
+def prediction_of(params: SamplingParams, vocab_size: int, room: int) -> Predicted | Wrong | None:
+    """The prediction of a request, of which at most `room` ids are looked at; None if it has
+    none."""
+    given = (params.extra_args or {}).get(KEY)
+    if given is None or given in ("", []):
+        return None
+    if isinstance(given, str):
+        return Predicted(given, is_cut=False)
+    if not isinstance(given, list):
+        return Wrong(f"it is a {type(given).__name__}: send a text, or a list of token ids.")
+    kept = given[:room]
+    wrong = (each for each in kept if type(each) is not int or not 0 <= each < vocab_size)
+    if (first := next(wrong, None)) is not None:
+        # What is no number may be as long as a request.
+        said = shown(first) if type(first) is int else f"a {type(first).__name__}"
+        return Wrong(f"{said} in it is no token id, which are integers from 0 to {vocab_size - 1}.")
+    return Predicted(kept, is_cut=len(kept) < len(given))
+
+
+class UnreadPredictions:
+    """A `TextWatch` of an engine without n-grams, or without room for references: it counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def attach(self, req_states: RequestState) -> None:
+        """Do nothing: texts are not read."""
+
+    def begin(self, req_index: int, request: NewRequestData) -> None:
+        params = request.sampling_params
+        if params is not None and KEY in (params.extra_args or {}):
+            self.count += 1
+            warning_once(
+                f"a request's {KEY} is not used: set {flag('tree', 'ngram')}, with room for a "
+                "reference, or drop it."
+            )
+
+    def numbers(self) -> Numbers:
+        return {"reference_declines": {"off": self.count}}
+
 
 MAX_SCHEMA = 1 << 16
 """Characters of a schema that is read."""
@@ -88,10 +204,8 @@ class References:
         self.cache = TokenCache(CACHE_BYTES)
 
     def of(self, params: SamplingParams | None, prompt: Sequence[int] | None) -> Reference:
-        """The reference of a request; empty if it has none, or no prompt that is tokens.
-
-        What is likelier stands behind: there the last of equal matches is found.
-        """
+        """The reference of a request; empty if it has none, or no prompt that is tokens. What is
+        likelier stands behind: there the last of equal matches is found."""
         if params is None:
             return NONE
         declines: list[str] = []

@@ -1,15 +1,16 @@
-"""Gives the references of an engine's requests to its workers, with the requests.
-
-The engine core makes them where it takes requests in, in a thread of its own beside the steps, and
-before they are scheduled: all ranks get the same one at the same step, and no step waits for it.
-"""
+"""Gives the references of an engine's requests to its workers, with the requests. The engine core
+makes them where it takes requests in, in a thread of its own beside the steps, and before they are
+scheduled: all ranks get the same one at the same step, and no step waits for it."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.tokenizers.registry import cached_tokenizer_from_config
@@ -17,22 +18,53 @@ from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm_graft.base.log import MOST, info_once, warning_once
 from vllm_graft.base.options import did_you_mean
 from vllm_graft.base.values import shown
-from vllm_graft.seams.wrap import wrap
-from vllm_graft.spec_decode.config.ngram_config import lengths_of
+from vllm_graft.seams.wrap import around
+from vllm_graft.spec_decode.config.tree_config import lengths_of
 from vllm_graft.spec_decode.lookup.corpora import Corpora
 from vllm_graft.spec_decode.lookup.ngrams import add_corpus, erase_corpus
-from vllm_graft.spec_decode.lookup.owners import Owners
 from vllm_graft.spec_decode.lookup.references import References, styles_of
-from vllm_graft.spec_decode.models.chosen import has_model
-from vllm_graft.spec_decode.trees.reference import KEY, NONE, UNREAD, Reference
+from vllm_graft.spec_decode.models.drafts import has_model
+from vllm_graft.spec_decode.trees.text_state import KEY, NONE, UNREAD, Owner, Reference
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
-    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
+    from vllm_graft.spec_decode.config.tree_config import MemoryConfig, TreeConfig
+
+
+class Owners:
+    """Numbers the owners of texts by a hash, whose key is this process's own and is kept nowhere.
+
+    The engine core asks for them where it takes requests in, so that all ranks get the same ones
+    and no step hashes a prompt.
+
+    Args:
+        scope: ``tenant`` for requests of one ``cache_salt`` and adapter, ``server`` for all.
+    """
+
+    def __init__(self, scope: str) -> None:
+        self._by_tenant, self._key = scope == "tenant", os.urandom(16)
+
+    def of(self, request: Request) -> Owner:
+        adapter = request.lora_request
+        scope = self._name(request.cache_salt, None if adapter is None else adapter.lora_name)
+        prompt = array("q", request.prompt_token_ids or ()).tobytes()
+        return Owner(self._number(scope), self._number(scope + b"\0" + prompt))
+
+    def scope(self, salt: str | None, adapter: str | None) -> int:
+        """The scope of requests with this ``cache_salt`` and adapter."""
+        return self._number(self._name(salt, adapter))
+
+    def _name(self, salt: str | None, adapter: str | None) -> bytes:
+        tenant = (salt, adapter) if self._by_tenant else "server"
+        return repr(tenant).encode("utf-8", "surrogatepass")
+
+    def _number(self, text: bytes) -> int:
+        found = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
+        # The first bit would be a sign, and 0 is nobody's.
+        return int.from_bytes(found) >> 1 or 1
 
 
 _WORD = re.compile("(vllm.?)?graft", re.IGNORECASE)
@@ -116,16 +148,12 @@ def carry_references(engine: EngineCore, tree: TreeConfig, vllm_config: VllmConf
         owners = Owners(tree.memory.scope)
         serve_corpora(engine, tree.memory, vllm_config, owners)
 
-    def then_carry(original: Callable[..., Any]) -> Callable[..., Any]:
-        def preprocess_add_request(request: Any) -> tuple[Request, int]:
-            made: tuple[Request, int] = original(request)
-            carry(made[0], references, learn_salted=tree.learn_salted, owners=owners)
-            return made
-
-        return preprocess_add_request
-
     # Only this engine is changed: others in the process may have other configurations.
-    wrap(engine, "preprocess_add_request", then_carry)
+    @around(engine, "preprocess_add_request")
+    def then_carry(original: Any, request: Any) -> tuple[Request, int]:
+        made: tuple[Request, int] = original(request)
+        carry(made[0], references, learn_salted=tree.learn_salted, owners=owners)
+        return made
 
 
 def serve_corpora(
@@ -143,4 +171,4 @@ def serve_corpora(
     corpora = Corpora(memory, tokenizer, owners, write, erase)
     for path in memory.corpora:
         corpora.asked(add=path)
-    wrap(engine, "collective_rpc", corpora.answer)
+    around(engine, "collective_rpc")(corpora.answer)

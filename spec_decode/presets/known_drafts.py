@@ -1,7 +1,5 @@
 """Drafts for a target that is served without one: its own MTP module, or a public EAGLE-3 head."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -8,8 +8,6 @@ that trees don't have, for a check of LoRA, and to see whether it is a multiple 
 modules: our refusals repeat the one, and refuse more modules than one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
@@ -17,17 +15,14 @@ from vllm_graft.base.log import warning_once
 from vllm_graft.base.options import flag, target_of, with_section, without_section
 from vllm_graft.hooks.feature import not_asked_for
 from vllm_graft.spec_decode.config.tree_config import MAX_STEPS, NAME, TreeConfig
-from vllm_graft.spec_decode.models.draft_facts import trained_depth
+from vllm_graft.spec_decode.models.drafts import trained_depth
 from vllm_graft.spec_decode.targets.families import FEATURES, served_features, unserved_in_model
 
 
 def count_nodes(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     """Make ``num_speculative_tokens``, a depth, the ``steps``, and set it to ``tree.nodes``; return
-    the section. For configurations that vLLM derives from ours this changes nothing again.
-
-    Raises:
-        ConfigError: if the depth is out of bounds, or ``steps`` says another one.
-    """
+    the section. For configurations that vLLM derives from ours this changes nothing again. Raises
+    `ConfigError` if the depth is out of bounds, or ``steps`` says another one."""
     speculative = vllm_config.speculative_config
     depth = speculative.num_speculative_tokens
     if "steps" not in tree.model_fields_set:
@@ -67,11 +62,8 @@ def wrong_depth(depth: int) -> str:
 
 def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
     """Make the tree a chain if the target needs one, and say so in the log; return the section in
-    force.
-
-    The chain is as long as the tree would have been deep; `vllm_config` is changed, too. VLLM calls
-    this again for configurations that it derives; the second time nothing changes.
-    """
+    force. The chain is as long as the tree would have been deep; `vllm_config` is changed, too.
+    VLLM calls this again for configurations that it derives; the second time nothing changes."""
     model = target_of(vllm_config)
     if tree.fallback == "refuse" or tree.topk == 1 or model is None:
         return tree
@@ -107,10 +99,8 @@ def fall_back(tree: TreeConfig, vllm_config: Any) -> TreeConfig:
 
 def leave_to_stock(vllm_config: Any) -> int:
     """Take trees out of a configuration by which buffers are sized already; return the length of
-    the chains in their place.
-
-    ``num_speculative_tokens`` stays, and a table has the scheduler ask for no more than the chain.
-    """
+    the chains in their place. ``num_speculative_tokens`` stays, and a table has the scheduler ask
+    for no more than the chain."""
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     assert tree is not None
     depth: int = min(tree.steps, speculative.num_speculative_tokens)

@@ -1,8 +1,6 @@
 """Drafts that no tree grows from, and keys that some drafters don't have, refused in the
 frontend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,12 +9,15 @@ from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.chosen import drafter_of, has_model, is_block, methods
-from vllm_graft.spec_decode.models.draft_facts import (
+from vllm_graft.spec_decode.models.drafts import (
     CANDIDATE_KEYS,
     block_rows,
+    drafter_of,
+    has_model,
     is_assistant,
+    is_block,
     is_refined,
+    methods,
     num_candidates_of,
     refiner_sizes,
     trained_depth,
@@ -371,9 +372,7 @@ def _filled(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def _steps(tree: TreeConfig, speculative: Any) -> tuple[bool, int]:
-    """Whether ``steps`` says how deep a tree is, and how deep it is.
-
-    With ``nodes``, ``num_speculative_tokens`` is the depth until they are counted.
-    """
+    """Whether ``steps`` says how deep a tree is, and how deep it is. With ``nodes``,
+    ``num_speculative_tokens`` is the depth until they are counted."""
     given = "steps" in tree.model_fields_set or tree.nodes is None
     return given, tree.steps if given else speculative.num_speculative_tokens

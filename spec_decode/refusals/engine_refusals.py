@@ -1,16 +1,14 @@
 """Engines that may not run beside trees: runners, ranks, graphs, and rows per batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Found, Refusal, Refusals, sentences, setting
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.chosen import has_model, is_block
-from vllm_graft.spec_decode.targets.recurrent.state_refusals import auto_widths
-from vllm_graft.spec_decode.trees.shape import MAX_NODES
+from vllm_graft.spec_decode.models.drafts import has_model, is_block
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import auto_widths
+from vllm_graft.spec_decode.trees.tree import MAX_NODES
 
 _NODES = "speculative_config.num_speculative_tokens"
 _TOPK, _SHAPE = flag("tree", "topk"), flag("tree", "shape")

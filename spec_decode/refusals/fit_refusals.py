@@ -1,12 +1,12 @@
-"""Drafts that were made for another target, found by what both configurations say.
+"""Drafts that were made for another target, found by what both configurations say. What a
+configuration leaves open is never refused. VLLM itself looks at the vocabulary of ``draft_model``
+alone: other sizes end an engine in its first step, or pass and draft badly."""
 
-What a configuration leaves open is never refused. VLLM itself looks at the vocabulary of
-``draft_model`` alone: other sizes end an engine in its first step, or pass and draft badly.
-"""
-
-from __future__ import annotations
-
+import filecmp
+import functools
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
@@ -14,7 +14,66 @@ from vllm_graft.base.options import target_of
 from vllm_graft.base.refusal import Refusals, sentences
 from vllm_graft.base.values import shown
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.tokenizers import differing
+
+_FILES = ("tokenizer.json", "vocab.json")
+"""Files that have each token with its id. They are compared with their own kind alone, as others
+write the same token in another way."""
+
+
+@functools.cache
+def differing(
+    one: str, other: str, revisions: tuple[str | None, ...]
+) -> dict[int, tuple[str, str]]:
+    """Find the ids that are another token in another checkpoint. Returns the tokens in both, by
+    their id. Empty if one of them has no tokenizer of its own, and for tokens that only one of them
+    has.
+
+    Args:
+        one: a folder, or a repository of the Hub, of which only files that are on this machine are
+            read.
+        other: likewise.
+        revisions: of both.
+    """
+    for name in _FILES:
+        own, theirs = (_file(*each, name) for each in zip((one, other), revisions))
+        if own is None or theirs is None:
+            continue
+        if filecmp.cmp(own, theirs, shallow=False):
+            break
+        first, second = _tokens(own), _tokens(theirs)
+        shared = sorted(first.keys() & second.keys())
+        return {id: (first[id], second[id]) for id in shared if first[id] != second[id]}
+    return {}
+
+
+def _file(checkpoint: str, revision: str | None, name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    if (file := Path(checkpoint, name)).is_file():
+        return file
+    try:
+        cached = try_to_load_from_cache(checkpoint, name, revision=revision)
+    except ValueError:  # It is no name of a repository.
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _tokens(file: Path) -> dict[int, str]:
+    """The tokens by their ids; none of a file in another form."""
+    try:
+        return {id: token for token, id in _pairs(json.loads(file.read_bytes())) if type(id) is int}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _pairs(read: Any) -> Iterator[tuple[str, int]]:
+    vocabulary = read["model"]["vocab"] if "model" in read else read
+    if isinstance(vocabulary, dict):
+        yield from vocabulary.items()
+    else:
+        yield from ((token, id) for id, (token, *_) in enumerate(vocabulary))
+    yield from ((each["content"], each["id"]) for each in read.get("added_tokens", ()))
+
 
 _DRAFT = "speculative_config.model"
 _OTHER = f"set `{_DRAFT}` to a draft that was made for this target, or drop `--speculative-config`"
@@ -143,10 +202,7 @@ def _tokenizer(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def require_fit(vllm_config: Any) -> None:
-    """Refuse a draft with which the engine would stop in its first step, whatever we run.
-
-    Raises:
-        ConfigError: says what does not fit.
-    """
+    """Refuse a draft with which the engine would stop in its first step, whatever we run. Raises a
+    `ConfigError` that says what does not fit."""
     if found := list(sentences(CRASHES, TreeConfig(), vllm_config)):
         raise ConfigError("\n  ".join([f"{_DRAFT} is a draft for another target:", *found]))

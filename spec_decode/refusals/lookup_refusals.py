@@ -1,19 +1,15 @@
 """What n-grams of texts, and a memory of them, can't be asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Found, Refusals
-from vllm_graft.spec_decode.config.ngram_config import MAX_LENGTH, MAX_REFERENCE
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import MAX_LENGTH, MAX_REFERENCE, TreeConfig
 from vllm_graft.spec_decode.lookup.corpora import ROOM, read_texts, room_of
-from vllm_graft.spec_decode.models.chosen import has_model
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, bytes_of
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
+from vllm_graft.spec_decode.models.drafts import has_model
+from vllm_graft.spec_decode.trees.text_state import MAX_PLACE, SEGMENT, bytes_of
 
 _LENGTH = "speculative_config.prompt_lookup_max"
 

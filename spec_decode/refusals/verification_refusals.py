@@ -1,7 +1,5 @@
 """Exclusions of the verification of trees: kernels, K/V formats, heads, samplers, connectors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +8,7 @@ from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.refusal import Found, Refusal, Refusals, sentences, setting
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.draft_facts import draft_vocabulary
+from vllm_graft.spec_decode.models.drafts import draft_vocabulary
 from vllm_graft.spec_decode.refusals.draft_refusals import own_scores
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS

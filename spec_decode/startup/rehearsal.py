@@ -31,10 +31,9 @@ from vllm_graft.spec_decode.startup.stand_ins import (
     head,
     on_meta,
 )
-from vllm_graft.spec_decode.targets.dense.choice import points
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseState
-from vllm_graft.spec_decode.tuning.plan import widths
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts
+from vllm_graft.spec_decode.targets.dense.layer import DenseState
+from vllm_graft.spec_decode.targets.dense.two_pass import points
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, widths
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 from vllm_graft.spec_decode.verification.sampler import Chunk, TreeRejectionSampler, VerifiedRows
 

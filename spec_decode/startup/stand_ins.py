@@ -15,7 +15,7 @@ from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.models.draft_facts import RefinerSizes, refiner_sizes
+from vllm_graft.spec_decode.models.drafts import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.targets.dense.layer import TRITON, TreeAttentionMixin
 from vllm_graft.spec_decode.targets.dense.window import DraftWindow
 from vllm_graft.spec_decode.trees.batch import TreeBatch

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hooks import entries, manager
 from vllm_graft.hooks.feature import Feature, if_model_has
 from vllm_graft.seams.permission import require_seams
-from vllm_graft.spec_decode.models.attention_classes import own_attention
-from vllm_graft.spec_decode.targets.base import TargetState
 from vllm_graft.spec_decode.targets.dense.dense_features import DENSE
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT
 from vllm_graft.spec_decode.targets.recurrent.recurrent_features import RECURRENT
@@ -23,8 +25,77 @@ if TYPE_CHECKING:
 
     from vllm_graft.base.refusal import Refusal
     from vllm_graft.seams.ledger.entry import Seam
-    from vllm_graft.spec_decode.targets.base import TargetFamily
     from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
+
+_OWN = re.compile(r"^class (\w*Attention\w*)\([^)]*\bAttentionLayerBase\b", re.MULTILINE)
+"""A class of attention that is none of vLLM's own; those of caches beside one have other names."""
+
+_KNOWN = ("MultiHeadLatentAttention",)
+"""Classes of this kind that a family of ours claims: Kimi Linear's MLA."""
+
+
+def own_attention(model: Any) -> str:
+    """What a model has of attention classes of its own, as the words after "The target"; empty for
+    none, and for classes that are not vLLM's. Files are read, and nothing is imported."""
+    text = getattr(model, "hf_text_config", None)
+    names = [*(getattr(model, "architectures", None) or ())]
+    names += getattr(text, "architectures", None) or ()
+    found = [each for name in names for each in _declared(name)]
+    return f"has attention layers of a class of its own ({found[0]})" if found else ""
+
+
+@functools.cache
+def _declared(architecture: str) -> tuple[str, ...]:
+    """The classes in the file, or the package, of the model that vLLM has for an architecture."""
+    from vllm.model_executor.models import ModelRegistry
+
+    module = getattr(ModelRegistry.models.get(architecture), "module_name", "")
+    package, _, rest = module.partition(".")
+    spec = find_spec("vllm")
+    if package != "vllm" or spec is None or not spec.submodule_search_locations:
+        return ()
+    path = Path(spec.submodule_search_locations[0], *rest.split("."))
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    texts = (file.read_text(encoding="utf-8") for file in files if file.is_file())
+    found = {name for text in texts for name in _OWN.findall(text)}
+    return tuple(sorted(found.difference(_KNOWN)))
+
+
+class TargetState(Protocol):
+    """What the layers of one family cache, before and after a pass over trees. `reads_rows` says
+    whether a pass without drafts reads the context's `rows`, too, with one token per request."""
+
+    reads_rows: bool = True
+
+    def fork(self, step: VerifyStep) -> None:
+        """Before the pass: make room for what differs between branches; by default nothing."""
+        return
+
+    def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
+        """After verification: leave what a chain of the accepted tokens would have left. `path` is
+        int32 ``[max_reqs, num_nodes + 1]``, accepted nodes of each request of the batch; the step's
+        ``num_sampled`` says how many of them count."""
+        ...
+
+
+class TargetFamily(Protocol):
+    """How trees are verified on one kind of attention layer."""
+
+    def claims(self, layer: Any) -> bool:
+        """Whether a layer, one of vLLM's ``AttentionLayerBase``, is of this family's kind."""
+        ...
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        """Make the layer `name` serve tree rows besides what it does already. The levels of the
+        draft's layers (`is_draft`) read a scratch of K/V. Raises `ConfigError` if the layer's
+        backend or cache is one that can't be read."""
+        ...
+
+    def state(
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> TargetState:
+        """Make the state of the target's layers of this family, whose ``kv_cache`` is bound."""
+        ...
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -134,14 +205,9 @@ class UnchangedFamily:
 
 
 class ServedLayers:
-    """The layers of a target and its draft by name, each with the family that serves it.
-
-    The layers of a target stay as they are where trees are chains (`chain`), those of a draft where
-    it has no trees (`draft_too`).
-
-    Raises:
-        ConfigError: if no family serves one of the layers.
-    """
+    """The layers of a target and its draft by name, each with the family that serves it. The layers
+    of a target stay as they are where trees are chains (`chain`), those of a draft where it has no
+    trees (`draft_too`). Raises `ConfigError` if no family serves one of the layers."""
 
     def __init__(
         self,

@@ -1,37 +1,27 @@
 """Tree decoding's part of the engine's model state: before, around and after a target pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from vllm.config import CUDAGraphMode
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.verification.histories import follow_paths
-from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.states import RequestState
-
-    from vllm_graft.spec_decode.targets.base import TargetState
-    from vllm_graft.spec_decode.targets.families import ServedLayers
-    from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.targets.families import ServedLayers, TargetState
+from vllm_graft.spec_decode.verification.context import TreeContext
+from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler, follow_paths
 
 
 def samples_by_temperature(params: SamplingParams | None) -> bool:
-    """Whether temperature is all that changes a request's logits before a token is drawn.
-
-    A grammar changes them before vLLM's sampler sees them, so it does not count.
-    """
+    """Whether temperature is all that changes a request's logits before a token is drawn. A grammar
+    changes them before vLLM's sampler sees them, so it does not count."""
     if (
         params is None
         or params.repetition_penalty != 1.0
@@ -60,7 +50,7 @@ class TreeModelState:
     device: torch.device
 
     @classmethod
-    def bind(cls, context: TreeContext, layers: ServedLayers) -> type[TreeModelState]:
+    def bind(cls, context: TreeContext, layers: ServedLayers) -> type[Self]:
         """Return a subclass whose class attributes belong to one engine."""
         return type("TreeModelState", (cls,), {"graft": context, "layers": layers})
 

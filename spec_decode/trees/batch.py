@@ -1,7 +1,5 @@
 """Inputs of attention in one layer: trees to verify, or one level of trees to draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

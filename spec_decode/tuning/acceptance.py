@@ -1,7 +1,5 @@
 """Accepted drafts of trees by number of nodes, learned from verified trees."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -58,11 +56,9 @@ class _MissRate:
 
 @dataclass
 class _Record:
-    """Verified trees of one number of nodes, older ones counting less.
-
-    The paired ones are missed levels in the first steps after a change to this number, and those
-    that the rule of `WIDTH_GAIN` expects from the text of the steps before the change.
-    """
+    """Verified trees of one number of nodes, older ones counting less. The paired ones are missed
+    levels in the first steps after a change to this number, and those that the rule of `WIDTH_GAIN`
+    expects from the text of the steps before the change."""
 
     missed: float = 0.0
     paired_misses: float = 0.0
@@ -88,11 +84,9 @@ class _Record:
 
 
 class _DeepPaths:
-    """Accepted paths that were deeper than the draft's levels, older trees counting less.
-
-    Only a copy of the request's own text goes so deep. A copy costs no pass and is one branch, so
-    trees of another shape would have copied as much of it as they have nodes for.
-    """
+    """Accepted paths that were deeper than the draft's levels, older trees counting less. Only a
+    copy of the request's own text goes so deep. A copy costs no pass and is one branch, so trees of
+    another shape would have copied as much of it as they have nodes for."""
 
     def __init__(self) -> None:
         self._trees = 0.0

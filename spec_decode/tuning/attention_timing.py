@@ -1,17 +1,16 @@
 """Times both kernels of tree attention on the device, once, when an engine starts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -20,20 +19,24 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.seams.ranks import gather
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.choice import (
+from vllm_graft.spec_decode.targets.dense.layer import plain_query
+from vllm_graft.spec_decode.targets.dense.two_pass import (
     MAX_KEYS,
+    PLAIN_PASSES,
     Costs,
     KernelChoice,
     KernelName,
+    Passes,
     Point,
+    TwoPass,
     points,
+    random_trees,
+    why_not,
 )
-from vllm_graft.spec_decode.targets.dense.layer import plain_query
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
-from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, Passes, TwoPass, why_not
 from vllm_graft.spec_decode.targets.latent.latent_layer import is_latent
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
@@ -41,15 +44,7 @@ from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     why_no_latent_passes,
 )
 from vllm_graft.spec_decode.trees.batch import TreeBatch
-from vllm_graft.spec_decode.tuning.plan import widths
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
-
-_CACHE_BYTES = 256 << 20
-"""Bytes of K/V in a measurement, five times a large L2 cache. Longer contexts share blocks."""
+from vllm_graft.spec_decode.tuning.scheduling import widths
 
 
 class Geometry(NamedTuple):
@@ -72,38 +67,28 @@ class Geometry(NamedTuple):
         return 8
 
     @classmethod
-    def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Geometry:
+    def of(cls, layer: Attention, dtype: torch.dtype, block_size: int) -> Self:
         impl: Any = layer.impl
         fp8 = is_quantized_kv_cache(impl.kv_cache_dtype)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
         return cls(*sizes, dtype, fp8, block_size)
 
-    def problem(
-        self, point: Point, device: torch.device | str, cache_bytes: int = _CACHE_BYTES
-    ) -> TreeBatch:
+    def problem(self, point: Point, device: torch.device | str) -> TreeBatch:
         """A batch of random trees, all with ``point.rows`` rows."""
-        itemsize = 1 if self.fp8 else self.dtype.itemsize
-        block = self.kv_heads * self.block_size * 2 * self.head_size * itemsize
-        shape = AttentionShape(
-            rows=(point.rows,) * point.num_reqs,
-            lens=(max(point.context, point.rows),) * point.num_reqs,
-            kv_heads=self.kv_heads,
-            group=self.num_heads // self.kv_heads,
-            head_size=self.head_size,
-            block_size=self.block_size,
-            dtype=self.dtype,
-            fp8=self.fp8,
-            max_blocks=max(1, cache_bytes // block),
-        )
-        batch = tree_problem(shape, device)
-        # `tree_problem` gives odd requests more rows; the two passes take requests of equal rows.
-        rows = point.num_reqs * point.rows
-        starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
-        return replace(
-            batch,
-            query_start_loc=starts,
-            query=batch.query[:rows],
-            row_masks=batch.row_masks[: point.rows].repeat(point.num_reqs),
+        rows, dtype = point.num_reqs * point.rows, torch.float8_e4m3fn if self.fp8 else self.dtype
+        block = (self.kv_heads, self.block_size, 2 * self.head_size)
+        block_bytes = math.prod(block) * dtype.itemsize
+        blocks, trees = random_trees(point, self.block_size, block_bytes, device)
+        # The query is a slice of a wider tensor, as a fused QKV projection makes it.
+        wide = (rows, self.num_heads + 2 * self.kv_heads, self.head_size)
+        return TreeBatch(
+            query=torch.randn(wide, device=device, dtype=self.dtype)[:, : self.num_heads],
+            kv_cache=torch.randn(blocks, *block, device=device).to(dtype),
+            seq_lens=trees["prefix_lens"] + point.rows,
+            scale=self.head_size**-0.5,
+            k_scale=torch.tensor(0.7, device=device) if self.fp8 else None,
+            v_scale=torch.tensor([1.3], device=device) if self.fp8 else None,
+            **trees,
         )
 
     def lengthen(self, batch: TreeBatch, keys: int) -> None:
@@ -196,10 +181,8 @@ def measure(
     device: torch.device | str,
 ) -> Costs:
     """Time both kernels at each point as a graph runs them: lengths may reach `max_model_len`.
-
     Points with more keys than the geometry's `most_keys` are left out. It takes about 2 GiB of
-    device memory, which is given back after each size.
-    """
+    device memory, which is given back after each size."""
     # One stream for all: the allocator does not reuse on one stream what another has freed.
     stream = torch.cuda.Stream()
     timed = functools.partial(graph_time, calls=geometry.calls_timed, stream=stream)
@@ -259,13 +242,9 @@ def choose_kernels(
     block_size: int,
     device: torch.device,
 ) -> list[KernelChoice]:
-    """Give the target's layers, grafted already, the two passes besides the Triton kernel.
-
-    Layers of one geometry share a choice between the two. All choices are returned.
-
-    Raises:
-        ConfigError: if ``flash`` was asked for and a layer can't have it.
-    """
+    """Give the target's layers, grafted already, the two passes besides the Triton kernel. Layers
+    of one geometry share a choice between the two. All choices are returned. Raises `ConfigError`
+    if ``flash`` was asked for and a layer can't have it."""
     both: dict[Geometry | LatentGeometry | str, TwoPass] = {}
     for name, layer in layers.items():
         kind = _LATENT if is_latent(layer) else _PLAIN
@@ -310,11 +289,9 @@ def _measured(
     max_model_len: int,
     device: torch.device,
 ) -> KernelChoice:
-    """The choice with measured times, or with the reason why there are none.
-
-    Tensor-parallel ranks take the first rank's times, so that all attend by the same kernel. If a
-    rank could not measure, none uses what another has measured.
-    """
+    """The choice with measured times, or with the reason why there are none. Tensor-parallel ranks
+    take the first rank's times, so that all attend by the same kernel. If a rank could not measure,
+    none uses what another has measured."""
     begin = time.perf_counter()
     costs: Costs = {}
     why = ""

@@ -1,15 +1,13 @@
-"""Cuts trees that run beside prompts to their best nodes, so that the step fits a CUDA graph.
-
-A step beyond the largest captured graph is launched piece by piece, which keeps the host busy for
-longer than the device and costs more than the last nodes yield.
-"""
+"""Cuts trees that run beside prompts to their best nodes, so that the step fits a CUDA graph. A
+step beyond the largest captured graph is launched piece by piece, which keeps the host busy for
+longer than the device and costs more than the last nodes yield."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 from vllm_graft.spec_decode.chunking.prompt_chunks import is_chunked
 
 if TYPE_CHECKING:
@@ -33,15 +31,13 @@ def graph_rows(vllm_config: VllmConfig, mixed_graphs: bool | None) -> int:
 def nodes_that_fit(
     scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], max_rows: int
 ) -> int | None:
-    """Most nodes that each tree may have if the step is to fit a graph of so many rows.
+    """Most nodes that each tree may have if the step is to fit a graph of so many rows. Returns
+    None if nothing is to be cut: no prompts run beside the trees, the step fits as it is, or it
+    would not fit without any node either.
 
     Args:
         scheduled: rows of each request.
         drafts: nodes of the requests that have a tree; each also has a row for its root.
-
-    Returns:
-        None if nothing is to be cut: no prompts run beside the trees, the step fits as it is, or it
-            would not fit without any node either.
     """
     total = sum(scheduled.values())
     if total <= max_rows:
@@ -81,28 +77,22 @@ def count_fitted(worker: Any) -> None:
     """Let a worker, which has loaded its model, count steps with cut trees or chunked prompts."""
     counters = worker.model_runner.speculator.context.counters
 
-    def then_count(original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-            counters.cut_steps += drafted(scheduler_output) is not None
-            counters.chunked_steps += is_chunked(scheduler_output)
-            return original(scheduler_output, *args, **kwargs)
-
-        return execute_model
-
-    wrap(worker.model_runner, "execute_model", then_count)
+    @around(worker.model_runner, "execute_model")
+    def then_count(
+        original: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        counters.cut_steps += drafted(scheduler_output) is not None
+        counters.chunked_steps += is_chunked(scheduler_output)
+        return original(scheduler_output, *args, **kwargs)
 
 
 def fit_to_graphs(scheduler: Scheduler, max_rows: int) -> None:
     """Let `scheduler` cut trees beside prompts, before a KV connector and the requests know the
     step."""
 
-    def then_cut(original: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*args: Any) -> Any:
-            cut_trees(args[-1], max_rows)
-            return original(*args)
-
-        return told
-
     # Only this scheduler is changed: others in the process may have other configurations.
-    for name in ("_build_kv_connector_meta", "_update_after_schedule"):
-        wrap(scheduler, name, then_cut)
+    @around(scheduler, "_build_kv_connector_meta")
+    @around(scheduler, "_update_after_schedule")
+    def then_cut(original: Any, *args: Any) -> Any:
+        cut_trees(args[-1], max_rows)
+        return original(*args)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 if TYPE_CHECKING:
     import torch
@@ -127,42 +127,33 @@ def follow_ranks(worker: Any) -> None:
     runner, agreement = worker.model_runner, RankAgreement()
     ride_along(dp_utils, agreement)
 
-    def then_say(original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-            agreement.said = getattr(scheduler_output, _SAID, Said())
-            return original(scheduler_output, *args, **kwargs)
+    @around(runner, "execute_model")
+    def then_say(
+        original: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        agreement.said = getattr(scheduler_output, _SAID, Said())
+        return original(scheduler_output, *args, **kwargs)
 
-        return execute_model
+    @around(runner.speculator, "propose")
+    def then_agree(
+        original: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any
+    ) -> Any:
+        # Since vLLM 0.33 the ranks may agree to draft nothing.
+        if not getattr(kwargs.get("dp_sync_state"), "skip_drafts", False):
+            num_speculative_tokens = agreement.drafts
+        return original(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
 
-    def then_agree(original: Callable[..., Any]) -> Callable[..., Any]:
-        def propose(*args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
-            # Since vLLM 0.33 the ranks may agree to draft nothing.
-            if not getattr(kwargs.get("dp_sync_state"), "skip_drafts", False):
-                num_speculative_tokens = agreement.drafts
-            return original(*args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+    @around(runner, "sample_tokens")
+    def then_report(original: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if (result := getattr(output, "model_runner_output", None)) is not None:
+            setattr(result, _HEARD, agreement.heard)
+        return output
 
-        return propose
-
-    def then_report(original: Callable[..., Any]) -> Callable[..., Any]:
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            if (result := getattr(output, "model_runner_output", None)) is not None:
-                setattr(result, _HEARD, agreement.heard)
-            return output
-
-        return sample_tokens
-
-    def then_fit(original: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_dummy_batch() -> Any:
-            with _rows_of_dummies(runner, agreement):
-                return original()
-
-        return execute_dummy_batch
-
-    wrap(runner, "execute_model", then_say)
-    wrap(runner, "sample_tokens", then_report)
-    wrap(runner.speculator, "propose", then_agree)
-    wrap(worker, "execute_dummy_batch", then_fit)
+    @around(worker, "execute_dummy_batch")
+    def then_fit(original: Any) -> Any:
+        with _rows_of_dummies(runner, agreement):
+            return original()
 
 
 @contextlib.contextmanager
@@ -178,11 +169,9 @@ def _rows_of_dummies(runner: Any, agreement: RankAgreement) -> Iterator[None]:
 
 
 class SharedLookup(list[int]):
-    """Stands before a scheduler's table of drafts by batch size, and heeds the other ranks.
-
-    All ranks look up the largest batch: a pass has as many rows as its largest rank. As in
-    `TunedLookup`, reading an entry begins a step.
-    """
+    """Stands before a scheduler's table of drafts by batch size, and heeds the other ranks. All
+    ranks look up the largest batch: a pass has as many rows as its largest rank. As in
+    `TunedLookup`, reading an entry begins a step."""
 
     def __init__(self, table: list[int]) -> None:
         super().__init__(table)
@@ -203,22 +192,16 @@ def share_wishes(scheduler: Scheduler) -> SharedLookup:
     lookup = SharedLookup(table)
     scheduler.dynamic_sd_lookup = lookup
 
-    def then_say(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _update_after_schedule(output: SchedulerOutput) -> Any:
-            planned = output.num_spec_tokens_to_schedule + 1
-            setattr(output, _SAID, Said(planned, lookup.wish, len(output.num_scheduled_tokens)))
-            return original(output)
-
-        return _update_after_schedule
-
-    def then_hear(original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_from_output(scheduler_output: SchedulerOutput, result: Any) -> Any:
-            lookup.heard = getattr(result, _HEARD, lookup.heard)
-            return original(scheduler_output, result)
-
-        return update_from_output
-
     # Only this scheduler is changed: others in the process may have other configurations.
-    wrap(scheduler, "_update_after_schedule", then_say)
-    wrap(scheduler, "update_from_output", then_hear)
+    @around(scheduler, "_update_after_schedule")
+    def then_say(original: Any, output: SchedulerOutput) -> Any:
+        planned = output.num_spec_tokens_to_schedule + 1
+        setattr(output, _SAID, Said(planned, lookup.wish, len(output.num_scheduled_tokens)))
+        return original(output)
+
+    @around(scheduler, "update_from_output")
+    def then_hear(original: Any, scheduler_output: SchedulerOutput, result: Any) -> Any:
+        lookup.heard = getattr(result, _HEARD, lookup.heard)
+        return original(scheduler_output, result)
+
     return lookup

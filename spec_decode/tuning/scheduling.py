@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from vllm_graft.base.errors import HookError
+from vllm_graft.base.options import flag
+from vllm_graft.base.values import shown
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.chunking.handover import ROWS
-from vllm_graft.spec_decode.chunking.prompt_chunks import can_chunk, chunk_prompts
+from vllm_graft.spec_decode.chunking.prompt_chunks import ROWS, can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
-from vllm_graft.spec_decode.models.chosen import has_model, is_block
-from vllm_graft.spec_decode.models.draft_facts import draft_has_experts, step_has_experts
+from vllm_graft.spec_decode.models.drafts import (
+    draft_has_experts,
+    has_model,
+    is_block,
+    step_has_experts,
+)
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
@@ -75,10 +82,8 @@ def graph_counts(vllm_config: VllmConfig) -> dict[int, list[int]]:
 
 class TunedLookup(list[int]):
     """Stands for vLLM's table of drafts by batch size; reading an entry begins a step of the tuner.
-
     vLLM's scheduler reads ``dynamic_sd_lookup[n]`` exactly once per step, when the number of
-    requests is known, and offers no other place to decide it. So nothing else may read an entry.
-    """
+    requests is known, and offers no other place to decide it. So nothing else may read an entry."""
 
     def __init__(self, schedule: list[int], tuner: NodeTuner) -> None:
         super().__init__(schedule)
@@ -89,11 +94,9 @@ class TunedLookup(list[int]):
 
 
 class StepKind(NamedTuple):
-    """The requests of a step, and what they did.
-
-    Each of the requests that decode drafted `nodes`, and verified fewer where trees were cut.
-    `batch` is the number of all requests, `prompts` the rows of those that do not decode.
-    """
+    """The requests of a step, and what they did. Each of the requests that decode drafted `nodes`,
+    and verified fewer where trees were cut. `batch` is the number of all requests, `prompts` the
+    rows of those that do not decode."""
 
     nodes: int
     verified: int
@@ -263,3 +266,53 @@ def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
 
     # Only this scheduler is changed: others in the process may have other configurations.
     scheduler.update_from_output = update_from_output
+
+
+def plan_shapes(
+    policy: TreePolicy, config: TreeConfig, vllm_config: VllmConfig
+) -> dict[TreeShape, list[int]]:
+    """The shape for each number of nodes that the scheduler may ask for, and its batches.
+
+    The largest number of nodes is always there: steps for which the scheduler asks for none in
+    particular, such as dummy runs, draft it. Returns numbers of requests for which trees of a shape
+    are drafted, by shape. Raises `HookError` if the policy returns no tree of the number of nodes
+    that it was asked for.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    batches = batches_by_nodes(vllm_config, auto=config.shape == "auto")
+    batches.setdefault(speculative.num_speculative_tokens, [])
+    return {_asked(policy, config, nodes): counts for nodes, counts in batches.items() if nodes}
+
+
+def _asked(policy: TreePolicy, config: TreeConfig, nodes: int) -> TreeShape:
+    """The policy's shape; the engine verifies exactly so many nodes, and drafts one at least."""
+    shape = policy(config, nodes)
+    if (
+        not isinstance(shape, TreeShape)
+        or shape.num_nodes != nodes
+        or min(shape.topk, shape.steps) < 1
+    ):
+        raise HookError(
+            f"{flag('tree', 'policy')} {config.policy!r} returned {shown(shape)} for {nodes} nodes "
+            f"(topk {config.topk}, steps {config.steps}), but must return a TreeShape of exactly "
+            f"{nodes} nodes, with topk and steps of at least 1: mend the policy, or drop the key"
+        )
+    return shape
+
+
+def widths(vllm_config: VllmConfig, *, auto: bool) -> set[int]:
+    """Rows per request, root and nodes, that a pass of the target may verify."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    nodes = {*batches_by_nodes(vllm_config, auto=auto), speculative.num_speculative_tokens}
+    return {count + 1 for count in nodes}
+
+
+def bounds(shapes: Collection[TreeShape]) -> TreeShape:
+    """The smallest shape that holds all of `shapes`."""
+    return TreeShape(
+        max(shape.topk for shape in shapes),
+        max(shape.steps for shape in shapes),
+        max(shape.num_nodes for shape in shapes),
+    )

@@ -1,14 +1,10 @@
 """Tree policies, which give a tree its shape, and the ladders that ``shape: auto`` chooses from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.trees.tree import TreeShape, num_candidates
 
 
 class Rung(NamedTuple):
@@ -23,11 +19,9 @@ class Rung(NamedTuple):
 
 @dataclass(frozen=True)
 class Ladder:
-    """Shapes for growing costs of verification, fewest nodes first.
-
-    A number of nodes without a rung is as wide as the next larger rung if the ladder is `narrow`,
-    else as wide as configured.
-    """
+    """Shapes for growing costs of verification, fewest nodes first. A number of nodes without a
+    rung is as wide as the next larger rung if the ladder is `narrow`, else as wide as
+    configured."""
 
     rungs: tuple[Rung, ...]
     narrow: bool = False
@@ -106,11 +100,9 @@ class TreePolicy(Protocol):
 
 
 def dynamic(config: TreeConfig, num_nodes: int) -> TreeShape:
-    """EAGLE-2's dynamic tree with the configured `topk` and `steps`.
-
-    A tree of n nodes is drafted no wider and no deeper than n, which changes none of its nodes.
-    With ``shape: auto`` the numbers are bounds, and small trees are narrower or shallower still.
-    """
+    """EAGLE-2's dynamic tree with the configured `topk` and `steps`. A tree of n nodes is drafted
+    no wider and no deeper than n, which changes none of its nodes. With ``shape: auto`` the numbers
+    are bounds, and small trees are narrower or shallower still."""
     return _on(DENSE, config, num_nodes)
 
 

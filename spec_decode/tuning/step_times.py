@@ -11,16 +11,14 @@ what prompts of any length add. Corrections are least squares drawn to 0 (ridge)
 timings correct little; only the time of the `host` is found by a rule.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from vllm_graft.spec_decode.chunking.handover import Handover
+from vllm_graft.spec_decode.chunking.prompt_chunks import Handover
 
 AGE = 2000.0
 """Timings after which one counts for 1/e. Raised, a machine that has changed is noticed later."""
@@ -41,10 +39,6 @@ FEW = 1.5
 
 _FITTED = (4, 8, 16)
 """Numbers of timings with which new contexts begin to count."""
-
-BELIEF = 16.0
-"""Timings after which half of `own` is believed. Raised, noise rules fewer numbers out, and
-differences below `NOISE` are learned later."""
 
 DOUBT = 0.05
 """Weight of the prior of `shared`, of a timed number 1 at most: it is half believed after three
@@ -217,7 +211,7 @@ class Shared(NamedTuple):
         return own - (1 - timed.weight) * math.copysign(noise, own), True
 
     @classmethod
-    def of(cls, points: list[Point], *, sloped: bool = False) -> Shared:
+    def of(cls, points: list[Point], *, sloped: bool = False) -> Self:
         """Weighted least squares through points beyond their costs, drawn to 0."""
         total = sum(each.weight for each in points)
         if not total:

@@ -1,7 +1,5 @@
 """Trials of other numbers of nodes, which tell whether measured costs are wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

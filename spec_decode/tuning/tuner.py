@@ -1,7 +1,5 @@
 """The number of nodes that pays: learned while serving, from times of steps and tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -410,10 +408,8 @@ class NodeTuner:
 
     def expected(self, batch: int) -> dict[int, dict[str, float]]:
         """Expectations of a step of `batch` requests, for each number of nodes to choose from.
-
         ``expected_length`` is the upper estimate of a request's tokens; ``expected_ms``, and
-        ``measured_ms`` at the start, are there where known.
-        """
+        ``measured_ms`` at the start, are there where known."""
         size = self._size(batch)
         allowed, found = self.allowed(batch), {}
         seconds, _ = self._seconds(size, allowed)

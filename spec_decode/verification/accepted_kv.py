@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,50 +30,38 @@ def count_accepted(scheduler: Scheduler) -> None:
         return
     tokens = AcceptedTokens(scheduler.requests)
 
-    def then_count(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _build_kv_connector_meta(connector: Any, output: SchedulerOutput) -> Any:
-            view, starts = tokens.of_step(output)
-            with counted(scheduler.requests, starts):
-                return original(connector, view)
-
-        return _build_kv_connector_meta
-
-    def then_end(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _connector_finished(request: Request) -> Any:
-            # The last token was sampled, so that it has no K/V. A stop may lie before accepted
-            # drafts, and a step in flight counts all of its drafts.
-            known = request.num_tokens - bool(request.num_output_tokens)
-            name = request.request_id
-            with counted({name: request}, {name: min(request.num_computed_tokens, known)}):
-                return original(request)
-
-        return _connector_finished
-
     # Only this scheduler is changed: others in the process may have other configurations.
-    wrap(scheduler, "_build_kv_connector_meta", then_count)
-    wrap(scheduler, "_connector_finished", then_end)
+    @around(scheduler, "_build_kv_connector_meta")
+    def then_count(original: Any, connector: Any, output: SchedulerOutput) -> Any:
+        view, starts = tokens.of_step(output)
+        with counted(scheduler.requests, starts):
+            return original(connector, view)
+
+    @around(scheduler, "_connector_finished")
+    def then_end(original: Any, request: Request) -> Any:
+        # The last token was sampled, so that it has no K/V. A stop may lie before accepted drafts,
+        # and a step in flight counts all of its drafts.
+        known = request.num_tokens - bool(request.num_output_tokens)
+        name = request.request_id
+        with counted({name: request}, {name: min(request.num_computed_tokens, known)}):
+            return original(request)
 
 
 class AcceptedTokens:
-    """Describes each step as if its requests computed tokens that are known, and no drafts.
-
-    A request's tokens of all steps follow each other. So a connector may add them up, or add those
-    of the step to those before it: either way it ends at a token that is known, and its K/V is
-    final when the step has ended. With async scheduling that is a step later than it might be.
-    """
+    """Describes each step as if its requests computed tokens that are known, and no drafts. A
+    request's tokens of all steps follow each other. So a connector may add them up, or add those of
+    the step to those before it: either way it ends at a token that is known, and its K/V is final
+    when the step has ended. With async scheduling that is a step later than it might be."""
 
     def __init__(self, requests: Mapping[str, Request]) -> None:
         self._requests = requests
         self._ends: dict[str, int] = {}
 
     def of_step(self, output: SchedulerOutput) -> tuple[SchedulerOutput, dict[str, int]]:
-        """What a connector is told of a step that was not counted as computed yet.
-
-        Returns:
-            A copy of `output` that differs in the scheduled and the computed tokens of each
-            request, and has no drafts; and the computed tokens by request. The number of all rows
-            stays, as it measures the step.
-        """
+        """What a connector is told of a step that was not counted as computed yet. Returns a copy
+        of `output` that differs in the scheduled and the computed tokens of each request, and has
+        no drafts; and the computed tokens by request. The number of all rows stays, as it measures
+        the step."""
         cached = output.scheduled_cached_reqs
         begun = (each.req_id for each in output.scheduled_new_reqs)
         for name in (*output.finished_req_ids, *begun, *cached.resumed_req_ids):
@@ -112,18 +100,14 @@ def hold_saves(worker: Any) -> None:
     runner = worker.model_runner
     saves: LayerSaves = runner.speculator.context.saves
 
-    def then_hold(original: Callable[..., Any]) -> Callable[..., Any]:
-        def initialize_kv_cache(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            connector = getattr(runner.kv_connector, "kv_connector", None)
-            if connector is not None:
-                wrap(runner.kv_connector, "pre_forward", saves.then_begin)
-                wrap(connector, "save_kv_layer", saves.then_save)
-                saves.draft_layers = len(getattr(runner.speculator, "draft_attn_layer_names", ()))
-
-        return initialize_kv_cache
-
-    wrap(runner, "initialize_kv_cache", then_hold)
+    @around(runner, "initialize_kv_cache")
+    def then_hold(original: Any, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        connector = getattr(runner.kv_connector, "kv_connector", None)
+        if connector is not None:
+            around(runner.kv_connector, "pre_forward")(saves.begin)
+            around(connector, "save_kv_layer")(saves.save)
+            saves.draft_layers = len(getattr(runner.speculator, "draft_attn_layer_names", ()))
 
 
 class LayerSaves:
@@ -141,30 +125,24 @@ class LayerSaves:
         self._seen: set[str] = set()
         self._held: list[Callable[[], None]] | None = None
 
-    def then_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Hold the target's layers of a step that verifies drafts."""
+    def begin(
+        self, original: Any, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Before a pass: hold the target's layers of a step that verifies drafts."""
+        self._seen = set()
+        self._held = [] if scheduler_output.scheduled_spec_decode_tokens else None
+        return original(scheduler_output, *args, **kwargs)
 
-        def pre_forward(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-            self._seen = set()
-            self._held = [] if scheduler_output.scheduled_spec_decode_tokens else None
-            return original(scheduler_output, *args, **kwargs)
-
-        return pre_forward
-
-    def then_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self, original: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
         """Take the place of ``save_kv_layer``, which each layer calls within the pass."""
-
-        def save_kv_layer(layer_name: str, *args: Any, **kwargs: Any) -> None:
-            if layer_name in self._seen:
-                return
-            self._seen.add(layer_name)
-            save = functools.partial(original, layer_name, *args, **kwargs)
-            if self._held is None:
-                save()
-            else:
-                self._held.append(_in_this_context(save))
-
-        return save_kv_layer
+        if layer_name in self._seen:
+            return
+        self._seen.add(layer_name)
+        save = functools.partial(original, layer_name, *args, **kwargs)
+        if self._held is None:
+            save()
+        else:
+            self._held.append(_in_this_context(save))
 
     def release(self) -> None:
         """Save what is held, in the order in which the layers ran."""

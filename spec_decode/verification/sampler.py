@@ -1,34 +1,85 @@
 """Exact verification of a draft tree: draw the target's token at every node, then walk."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_graft.spec_decode.kernels.walk import walk_tree
+from vllm_graft.seams.wrap import wrap
+from vllm_graft.spec_decode.kernels.history import (
+    BadWords,
+    PathTokens,
+    Penalties,
+    ThinkingBudgets,
+    end_reasoning,
+    forbid_bad_words,
+    path_tokens,
+    penalize,
+)
+from vllm_graft.spec_decode.kernels.verify import walk_tree
+from vllm_graft.spec_decode.trees.tree import TreeState
+from vllm_graft.spec_decode.verification.context import TreeContext
 
-if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    from vllm_graft.spec_decode.verification.context import TreeContext
-
+Apply = Callable[[torch.Tensor, LogitsContext], Any]
 
 MAX_CHUNK_BYTES = 2**28
 """Bytes of float32 logits in one chunk; torch's top-p sorts them into values and 64-bit indices, so
 a quarter of vLLM's own limit for chains keeps the total under 1 GiB."""
+
+
+class VerifiedRows(NamedTuple):
+    """The rows that a step verifies, and where its results go.
+
+    Attributes:
+        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
+            `drafts`, which are `ids` or -1 where a grammar refused the draft.
+        sampled: int64 ``[num_reqs, num_nodes + 1]``.
+        num_sampled: int32 ``[num_reqs]``.
+        num_rejected: likewise; None where logprobs are wanted.
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    drafts: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor | None
+
+
+class Chunk(NamedTuple):
+    """Requests of a batch that are verified together, and their rows among the batch's logits. The
+    request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host."""
+
+    requests: slice
+    rows: slice
+    cu_num_logits: torch.Tensor
+    cu_num_logits_np: np.ndarray
+
+    @classmethod
+    def of(cls, batch: InputBatch, first: int, last: int) -> Self:
+        """The requests from `first` up to, but not including, `last`."""
+        bounds = slice(first, last + 1)
+        starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
+        rows = slice(int(starts_np[0]), int(starts_np[-1]))
+        if rows.start:
+            starts, starts_np = starts - rows.start, starts_np - rows.start
+        return cls(slice(first, last), rows, starts, starts_np)
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -111,10 +162,8 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the target's token at every row of a chunk, which bounds the float32 copies. Where
         only temperature changes the logits, vLLM's kernel reads the model's, and there is no copy.
-
         Returns the tokens, int64 ``[num_rows]``, and the logits that they were drawn from, or the
-        model's own logits if the processed ones are not needed.
-        """
+        model's own logits if the processed ones are not needed."""
         mine, requests = chunk.rows, chunk.requests
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]
@@ -223,48 +272,6 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
 
-class VerifiedRows(NamedTuple):
-    """The rows that a step verifies, and where its results go.
-
-    Attributes:
-        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
-            `drafts`, which are `ids` or -1 where a grammar refused the draft.
-        sampled: int64 ``[num_reqs, num_nodes + 1]``.
-        num_sampled: int32 ``[num_reqs]``.
-        num_rejected: likewise; None where logprobs are wanted.
-    """
-
-    logits: torch.Tensor
-    ids: torch.Tensor
-    positions: torch.Tensor
-    drafts: torch.Tensor
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor | None
-
-
-class Chunk(NamedTuple):
-    """Requests of a batch that are verified together, and their rows among the batch's logits.
-
-    The request bounds among these rows, int32 ``[requests + 1]``, are on the device and the host.
-    """
-
-    requests: slice
-    rows: slice
-    cu_num_logits: torch.Tensor
-    cu_num_logits_np: np.ndarray
-
-    @classmethod
-    def of(cls, batch: InputBatch, first: int, last: int) -> Chunk:
-        """The requests from `first` up to, but not including, `last`."""
-        bounds = slice(first, last + 1)
-        starts, starts_np = batch.cu_num_logits[bounds], batch.cu_num_logits_np[bounds]
-        rows = slice(int(starts_np[0]), int(starts_np[-1]))
-        if rows.start:
-            starts, starts_np = starts - rows.start, starts_np - rows.start
-        return cls(slice(first, last), rows, starts, starts_np)
-
-
 def _max_rows(vocab_size: int) -> int:
     most = min(get_max_chunk_logits(vocab_size), MAX_CHUNK_BYTES // (4 * vocab_size))
     return max(1, int(most))
@@ -295,3 +302,87 @@ def _with_logits(rows: torch.Tensor, batch: InputBatch) -> torch.Tensor:
 def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
     """A slice of a tensor, or the tensor itself if the slice is all of it: slicing takes time."""
     return tensor if span.stop - span.start == len(tensor) else tensor[span]
+
+
+def follow_paths(sampler: Sampler, tree: TreeState) -> None:
+    """Let vLLM's penalties, bad words and thinking budgets read each verified node's own path. The
+    `tree` has the topology by request-state index."""
+    for processor in sampler.logits_processors:
+        if isinstance(processor, PenaltiesState):
+            wrap(processor, "apply", _along_paths(_penalize, processor, tree))
+        elif isinstance(processor, BadWordsState):
+            wrap(processor, "apply", _along_paths(_forbid_bad_words, processor, tree))
+    thinking = sampler.thinking_budget_state
+    wrap(thinking, "apply", _along_paths(_end_reasoning, thinking, tree))
+
+
+def _along_paths(
+    change: Callable[[Any, Apply, torch.Tensor, LogitsContext, TreeState], None],
+    state: Any,
+    tree: TreeState,
+) -> Callable[[Apply], Apply]:
+    def then_change(original: Apply) -> Apply:
+        def apply(logits: torch.Tensor, ctx: LogitsContext) -> Any:
+            if len(logits) == len(ctx.idx_mapping_np):  # Without drafts a request has one row.
+                return original(logits, ctx)
+            change(state, original, logits, ctx, tree)
+            return logits
+
+        return apply
+
+    return then_change
+
+
+def _penalize(
+    state: Any, original: Apply, logits: torch.Tensor, ctx: LogitsContext, tree: TreeState
+) -> None:
+    if state.use_penalty[ctx.idx_mapping_np].any():
+        # vLLM writes into other memory in each step, so none of it is kept here.
+        penalties = Penalties(
+            state.repetition_penalty.gpu,
+            state.frequency_penalty.gpu,
+            state.presence_penalty.gpu,
+            state.prompt_bin_mask,
+            state.output_bin_counts,
+        )
+        penalize(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), penalties)
+
+
+def _forbid_bad_words(
+    state: Any, original: Apply, logits: torch.Tensor, ctx: LogitsContext, tree: TreeState
+) -> None:
+    if most := int(state.num_bad_words.np[ctx.idx_mapping_np].max()):
+        requests = state.req_states
+        words = BadWords(
+            state.num_bad_words.gpu,
+            state.bad_word_offsets.gpu,
+            state.bad_word_token_ids.gpu,
+            requests.all_token_ids.gpu,
+            requests.prompt_len.gpu,
+            requests.total_len.gpu,
+        )
+        forbid_bad_words(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), words, most)
+
+
+def _end_reasoning(
+    state: Any, original: Apply, logits: torch.Tensor, ctx: LogitsContext, tree: TreeState
+) -> None:
+    if state.enabled and state.use_thinking_budget[ctx.idx_mapping_np].any():
+        # Without rows vLLM only looks for markers among the tokens that came since.
+        original(logits[:0], ctx)
+        requests = state.req_states
+        thinking = ThinkingBudgets(
+            state.thinking_token_budget.gpu,
+            state.cached_last_start,
+            state.cached_last_end,
+            requests.all_token_ids.gpu,
+            requests.total_len.gpu,
+            state.reasoning_start_token_ids,
+            state.natural_reasoning_end_token_ids,
+            state.reasoning_end_token_ids,
+        )
+        end_reasoning(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), thinking)
+
+
+def _paths(ctx: LogitsContext, tree: TreeState) -> PathTokens:
+    return path_tokens(ctx.input_ids, ctx.expanded_local_pos, ctx.expanded_idx_mapping, tree)

@@ -498,8 +498,8 @@ def test_n_grams_join_where_the_texts_take_little_memory(config: Any) -> None:
     ("method", "asked"), [("eagle", True), ("mtp", True), ("dflash", False), ("draft_model", True)]
 )
 def test_n_grams_join_drafts_that_grow_by_levels(config: Any, method: str, asked: bool) -> None:
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.presets.ngram_preset import ngram_room
+    from vllm_graft.spec_decode.config.tree_config import NgramConfig
+    from vllm_graft.spec_decode.presets.tree_preset import ngram_room
 
     config.speculative_config.method = method
     config.speculative_config.draft_model_config.architectures = []

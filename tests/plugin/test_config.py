@@ -9,9 +9,7 @@ from pydantic import ValidationError
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.options import did_you_mean
 from vllm_graft.config import GraftConfig
-from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig, TreeConfig
 
 
 def tree(**values: Any) -> TreeConfig:

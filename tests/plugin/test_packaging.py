@@ -31,10 +31,10 @@ def test_every_folder_is_a_package() -> None:
 
 def test_a_checkout_works_without_an_install(tmp_path: Path) -> None:
     """A new file needs no new install: the path alone finds it."""
-    code = "from vllm_graft.spec_decode.trees import shape; print(shape.__file__)"
+    code = "from vllm_graft.spec_decode.trees import tree; print(tree.__file__)"
     variables = {"PYTHONPATH": f"{ROOT}:{Path(pytest.__file__).parents[1]}"}
     told = finished(sys.executable, "-S", "-c", code, env=variables, cwd=tmp_path)
-    assert Path(told.strip()) == ROOT / "vllm_graft/spec_decode/trees/shape.py"
+    assert Path(told.strip()) == ROOT / "vllm_graft/spec_decode/trees/tree.py"
 
 
 def test_the_wheel_holds_every_module(tmp_path: Path) -> None:

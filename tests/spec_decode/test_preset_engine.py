@@ -205,8 +205,8 @@ def test_layers_that_nobody_knows_leave_a_preset_with_vllm_s_own_chain(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The frontend turns trees on, and the worker finds out once it has loaded the model."""
-    from vllm_graft.spec_decode.drafters.stock_chain import StockChain
-    from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+    from vllm_graft.spec_decode.drafters.draft_trees import StockChain
+    from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
 
     monkeypatch.setattr(DenseFamily, "claims", lambda self, layer: False)
     greedy = [(one, answer) for one, answer in zip(samples, expected) if one.params == GREEDY][:3]

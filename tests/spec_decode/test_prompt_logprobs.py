@@ -10,7 +10,7 @@ import pytest
 
 from vllm_graft import activation
 from vllm_graft.graph_runners.vision import vision_part
-from vllm_graft.spec_decode import chain_part, prompt_logprobs, tree_part
+from vllm_graft.spec_decode import chain_part, tree_part, worker_mends
 from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
 from vllm_graft.spec_decode.verification.context import Counters
 
@@ -48,13 +48,13 @@ def lengths(found: dict[str, Any]) -> dict[str, int]:
 
 def test_a_prompt_of_one_token_beside_drafts_has_no_row() -> None:
     step = batch(a=(1, 0, 16))
-    assert prompt_logprobs.cut({"a": Rows.count(15)}, step, LENGTHS) == {}
+    assert worker_mends.cut({"a": Rows.count(15)}, step, LENGTHS) == {}
 
 
 def test_a_prompt_that_had_a_token_left_keeps_the_rows_before_it() -> None:
     """This happens in vLLM if requests that want logprobs read the prefix cache."""
     step = batch(a=(2, 3, 8))
-    (kept,) = prompt_logprobs.cut({"a": Rows.count(7)}, step, LENGTHS).values()
+    (kept,) = worker_mends.cut({"a": Rows.count(7)}, step, LENGTHS).values()
     assert [part.tolist() for part in kept] == [[[0], [1]], [[0.0], [0.5]], [0, 1]]
 
 
@@ -62,7 +62,7 @@ def test_prompts_without_drafts_are_left_as_they_are() -> None:
     # The requests: a whole prompt, the end of one in chunks, and one that decodes without logprobs.
     step = batch(a=(0, 0, 9), b=(3, 16, 4), c=(2, 6, 5))
     found = {"a": Rows.count(8), "b": Rows.count(19)}
-    kept = prompt_logprobs.cut(found, step, LENGTHS)
+    kept = worker_mends.cut(found, step, LENGTHS)
     assert kept["a"] is found["a"]
     assert kept["b"] is found["b"]
     assert lengths(kept) == {"a": 8, "b": 19}

@@ -20,7 +20,7 @@ from tests.support.engines.gpu_engines import exact_engine, two_rank_options
 from tests.support.engines.pairs import Answer, Pair, answer_all
 from tests.support.engines.rank_answers import Questions
 from tests.support.engines.rank_families import NODES, Family
-from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
+from vllm_graft.spec_decode.trees.tree import CHECK_RANKS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from tests.support.engines.rank_answers import Questions
 from tests.support.engines.rank_families import Family
 from tests.support.models.mtp_targets import write_glm4_moe
 from vllm_graft.bench.common.told_lengths import DRAFTS, SCHEDULER
-from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
+from vllm_graft.spec_decode.trees.tree import CHECK_RANKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

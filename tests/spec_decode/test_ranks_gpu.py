@@ -18,7 +18,7 @@ from tests.support.engines.rank_answers import Questions, RankAnswers
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.engines.vllm_server import VllmServer
 from tests.support.models.window_models import BLOCK, write_gpt_oss
-from vllm_graft.spec_decode.verification.rank_check import CHECK_RANKS
+from vllm_graft.spec_decode.trees.tree import CHECK_RANKS
 from vllm_graft.testing import greedy, write_eagle3
 
 pytestmark = [

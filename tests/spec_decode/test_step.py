@@ -12,12 +12,11 @@ from tests.support.processes import finished
 from vllm_graft.spec_decode import step as module
 from vllm_graft.spec_decode.drafters.draft_trees import Sources
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
-from vllm_graft.spec_decode.kernels.walk import walk_tree
+from vllm_graft.spec_decode.kernels.verify import walk_tree
 from vllm_graft.spec_decode.step import Models, TreeSteps
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.trees.batch import TreeBatch
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape, num_candidates
 from vllm_graft.spec_decode.verification.context import TreeContext
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

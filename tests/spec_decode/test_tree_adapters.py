@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
 from tests.support.models.lora_adapters import write_adapter
-from vllm_graft.spec_decode.verification.adapters import adapt_sampled_rows
+from vllm_graft.spec_decode.worker_mends import adapt_sampled_rows
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

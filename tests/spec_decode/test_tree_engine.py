@@ -24,7 +24,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters import tree_drafting
 from vllm_graft.spec_decode.presets import node_count
 from vllm_graft.spec_decode.refusals import tree_refusals
-from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
 from vllm_graft.spec_decode.targets.dense.layer import TreeAttentionMixin
 from vllm_graft.spec_decode.verification import context
 from vllm_graft.testing import model_runner, spec_metrics
@@ -71,7 +71,7 @@ def test_without_compaction_or_mask_tokens_differ(
         args[3].row_masks.fill_(-1)
 
     spoilt = (
-        (dense_family, "compact_kv", lambda *args, **kwargs: None),
+        (dense_layer, "compact_kv", lambda *args, **kwargs: None),
         (context, "prepare_rows", unmasked),
     )
     with pair.engine(nodes=15) as llm:

@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing, scheduling
 from vllm_graft.spec_decode.kernels.history import PathTokens, path_tokens
 from vllm_graft.spec_decode.tuning import graph_fit
-from vllm_graft.spec_decode.verification import histories
+from vllm_graft.spec_decode.verification import sampler
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.testing.engine import model_runner
 
@@ -192,7 +192,7 @@ def test_without_their_paths_bad_words_and_thoughts_come_through(
         found = path_tokens(*args)
         return PathTokens(found.tokens, found.lengths.zero_())
 
-    monkeypatch.setattr(histories, "path_tokens", rootless)
+    monkeypatch.setattr(sampler, "path_tokens", rootless)
     asked = dict(zip(KINDS, requests(pair), strict=True))
     kinds = ["bad words", "thinking budget"]
     with pair.engine(nodes=12, topk=4, steps=3, **THINKING) as llm:

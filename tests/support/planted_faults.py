@@ -17,7 +17,7 @@ from vllm_graft.graph_runners.vision.towers.grid_tower import PIXELS, GridTower
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.messages.operation import Direction
-from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
 from vllm_graft.spec_decode.verification import context, sampler
 
 
@@ -119,7 +119,7 @@ def _drafts_of_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
+    patch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: None)
 
 
 def _loads(change: Callable[[list[int], list[int]], None]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -16,8 +16,8 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Refusals
 from vllm_graft.hooks.entries import TargetFamily
 from vllm_graft.seams.ledger.entry import Seam
-from vllm_graft.spec_decode.targets.dense import cpu_attention
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.spec_decode.targets.dense import plain_attention
+from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
@@ -153,7 +153,7 @@ class ToyFamily(DenseFamily):
 
     def attach(self, name: str, layer: Any, context: Any, *, is_draft: bool) -> None:
         assert not is_draft
-        cpu_attention.replace(layer)
+        plain_attention.replace(layer)
         impl: Any = object.__new__(type("ToyImpl", (ToyAttention, type(layer.impl)), {}))
         impl.__dict__.update(vars(layer.impl), graft=context)
         layer.impl = impl

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from vllm_graft.spec_decode.trees.shape import MAX_NODES
+from vllm_graft.spec_decode.trees.tree import MAX_NODES
 
 if TYPE_CHECKING:
     from vllm_graft.spec_decode.config.tree_config import TreeConfig

@@ -1,38 +1,117 @@
 """Trees of drafts that come from one pass over a block of positions."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag, without_section
 from vllm_graft.graph_runners.language.widths import plan_widths, request_counts
 from vllm_graft.spec_decode.config.tree_config import NAME
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
+from vllm_graft.spec_decode.drafters.base import Children, PasslessGrowth
+from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.models.draft_facts import block_positions
-from vllm_graft.spec_decode.tuning.plan import plan_shapes
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts, tree_policy
+from vllm_graft.spec_decode.heads.head import SHARPNESS
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.models.drafts import block_positions
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, plan_shapes, tree_policy
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from vllm_graft.spec_decode.drafters.block.lattice import Lattice
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+class Lattice(Protocol):
+    """Tokens and scores at each depth of a block. All of its methods are capturable. R is the
+    number of requests, padding included, and K the number of children of a node, which is also the
+    number of nodes of a level that get children."""
+
+    def first(self) -> Children:
+        """The root's best children, ``[R, K]`` each, best first."""
+        ...
+
+    def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
+        """The best children of the frontier, ``[R, K, K]`` each, the siblings best first. Levels
+        are asked for in order; the root's children are level 0. The frontier of `table` is that of
+        ``level - 1``, and `tokens`, int64 ``[R * K]``, are its nodes'."""
+        ...
+
+
+class Marginals:
+    """Positions that are independent of each other: all nodes of a level get the same children.
+    `logp` f32 and `tokens` int64 are each position's best, ``[R, positions, K]``."""
+
+    def __init__(self, logp: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._logp, self._tokens = logp, tokens
+
+    def first(self) -> Children:
+        return self._logp[:, 0], self._tokens[:, 0]
+
+    def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
+        logp, ids = (each[:, level, None] for each in (self._logp, self._tokens))
+        nodes = table.topk
+        return logp.expand(-1, nodes, -1), ids.expand(-1, nodes, -1)
+
+
+class Edges:
+    """A few candidates per position, and a score for each pair of neighbours. `ids` int64 ``[R,
+    positions, C]`` are the target's; `scores` f32 ``[R, positions, C, C]`` are by the candidate
+    before and the candidate. The first position has the same candidate before all of its own, the
+    first one."""
+
+    def __init__(self, ids: torch.Tensor, scores: torch.Tensor, topk: int) -> None:
+        self._ids, self._scores, self._topk = ids, scores.float(), topk
+        self._places: torch.Tensor | None = None
+        self._first_candidate = 0
+
+    def first(self) -> Children:
+        logp, ids = self._best(0, self._scores[:, 0, :1])
+        return logp[:, 0], ids[:, 0]
+
+    def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
+        assert self._places is not None
+        num_reqs = len(self._ids)
+        # Where the frontier's nodes stand among the candidates of their position.
+        newest = table.frontier_candidates[:num_reqs].long() - self._first_candidate
+        before = self._places.gather(1, newest)
+        width = self._scores.shape[-1]
+        rows = self._scores[:, level].gather(1, before[:, :, None].expand(-1, -1, width))
+        self._first_candidate += self._topk if level == 1 else self._topk**2
+        return self._best(level, rows)
+
+    def _best(self, level: int, scores: torch.Tensor) -> Children:
+        """The best candidates by scores ``[R, nodes, C]``; notes their places."""
+        num_reqs, nodes, width = scores.shape
+        logp, places = topk_logprobs(scores.reshape(-1, width), self._topk, sharpness=SHARPNESS)
+        self._places = places.view(num_reqs, nodes * self._topk)
+        ids = self._ids[:, level].gather(1, self._places)
+        shape = (num_reqs, nodes, self._topk)
+        return logp.view(shape), ids.view(shape)
+
+
+class BlockGrowth(PasslessGrowth):
+    """The scores of all depths are there when the tree is grown (see `Lattice`). ``steps`` of its
+    shape is at most the number of positions that predict. The best nodes are kept by the sum of
+    log-probabilities from the root, which for independent positions is the product of the marginals
+    (DDTree, arXiv 2604.12989)."""
+
+    def grow(
+        self, drafter: Any, num_reqs: int, *passes: Any, num_nodes: int, narrow: bool = False
+    ) -> int:
+        lattice, frontier = drafter.lattice, self.tokens[: num_reqs * self.shape.topk]
+        return self.fill(
+            lattice.first(),
+            lambda level: lattice.below(level, self.candidates, frontier),
+            num_reqs,
+            num_nodes,
+        )
 
 
 class BlockTrees(TreeDrafting, DFlashSpeculator):
@@ -100,11 +179,9 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return chain_config(self.trees.engine_config, self.depth)
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
-        """A shape for each number of nodes that the engine may ask for, and its batches.
-
-        Raises:
-            HookError: a policy of a plugin has shapes that the block or its candidates don't hold.
-        """
+        """A shape for each number of nodes that the engine may ask for, and its batches. Raises
+        `HookError` if a policy of a plugin has shapes that the block or its candidates don't
+        hold."""
         config = self.config
         policy = tree_policy(config, self.trees.engine_config.speculative_config)
         batches = plan_shapes(policy, config, self.trees.engine_config)
@@ -276,11 +353,9 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return positions.view(num_reqs, self.positions) - 1
 
     def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
-        """The noise of the target's draws of all levels, None to rank without. Capturable.
-
-        The function takes the level of children, and the nodes per request that they are children
-        of: 1 at the first level, ``topk`` below.
-        """
+        """The noise of the target's draws of all levels, None to rank without. Capturable. The
+        function takes the level of children, and the nodes per request that they are children of: 1
+        at the first level, ``topk`` below."""
         # Of all levels at once; those of a level are contiguous, as kernels read them.
         draws = self.draws(num_reqs).t().contiguous()
         below = draws.repeat_interleave(self.topk, 1)
@@ -293,9 +368,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     def own_head_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits of the model's own head, or of its copy in FP8, over rows of states. Capturable.
-
-        The draft has ``compute_draft_logits``, as those have whose logits get biases.
-        """
+        The draft has ``compute_draft_logits``, as those have whose logits get biases."""
         if self.head.fp8 is not None:
             return self.head.logits(states)
         logits: torch.Tensor = self.model.compute_draft_logits(states)

@@ -1,37 +1,24 @@
 """Trees from DSpark drafts, whose tokens depend on the token before by a bias of low rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
+from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
-from vllm_graft.spec_decode.drafters.passless import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-
-
-class DSparkTrees(BlockTrees, DSparkSpeculator):
-    """What vLLM builds in the place of `DSparkSpeculator`."""
-
-    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Biased:
-        """The logits of all positions, to which the biases come level by level."""
-        logits = self.own_head_logits(states).unflatten(0, (num_reqs, self.positions))
-        return Biased(self, logits, self.block_roots(num_reqs))
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Biased:
-    """A `Lattice` whose scores are a position's logits and a bias by the token before.
-
-    With ``dspark_draft_topk`` the bias is added to so many of the best logits of each position, as
+    """A `Lattice` whose scores are a position's logits and a bias by the token before. With
+    ``dspark_draft_topk`` the bias is added to so many of the best logits of each position, as
     vLLM's chain does it, and the other tokens are left out. `logits` are ``[R, positions, draft
-    vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary.
-    """
+    vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary."""
 
-    def __init__(self, drafter: DSparkTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
+    def __init__(self, drafter: BlockTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots
         self._noise = drafter.level_noise(len(roots))
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -58,7 +45,7 @@ class Biased:
         topk, ids = drafter.topk, drafter.head.target_ids
         if self._kept is None and transform is None:
             biases, shared = model.markov_bias(embedded), self._logits[:, level]
-            return biased_topk_logprobs(biases, shared, topk, ids, noise, SHARPNESS)
+            return topk_logprobs(shared, topk, ids, None, noise, SHARPNESS, biases)
         logits = self._summed(level, embedded, nodes)
         if transform is not None:
             logits = transform(logits)
@@ -75,3 +62,12 @@ class Biased:
         logits = self._logits.new_full((len(embedded), self._logits.shape[-1]), float("-inf"))
         summed: torch.Tensor = model.apply_markov_bias_gathered(embedded, logits, values, ids)
         return summed
+
+
+class DSparkTrees(BlockTrees, DSparkSpeculator):
+    """What vLLM builds in the place of `DSparkSpeculator`."""
+
+    def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Biased:
+        """The logits of all positions, to which the biases come level by level."""
+        logits = self.own_head_logits(states).unflatten(0, (num_reqs, self.positions))
+        return Biased(self, logits, self.block_roots(num_reqs))

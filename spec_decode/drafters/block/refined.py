@@ -1,20 +1,15 @@
 """Scores of a block's positions behind every node of a tree, by the refiner of an XPress draft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from vllm_graft.spec_decode.drafters.passless import Children
+from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
-
-if TYPE_CHECKING:
-    from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
 class Refiner:
@@ -33,19 +28,15 @@ class Refiner:
         self._states = F.linear(head.hidden_cache(blocks), of_states).float()
 
     def row(self, place: int, before: torch.Tensor) -> torch.Tensor:
-        """The row at a place of the block behind each of some tokens, f32 ``[R, nodes, r]``.
-
-        Place 0 is the last token's own.
-        """
+        """The row at a place of the block behind each of some tokens, f32 ``[R, nodes, r]``. Place
+        0 is the last token's own."""
         return (
             self._states[:, place, None] + F.linear(self.head.w1(before), self._of_tokens).float()
         )
 
     def latents(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the output layer reads of the newest place, ``[R * nodes, r]``.
-
-        `rows` are f32 ``[R, nodes, places, r]``, those of each node's path from the place 0 on.
-        """
+        """What the output layer reads of the newest place, ``[R * nodes, r]``. `rows` are f32 ``[R,
+        nodes, places, r]``, those of each node's path from the place 0 on."""
         head, places = self.head, rows.shape[2]
         weights = head.mix_L[:, places - 1, :places].t().float()
         mixed = (rows * weights).sum(2).flatten(0, 1)
@@ -56,11 +47,9 @@ class Refiner:
 
 class Refined:
     """A `Lattice` whose scores are a position's logits and a bias by all tokens of a node's path.
-
     Where the checkpoint limits the refiner to so many candidates per position (``xpress_topc``),
-    the other tokens are left out, as vLLM's chain does it. `logits`, before the bias, are
-    ``[R, levels, vocabulary]``, `roots` int ``[R]``; `noise` is as of `BlockTrees.level_noise`.
-    """
+    the other tokens are left out, as vLLM's chain does it. `logits`, before the bias, are ``[R,
+    levels, vocabulary]``, `roots` int ``[R]``; `noise` is as of `BlockTrees.level_noise`."""
 
     def __init__(
         self,
@@ -107,7 +96,7 @@ class Refined:
         if self._kept is None:
             biases = self._refiner.head.w2(latents)
             shared = self._logits[:, level]
-            best = biased_topk_logprobs(biases, shared, self._topk, None, noise, SHARPNESS)
+            best = topk_logprobs(shared, self._topk, None, None, noise, SHARPNESS, biases)
         else:
             logits = self._summed(level, latents, nodes)
             best = topk_logprobs(logits, self._topk, None, None, noise, SHARPNESS)
@@ -116,9 +105,7 @@ class Refined:
 
     def _summed(self, level: int, latents: torch.Tensor, nodes: int) -> torch.Tensor:
         """Logits of the candidates with their biases, -inf elsewhere, ``[R * nodes, vocabulary]``.
-
-        They stand where their tokens do, as noise belongs to tokens.
-        """
+        They stand where their tokens do, as noise belongs to tokens."""
         assert self._kept is not None
         values, ids = (each[:, level] for each in self._kept)
         weights = self._refiner.head.w2.weight[ids]

@@ -1,7 +1,5 @@
 """Trees from XPress drafts, whose refiner biases a token by the tokens of its own path."""
 
-from __future__ import annotations
-
 import torch
 from vllm.v1.worker.gpu.spec_decode.xpress.speculator import XPressSpeculator
 

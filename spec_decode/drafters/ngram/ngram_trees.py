@@ -1,28 +1,23 @@
 """Trees of n-grams alone (``method: ngram``): no draft model takes part."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig, lengths_of
-from vllm_graft.spec_decode.drafters.passless import PasslessGrowth
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, lengths_of
+from vllm_graft.spec_decode.drafters.base import PasslessGrowth
+from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
-from vllm_graft.spec_decode.lookup.ngrams import SeveralNgrams
-from vllm_graft.spec_decode.trees.shape import TreeShape
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
+from vllm_graft.spec_decode.lookup.ngrams import Ngrams
+from vllm_graft.spec_decode.trees.tree import TreeShape
 
 UNMATCHED = -1e30
 """Score of the nodes that fill a tree up; any node of a match ranks before them."""
@@ -39,11 +34,9 @@ class NoHead:
 
 
 class RepeatGrowth(PasslessGrowth):
-    """A `Growth` that guesses nothing: it fills up a tree that has too few matches.
-
-    Its nodes are a chain of the last token, as in vLLM's own n-gram drafts. The table has a column
-    per level, and the matches stand in the columns behind them.
-    """
+    """A `Growth` that guesses nothing: it fills up a tree that has too few matches. Its nodes are a
+    chain of the last token, as in vLLM's own n-gram drafts. The table has a column per level, and
+    the matches stand in the columns behind them."""
 
     def __init__(
         self, shape: TreeShape, max_reqs: int, device: torch.device, *, extra: int
@@ -64,12 +57,10 @@ class RepeatGrowth(PasslessGrowth):
 
 
 class NgramTrees(TreeDrafting, NgramGPUSpeculator):
-    """What vLLM builds in the place of `NgramGPUSpeculator`.
-
-    The best ``topk`` earlier occurrences of the end of a request's text are paths of up to
-    ``steps`` tokens, which are one as far as their tokens are equal. The base of drafters with a
-    model lets vLLM call `load_model`, where the target's layers come to verify trees.
-    """
+    """What vLLM builds in the place of `NgramGPUSpeculator`. The best ``topk`` earlier occurrences
+    of the end of a request's text are paths of up to ``steps`` tokens, which are one as far as
+    their tokens are equal. The base of drafters with a model lets vLLM call `load_model`, where the
+    target's layers come to verify trees."""
 
     seams = ("ngram",)
     grafts_draft = grows_by_levels = False
@@ -96,18 +87,9 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     def ngram_config(self) -> NgramConfig:
         return lengths_of(self.config, self.speculative_config)
 
-    def make_ngrams(self, config: NgramConfig) -> SeveralNgrams:
-        return SeveralNgrams(
-            config,
-            self.max_num_reqs,
-            self.max_model_len,
-            self.vllm_config.model_config.get_vocab_size(),
-            self.device,
-            matches=self.trees.shape.topk,
-            depth=self.trees.shape.steps,
-            reference=config.room(self.max_model_len),
-            memory=self.config.memory,
-        )
+    def make_ngrams(self, config: NgramConfig, **options: Any) -> Ngrams:
+        shape = self.trees.shape
+        return super().make_ngrams(config, matches=shape.topk, depth=shape.steps, **options)
 
     def make_growths(
         self, shapes: Collection[TreeShape], layers: Mapping[str, AttentionLayerBase]

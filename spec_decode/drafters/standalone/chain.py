@@ -1,26 +1,27 @@
 """The chain of a standalone draft model (``method: draft_model``) as CUDA graphs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
-from vllm.config import CUDAGraphMode
+from torch import nn
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     CudaGraphManager,
     prepare_inputs_to_capture,
 )
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_graft.base import info
 from vllm_graft.base.decision import decline_or_raise
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
 from vllm_graft.spec_decode.drafters.standalone.first_pass import (
@@ -28,13 +29,6 @@ from vllm_graft.spec_decode.drafters.standalone.first_pass import (
     FirstPassGraphs,
     Metadata,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 
 
 @dataclass
@@ -53,7 +47,7 @@ class ChainInputs:
     seq_lens_cpu_upper_bound: None = None
 
     @classmethod
-    def allocate(cls, idx_mapping: torch.Tensor) -> ChainInputs:
+    def allocate(cls, idx_mapping: torch.Tensor) -> Self:
         zeros = torch.zeros(idx_mapping.shape[0], dtype=torch.int32, device=idx_mapping.device)
         return cls(zeros, zeros.clone(), idx_mapping)
 
@@ -63,7 +57,7 @@ class ChainInputs:
         torch.sub(seq_lens[rows], num_rejected[rows], out=self.seq_lens[rows])
         self.seq_lens[num_reqs:].zero_()
 
-    def rows(self, num_reqs: int) -> ChainInputs:
+    def rows(self, num_reqs: int) -> "ChainInputs":
         return ChainInputs(
             self.seq_lens[:num_reqs], self.num_rejected[:num_reqs], self.idx_mapping[:num_reqs]
         )
@@ -90,12 +84,10 @@ class ChainCounters:
 
 
 class ChainSpeculator(FirstPassGraphs):
-    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one per batch size.
-
-    The passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
+    """Runs vLLM's passes over a standalone draft model as CUDA graphs, one per batch size. The
+    passes stay vLLM's, in graphs too: a capture records `_prefill` (the first) and
     `_multi_step_decode` (the loop over the others) themselves, over static stand-ins for their
-    arguments. A batch that no graph fits goes to the very same functions.
-    """
+    arguments. A batch that no graph fits goes to the very same functions."""
 
     chain_runner: DraftGraphRunner | None
     extend_runner: DraftGraphRunner | None
@@ -146,12 +138,9 @@ class ChainSpeculator(FirstPassGraphs):
     # --- graphs ---------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Plan the graphs.
-
-        Raises:
-            ConfigError: if there would be none, or the draft's attention can't be captured. Where a
-                preset turned the part on, the passes are launched instead, as vLLM does.
-        """
+        """Plan the graphs. Raises `ConfigError` if there would be none, or the draft's attention
+        can't be captured. Where a preset turned the part on, the passes are launched instead, as
+        vLLM does."""
         try:
             self._plan_graphs(cudagraph_mode)
         except ConfigError as refused:

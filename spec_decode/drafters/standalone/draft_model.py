@@ -1,33 +1,30 @@
 """Trees of a standalone draft model (``method: draft_model``), which has K/V of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth, frontier_context, growths_by_levels
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+from vllm_graft.spec_decode.drafters.levels import (
+    LevelGrowth,
+    LevelMemory,
+    frontier_context,
+    growths_by_levels,
+)
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs, FirstPassGraphs
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.trees.level_memory import LevelMemory
-from vllm_graft.spec_decode.tuning.plan import widths
-from vllm_graft.spec_decode.tuning.scheduling import graph_counts
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
-    from vllm_graft.spec_decode.kernels.noise import Noise
-    from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.kernels.topk import Noise
+from vllm_graft.spec_decode.trees.tree import TreeShape
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts, widths
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 
 
 class StandaloneGrowth(LevelGrowth):
@@ -53,12 +50,10 @@ class FirstPassCounters:
 
 
 class DraftModelTrees(TreeDrafting, FirstPassGraphs):
-    """What vLLM builds in the place of `StandaloneARSpeculator`.
-
-    The first pass is vLLM's own: it runs the draft over the tokens that were accepted and the one
-    that was drawn behind them. The first level is drafted from what it leaves at the last of them.
-    The levels below run as those of EAGLE, without states of the target.
-    """
+    """What vLLM builds in the place of `StandaloneARSpeculator`. The first pass is vLLM's own: it
+    runs the draft over the tokens that were accepted and the one that was drawn behind them. The
+    first level is drafted from what it leaves at the last of them. The levels below run as those of
+    EAGLE, without states of the target."""
 
     seams = ("draft",)
 

@@ -1,26 +1,19 @@
 """The first pass of a standalone draft model as CUDA graphs, for chains and for trees."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from vllm_graft.graph_runners.language.draft import DraftGraphRunner
+from vllm_graft.graph_runners.language.draft import DraftGraphRunner
 
 Metadata = dict[str, Any]
 
@@ -56,7 +49,7 @@ class ExtendInputs:
     seq_lens_cpu_upper_bound: None = None
 
     @classmethod
-    def allocate(cls, idx_mapping: torch.Tensor, width: int) -> ExtendInputs:
+    def allocate(cls, idx_mapping: torch.Tensor, width: int) -> Self:
         num_reqs, device = idx_mapping.shape[0], idx_mapping.device
         starts = np.arange(num_reqs + 1, dtype=np.int32) * width
 
@@ -98,7 +91,7 @@ class ExtendInputs:
         self.num_rejected[num_reqs:].zero_()
         self.last_sampled.copy_(last_sampled.flatten())
 
-    def rows(self, num_reqs: int) -> ExtendInputs:
+    def rows(self, num_reqs: int) -> Self:
         rows = num_reqs * self.width
         return replace(
             self,
@@ -114,12 +107,10 @@ class ExtendInputs:
 
 
 class FirstPassGraphs(StandaloneARSpeculator):
-    """Runs vLLM's first pass over a standalone draft model as a CUDA graph where one fits.
-
-    The pass stays vLLM's, in graphs too: a capture records `_prefill` itself, over static stand-ins
-    for its arguments and with attention metadata that the device refreshes. A batch that no graph
-    fits, such as one with prompts, goes to the very same function.
-    """
+    """Runs vLLM's first pass over a standalone draft model as a CUDA graph where one fits. The pass
+    stays vLLM's, in graphs too: a capture records `_prefill` itself, over static stand-ins for its
+    arguments and with attention metadata that the device refreshes. A batch that no graph fits,
+    such as one with prompts, goes to the very same function."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -127,9 +118,8 @@ class FirstPassGraphs(StandaloneARSpeculator):
 
     def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
         """The graphs for batches whose requests have `width` rows of the target, if there are any.
-
-        The draft has one row more per request: it also reads the token that the target has drawn.
-        """
+        The draft has one row more per request: it also reads the token that the target has
+        drawn."""
         raise NotImplementedError
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:

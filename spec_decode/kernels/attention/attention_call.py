@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,34 +12,26 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_ke
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 
-@dataclass(kw_only=True, slots=True)
 class AttentionCall(ABC):
-    """What a launch reads: trees to verify, or one level of trees to draft.
+    """What a launch reads: trees to verify, or one level of trees to draft. Attributes are those of
+    its batch (`trees/batch.py`), and what is given as its `own`; a draft's `max_rows` is its
+    ``topk``. What only one kind of batches has is None or 0 here."""
 
-    A subclass adds the keys. Attributes are those of the batches (`trees/batch.py`); a draft's
-    `max_rows` is its ``topk``. Trees to verify have `query_start_loc`, `row_masks` and `num_rows`,
-    levels have `scratch`, `ancestors` and `level`.
-    """
+    query_start_loc: Any = None
+    row_masks: Any = None
+    row_depths: Any = None
+    num_rows: Any = None
+    mixed = chunked = False
+    scratch: Any = None
+    ancestors: Any = None
+    level = 0
 
-    query: torch.Tensor
-    block_table: torch.Tensor
-    num_reqs: int
-    max_rows: int
-    scale: float
-    k_scale: torch.Tensor | None
-    query_start_loc: torch.Tensor | None = None
-    row_masks: torch.Tensor | None = None
-    num_rows: torch.Tensor | None = None
-    mixed: bool = False
-    scratch: torch.Tensor | None = None
-    ancestors: torch.Tensor | None = None
-    level: int = 0
+    def __init__(self, batch: Any, **own: Any) -> None:
+        self.__dict__.update(vars(batch), num_reqs=batch.num_reqs, **own)
 
-    @classmethod
-    def of(cls, batch: Any, **own: Any) -> Self:
-        """The call of a batch: what both name alike, and what is given of its `own`."""
-        kind: Any = type(batch)
-        return cls(**{name: getattr(batch, name) for name in _shared(cls, kind)} | own)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @abstractmethod
     def most_keys(self) -> int:
@@ -67,29 +58,16 @@ class AttentionCall(ABC):
         }
 
     def room(self, workspace: AttentionWorkspace) -> int:
-        pairs = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
+        pairs: int = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
         free = pairs - self.num_reqs if self.draft else pairs
-        return min(workspace.max_splits, free // self.num_reqs)
-
-    def check_splits(self, workspace: AttentionWorkspace | None, splits: int) -> None:
-        num_heads, size = self.query.shape[1:]
-        pairs = workspace.num_pairs(self.max_rows, num_heads, size) if workspace else 0
-        if splits > 1 and self.num_reqs * self.parts(splits) > pairs:
-            raise ValueError(
-                f"{self.num_reqs} requests x {splits} splits of {self.max_rows} rows, {num_heads} "
-                f"heads of {size} do not fit a workspace with room for {pairs}"
-            )
+        return min(workspace.max_splits, int(free // self.num_reqs))
 
     def num_splits(
         self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
     ) -> int:
-        """Splits of each request's paged keys, for so many programs per request and split.
-
-        The number depends on host values only, so that a captured grid stays right. A ValueError is
-        raised if the splits don't fit the workspace.
-        """
+        """Splits of each request's paged keys, for so many programs per request and split. The
+        number depends on host values only, so that a captured grid stays right."""
         if forced is not None:
-            self.check_splits(workspace, forced)
             return forced
         if workspace is None:
             return 1
@@ -113,10 +91,8 @@ class AttentionCall(ABC):
         used: UsedSplits | None = None,
     ) -> None:
         """Make the output of what the splits have left in the workspace, if there are several.
-
         Options are those of a `Plan`. `used` tells the splits without keys, which have written
-        nothing; None if all have written.
-        """
+        nothing; None if all have written."""
         if splits == 1:
             return
         parts = self.parts(splits)
@@ -145,19 +121,10 @@ class AttentionCall(ABC):
         )
 
 
-@functools.cache
-def _shared(call: type[Any], batch: type[Any]) -> tuple[str, ...]:
-    """The fields of a kind of calls that a kind of batches has, too, maybe as properties."""
-    there = {*dir(batch), *(each.name for each in fields(batch))}
-    return tuple(each.name for each in fields(call) if each.name in there)
-
-
 class UsedSplits(NamedTuple):
-    """By what the kernel that combines knows which splits have keys.
-
-    `kv_lens`, i32 ``[>= num_reqs]``, are each request's paged keys. Splits have whole tiles of
-    `keys`. A `window` of 0 is none.
-    """
+    """By what the kernel that combines knows which splits have keys. `kv_lens`, i32 ``[>=
+    num_reqs]``, are each request's paged keys. Splits have whole tiles of `keys`. A `window` of 0
+    is none."""
 
     kv_lens: torch.Tensor
     keys: int
@@ -170,29 +137,6 @@ def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor 
     if workspace is None:
         return (None,) * 3
     return (workspace.acc, workspace.peak, workspace.total)
-
-
-def check_masked_rows(max_rows: int) -> None:
-    """Raise a ValueError for trees with more rows than a mask has bits, or none."""
-    if not 1 <= max_rows <= 64:
-        raise ValueError(f"max_rows must be 1 to 64 (int64 masks), got {max_rows}")
-
-
-def check_prefix(query: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
-    """Raise a ValueError if results of a pass over prefixes have not a query's shapes."""
-    wanted = (query.shape[1], query.shape[0])
-    if prefix_out.shape != query.shape or prefix_lse.shape != wanted:
-        raise ValueError(
-            f"a prefix's output of {tuple(prefix_out.shape)} with log-sum-exps of "
-            f"{tuple(prefix_lse.shape)} does not fit a query of {tuple(query.shape)}"
-        )
-
-
-def check_last_strides(*tensors: torch.Tensor) -> None:
-    """Raise a ValueError for a tensor whose last dimension is not contiguous."""
-    for tensor in tensors:
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last dimension must be contiguous, strides {tensor.stride()}")
 
 
 MAX_TILE = 128
@@ -263,10 +207,8 @@ class AttentionWorkspace:
 def split_count(
     programs: int, multiprocessors: int, max_seq_len: int, room: int, least: int
 ) -> int:
-    """Splits for so many `programs`, where programs load without stages.
-
-    `room` is the splits that there is memory for, `least` the keys that a split should have.
-    """
+    """Splits for so many `programs`, where programs load without stages. `room` is the splits that
+    there is memory for, `least` the keys that a split should have."""
     # Two programs on a multiprocessor hide each other's waits. Where most multiprocessors have
     # one without splits already, the combine step would cost more than splits gain.
     wanted = 2 * multiprocessors // programs

@@ -1,15 +1,12 @@
 """Triton code of tree and draft attention (flash-decoding over pages, arXiv:2311.01282)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, load_rows
+from vllm_graft.spec_decode.kernels.attention.e4m3 import PRODUCTS, load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
-_HALVES = tl.constexpr(HALVES)
 _PRODUCTS = tl.constexpr(PRODUCTS)
 
 _SUMMED = tl.constexpr(64)
@@ -67,11 +64,9 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
-    """How many of a request's last rows belong to its tree, and the first of these rows.
-
-    In a dummy run the number may be left over from an earlier batch, so it is cut to the rows that
-    the query has.
-    """
+    """How many of a request's last rows belong to its tree, and the first of these rows. In a dummy
+    run the number may be left over from an earlier batch, so it is cut to the rows that the query
+    has."""
     end = tl.load(query_start_loc + req + 1).to(tl.int64)
     width = (end - tl.load(query_start_loc + req)).to(tl.int32)
     rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, MOST))
@@ -158,12 +153,10 @@ def split_kernel(
     SKIP_EMPTY: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """One tile, of a request's rows x the heads of one KV head, over one split of its keys.
-
-    With a window, a row at position p sees keys after p - WINDOW; with chunks, keys from the last
-    multiple of WINDOW on that is at most p. Blocks before the first key that any row sees may be
-    the null block, whose contents are arbitrary: they are not read.
-    """
+    """One tile, of a request's rows x the heads of one KV head, over one split of its keys. With a
+    window, a row at position p sees keys after p - WINDOW; with chunks, keys from the last multiple
+    of WINDOW on that is at most p. Blocks before the first key that any row sees may be the null
+    block, whose contents are arbitrary: they are not read."""
     if OVERLAPPED:
         # The kernel that combines may start; it waits for what this one writes.
         tl.extra.cuda.gdc_launch_dependents()
@@ -205,8 +198,6 @@ def split_kernel(
     q_at = (first_row + row) * query_row_stride + q_head * query_head_stride
     element = inside[:, None] & in_head[None, :]
     q = tl.load(query + q_at[:, None] + d[None, :], mask=element, other=0.0)
-    if FP8 == _HALVES:
-        q = q.to(tl.float16)
     value_type: tl.constexpr = tl.float16 if FP8 == _PRODUCTS else q.dtype
     if q_scale is not None:
         scale = scale * tl.load(q_scale)
@@ -219,7 +210,7 @@ def split_kernel(
         peak = sink.to(tl.float32) * 1.4426950408889634
         total = tl.where(peak == float("-inf"), 0.0, 1.0)
     cache_scale, value_scale = _key_value_scales(scale, k_scale, v_scale, FP8)
-    folded: tl.constexpr = FP8 >= _HALVES and not HAS_CAP
+    folded: tl.constexpr = FP8 == _PRODUCTS and not HAS_CAP
     if folded:
         cache_scale *= 1.4426950408889634
     if DRAFT:
@@ -273,7 +264,7 @@ def split_kernel(
     if DRAFT:
         # All splits of a request have one scratch, which the last program computes. Where there are
         # splits, that program has no keys of the prefix.
-        if FP8 >= _HALVES:
+        if FP8 == _PRODUCTS:
             q = q.to(scratch.dtype.element_ty)
         slots = tl.where(split == tl.num_programs(2) - 1, (level + 1) * TOPK, 0)
         for start in range(0, slots, BLOCK_N):
@@ -331,10 +322,8 @@ def combine_kernel(
     CHUNKED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Combine the parts of WIDTH numbers of one row and head into the output.
-
-    With ``kv_lens`` only those that have keys are read, which are the first ones of the prefix.
-    """
+    """Combine the parts of WIDTH numbers of one row and head into the output. With ``kv_lens`` only
+    those that have keys are read, which are the first ones of the prefix."""
     req = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     pieces = tl.cdiv(HEAD, WIDTH)

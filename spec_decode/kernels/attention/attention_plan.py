@@ -1,14 +1,9 @@
-"""The plan of a launch of tree attention, by sizes that the host knows before it.
-
-The rule for sm_90 and sm_10x follows what a search on an H200 found
-(``benchmarks/attention/search`` in git at 0b4bb377). Elsewhere, for float32 and in the interpreter,
-programs load without stages.
-"""
-
-from __future__ import annotations
+"""The plan of a launch of tree attention, by sizes that the host knows before it. The rule for
+sm_90 and sm_10x follows what a search on an H200 found (``benchmarks/attention/search`` in git at
+0b4bb377). Elsewhere, for float32 and in the interpreter, programs load without stages."""
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -18,7 +13,6 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     MIN_SPLIT_KEYS,
     split_count,
 )
-from vllm_graft.spec_decode.kernels.attention.e4m3 import Native
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 
 # For batches whose requests mostly have far fewer rows than the bound: most of a larger tile would
@@ -57,14 +51,11 @@ class Tile(NamedTuple):
     @functools.cache
     def choose(
         cls, rows: int, head_pad: int, dtype: torch.dtype, *, crowded: bool, split: bool
-    ) -> Tile:
-        """Choose a tile whose accumulator and two K/V tiles fit a block.
-
-        `rows` are those of a request, times the heads that share K/V. If `crowded`, multiprocessors
-        have several programs each, which hide one another's waits; otherwise the loads of one
-        program should be few, large and at once. If `split`, several programs share a request's
-        keys, so each has few.
-        """
+    ) -> Self:
+        """Choose a tile whose accumulator and two K/V tiles fit a block. `rows` are those of a
+        request, times the heads that share K/V. If `crowded`, multiprocessors have several programs
+        each, which hide one another's waits; otherwise the loads of one program should be few,
+        large and at once. If `split`, several programs share a request's keys, so each has few."""
         rows = max(16, next_power_of_2(rows))
         if dtype == torch.float32:
             # Exact float32 has no tensor cores: small tiles, or registers spill.
@@ -113,7 +104,7 @@ class Sizes(NamedTuple):
             graph serves have one plan.
         most_splits: splits that there is memory for.
         multiprocessors: of the device; 0 without a workspace.
-        native: how an e4m3 query and cache are multiplied; None in other dtypes.
+        native: whether query and cache are e4m3 and multiplied as they are.
     """
 
     rows: int
@@ -128,7 +119,7 @@ class Sizes(NamedTuple):
     most_splits: int = 1
     multiprocessors: int = 0
     capability: tuple[int, int] = (0, 0)
-    native: Native | None = None
+    native: bool = False
 
     @property
     def staged(self) -> bool:
@@ -186,10 +177,8 @@ def shared_bytes(tile: Tile, head: int, itemsize: int = 2) -> int:
 
 
 def native_bytes(tile: Tile, head: int) -> int:
-    """About the shared memory of a program over e4m3 keys, at most, as `shared_bytes`.
-
-    A tile of K and V lies there once more in fp16, and the stage that is converted is free.
-    """
+    """About the shared memory of a program over e4m3 keys, at most, as `shared_bytes`. A tile of K
+    and V lies there once more in fp16, and the stage that is converted is free."""
     staged = max(tile.stages - 1, 1) * 2 * tile.keys
     return (staged + 2 * (2 * tile.keys + tile.rows)) * head
 
@@ -216,7 +205,7 @@ def _splits(sizes: Sizes) -> int:
     tile = _tile(sizes, split=True)
     wanted = sizes.multiprocessors // sizes.programs(tile)
     # One program of 64 rows has four warps, which are few for a multiprocessor.
-    least = 1 if sizes.native and sizes.native.rows else 2
+    least = 1 if sizes.native else 2
     few = least <= wanted <= _MOST_DOUBLED // 2
     if few and sizes.keys >= _LONG_SPLIT * wanted and _two_fit(sizes, tile):
         wanted *= 2
@@ -230,26 +219,22 @@ def _two_fit(sizes: Sizes, tile: Tile) -> bool:
     return tile.rows < 128 and native_bytes(tile, sizes.head) <= _ROOM_FOR_TWO
 
 
-def _native_tile(sizes: Sizes, native: Native) -> Tile:
-    """The tile over e4m3 keys that are loaded in stages.
-
-    Tiles of 64 rows and more take keys and values from shared memory, where a program converts many
-    at once. For fewer rows it would fetch each number of V by itself. One tile of 128 rows per K/V
-    head is slower than two of 64 where contexts are short.
-    """
+def _native_tile(sizes: Sizes) -> Tile:
+    """The tile over e4m3 keys that are loaded in stages. Tiles of 64 rows and more take keys and
+    values from shared memory, where a program converts many at once. For fewer rows it would fetch
+    each number of V by itself. One tile of 128 rows per K/V head is slower than two of 64 where
+    contexts are short."""
     wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
-    rows = native.rows if wide else 64
-    if sizes.head > 128:
-        return Tile(rows, 32, rows // 16, 3)
-    return Tile(rows, native.keys, rows // 16, 3 if native.keys == 64 else 2)
+    rows = 128 if wide else 64
+    return Tile(rows, 32 if sizes.head > 128 else 64, rows // 16, 3)
 
 
 def _tile(sizes: Sizes, *, split: bool) -> Tile:
     if sizes.draft and (split or sizes.head > 128 or sizes.rows > 32):
         # The keys of the prefix are few then, and those of the scratch begin a second loop.
         return _plain_tile(sizes, split=split)
-    if sizes.native and sizes.native.rows and sizes.head <= 256 and not sizes.draft:
-        return _native_tile(sizes, sizes.native)
+    if sizes.native and sizes.head <= 256 and not sizes.draft:
+        return _native_tile(sizes)
     rows = max(16, next_power_of_2(sizes.most_rows))
     if sizes.head > 256:
         return Tile(64, 32, 8, 2) if rows >= 64 else Tile(rows, 16, 4, 3)

@@ -1,10 +1,6 @@
 """How attention reads the rows of an FP8 (e4m3) cache, with hardware for FP8 and without."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,51 +8,29 @@ import triton.language as tl
 FP8 = (torch.uint8, torch.float8_e4m3fn)
 """Dtypes of an e4m3 cache."""
 
-PLAIN, PACKED, HALVES, PRODUCTS = 1, 2, 3, 4
+PLAIN, PACKED, PRODUCTS = 1, 2, 3
 """What a kernel does with e4m3 keys and values.
 
 ``PLAIN`` converts each number by itself to the dtype of the query, and ``PACKED`` four of a
-register at once (PTX); neither needs hardware for FP8. The others need it, and an e4m3 query.
-``HALVES`` converts all three to fp16, two numbers in an instruction: fp16 holds all of e4m3's
-numbers, and the softmax's weights with three bits more than bf16. ``PRODUCTS`` multiplies queries
-and keys as they are, and converts the values to fp16. The tensor cores of sm_90 add such products
-with about 14 bits."""
+register at once (PTX); neither needs hardware for FP8. ``PRODUCTS`` needs it, and an e4m3 query: it
+multiplies queries and keys as they are, and converts the values to fp16, which holds all of e4m3's
+numbers, and the softmax's weights with three bits more than bf16. Tensor cores of sm_90 add such
+products with about 14 bits."""
 
 _PACKED = tl.constexpr(PACKED)
-_HALVES = tl.constexpr(HALVES)
+_PRODUCTS = tl.constexpr(PRODUCTS)
 
 _HARDWARE = (8, 9)
 """The first compute capability that converts and multiplies e4m3 numbers."""
 
-_MEASURED = (9, 0)
+MEASURED = (9, 0)
 """The compute capability on which taking such queries was measured to be faster."""
 
 
-class Native(NamedTuple):
-    """How kernels take e4m3 queries beside an e4m3 cache, on devices that know such numbers.
-
-    Attributes:
-        form: ``HALVES`` or ``PRODUCTS``.
-        rows: most rows of a tile of tree attention, 64 or 128, and 64 are the fewest. 0 for the
-            tiles of 16 bits.
-        keys: keys of such a tile, 64 or 128.
-    """
-
-    form: int
-    rows: int = 0
-    keys: int = 64
-
-
-NATIVE: Native | None = Native(PRODUCTS, 128)
-"""How it is done. None: a layer converts e4m3 queries to 16 bits before, and kernels the cache."""
-
-
-def native(capability: tuple[int, int], dtype: torch.dtype) -> Native | None:
-    """How kernels take e4m3 queries on such a device; None where a layer converts them before.
-
-    It is measured on Hopper alone. Outputs of 32 bits are not computed from weights in fp16.
-    """
-    return NATIVE if capability == _MEASURED and dtype.itemsize == 2 else None
+def native(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether kernels take e4m3 queries on such a device; a layer converts them before elsewhere.
+    Outputs of 32 bits are not computed from weights in fp16."""
+    return capability == MEASURED and dtype.itemsize == 2
 
 
 def refuse_without_hardware(capability: tuple[int, int]) -> None:
@@ -74,18 +48,16 @@ def conversion(cache: torch.Tensor, query: torch.dtype) -> int:
     if cache.dtype not in FP8:
         return 0
     if query in FP8:
-        return NATIVE.form if NATIVE else HALVES
+        return PRODUCTS
     on_nvidia = cache.device.type != "cpu" and torch.version.cuda is not None
     return PACKED if on_nvidia and query.itemsize == 2 else PLAIN
 
 
 def _pairs(shift: int, factor: int, kind: str) -> str:
-    """PTX that makes four numbers of 16 bits of the bytes of a register.
-
-    A byte moves to the upper half of its number, where its sign is right, and all but the sign to
-    the right by ``shift``, which makes the exponent one of the wider dtype. The difference of the
-    biases is a factor, a power of 2, by which even subnormal numbers become what they were.
-    """
+    """PTX that makes four numbers of 16 bits of the bytes of a register. A byte moves to the upper
+    half of its number, where its sign is right, and all but the sign to the right by ``shift``,
+    which makes the exponent one of the wider dtype. The difference of the biases is a factor, a
+    power of 2, by which even subnormal numbers become what they were."""
     lines = []
     for place, bytes_of in (("$0", "0x1404"), ("$1", "0x3424")):
         lines += [
@@ -106,12 +78,10 @@ _TO_FP16 = tl.constexpr(_pairs(1, 0x5C005C00, "f16"))
 
 @triton.jit
 def load_rows(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Rows of K or V in ``dtype``; FP8 is what `conversion` says of their cache.
-
-    The pointers are those of bytes for ``PLAIN`` and ``PACKED``, and of e4m3 numbers beyond.
-    """
-    rows = tl.load(pointers, mask=mask, other=0.0 if FP8 >= _HALVES else 0)
-    if FP8 >= _HALVES:
+    """Rows of K or V in ``dtype``; FP8 is what `conversion` says of their cache. The pointers are
+    those of bytes for ``PLAIN`` and ``PACKED``, and of e4m3 numbers beyond."""
+    rows = tl.load(pointers, mask=mask, other=0.0 if FP8 == _PRODUCTS else 0)
+    if FP8 == _PRODUCTS:
         rows = rows.to(dtype)
     elif FP8 == _PACKED:
         if dtype == tl.bfloat16:

@@ -1,23 +1,16 @@
 """Attention of tree rows over the tree's own keys, merged with attention over the prefix."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    check_last_strides,
-    check_masked_rows,
-    check_prefix,
-)
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _key_value_scales,
     _logits,
     _tree_rows,
 )
-from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
+from vllm_graft.spec_decode.kernels.attention.e4m3 import conversion, load_rows
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -29,12 +22,10 @@ _TILE = 32
 
 @triton.jit
 def merged_weights(logits, lse, sink):
-    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to.
-
-    Rows that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse`
-    (the prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
-    natural.
-    """
+    """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to. Rows
+    that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse` (the
+    prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
+    natural."""
     prefix_peak = lse * 1.4426950408889634
     top = tl.maximum(tl.max(logits, 1), prefix_peak)
     if sink is not None:
@@ -170,13 +161,9 @@ def attend_own_rows(
             dtype. Not read for a request without a prefix.
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
         out: bf16, fp16 or fp32; rows that are not computed stay untouched.
-
-    Raises:
-        ValueError: if shapes, dtypes or strides are not these.
     """
     if batch.num_reqs == 0:
         return
-    _check(batch, prefix_out, prefix_lse, out)
     query, kv_cache, max_rows = batch.query, batch.kv_cache, batch.max_rows
     num_heads, head_size = query.shape[1:]
     kv_heads, block_size = kv_cache.shape[1:3]
@@ -220,19 +207,3 @@ def attend_own_rows(
         num_warps=4,
         num_stages=1,
     )
-
-
-def _check(
-    batch: TreeBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
-) -> None:
-    check_masked_rows(batch.max_rows)
-    query, kv_cache = batch.query, batch.kv_cache
-    if kv_cache.shape[3] != 2 * query.shape[2] or query.shape[1] % kv_cache.shape[1]:
-        raise ValueError(
-            f"a query of {tuple(query.shape)} does not fit a KV cache of {tuple(kv_cache.shape)}"
-        )
-    check_prefix(query, prefix_out, prefix_lse)
-    for name, tensor in (("query", query), ("KV cache", kv_cache)):
-        if tensor.dtype not in (out.dtype, *FP8):
-            raise ValueError(f"the {name} has dtype {tensor.dtype}, the output {out.dtype}")
-    check_last_strides(query, kv_cache, prefix_out, out)

@@ -1,10 +1,6 @@
 """Attention of tree rows: paged keys, one ancestor mask per row, split over the keys."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -13,37 +9,23 @@ from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
     AttentionWorkspace,
     UsedSplits,
-    check_last_strides,
-    check_masked_rows,
     partial_results,
 )
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     FP8,
-    HALVES,
+    PRODUCTS,
     conversion,
     native,
     refuse_without_hardware,
 )
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 
-@dataclass(kw_only=True, slots=True)
 class _Call(AttentionCall):
-    kv_cache: torch.Tensor
-    kv_lens: torch.Tensor
-    max_seq_len: int | None
-    v_scale: torch.Tensor | None
-    soft_cap: float
-    q_scale: torch.Tensor | None = None
-    row_depths: torch.Tensor | None = None
-    window: int = 0
-    chunked: bool = False
-    sinks: torch.Tensor | None = None
-
     @property
     def group(self) -> int:
         return int(self.query.shape[1] // self.kv_cache.shape[1])
@@ -58,14 +40,12 @@ class _Call(AttentionCall):
 
     def most_keys(self) -> int:
         bound = self.max_seq_len or self.block_table.shape[1] * self.kv_cache.shape[2]
-        return min(bound, self.window + self.max_rows) if self.window else bound
+        return int(min(bound, self.window + self.max_rows) if self.window else bound)
 
     def tiles(self, plan: Plan) -> int:
         return cdiv(self.max_rows * self.group, plan.tile.rows)
 
     def plan(self, workspace: AttentionWorkspace | None, num_splits: int | None) -> Plan:
-        if num_splits is not None:
-            self.check_splits(workspace, num_splits)
         return choose_plan(self.sizes(workspace), num_splits)
 
     def sizes(self, workspace: AttentionWorkspace | None) -> Sizes:
@@ -86,7 +66,7 @@ class _Call(AttentionCall):
             most_splits=self.room(workspace),
             multiprocessors=workspace.multiprocessors,
             capability=workspace.capability,
-            native=native(workspace.capability, self.computed) if self.small else None,
+            native=self.small and native(workspace.capability, self.computed),
         )
 
     def check(self, out: torch.Tensor, workspace: AttentionWorkspace | None) -> None:
@@ -111,7 +91,7 @@ class _Call(AttentionCall):
             raise ValueError(f"the scratch has dtype {scratch.dtype}, the {plain} {wanted}")
         if self.window and not self.draft and self.row_depths is None:
             raise ValueError(f"a window of {self.window} keys needs the depths of rows")
-        check_last_strides(query, kv_cache, out)
+        check_rows(query, kv_cache, out)
 
 
 def tree_attention(
@@ -125,7 +105,7 @@ def tree_attention(
     """Attention of the last ``num_rows[r]`` rows of each request's query.
 
     No device value is read on the host, so the call can be captured. All sizes in a captured graph
-    are upper bounds.
+    are upper bounds. Raises `ValueError` if shapes, dtypes or strides don't match.
 
     Args:
         batch: its query may be e4m3 if its cache is, from compute capability 8.9 on.
@@ -133,11 +113,8 @@ def tree_attention(
             untouched.
         workspace: receives partial results; None means one split.
         num_splits: forces the number of splits, `plan` all of how it is computed.
-
-    Raises:
-        ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
-    _launch(_tree_call(batch), out, workspace, num_splits, plan)
+    _launch(_call(batch), out, workspace, num_splits, plan)
 
 
 def draft_attention(
@@ -148,26 +125,20 @@ def draft_attention(
     num_splits: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Attention of a level's frontier in the draft, as `tree_attention`.
-
-    The batch's scratch holds the level's own K/V already; see `write_scratch`.
-    """
-    _launch(_draft_call(batch), out, workspace, num_splits, plan)
+    """Attention of a level's frontier in the draft, as `tree_attention`. The batch's scratch holds
+    the level's own K/V already; see `write_scratch`."""
+    _launch(_call(batch), out, workspace, num_splits, plan)
 
 
 def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
     """How a batch is computed where nothing is forced; host values alone decide."""
-    make = _draft_call if isinstance(batch, DraftBatch) else _tree_call
-    return make(batch).plan(workspace, None)  # type: ignore[arg-type]
+    return _call(batch).plan(workspace, None)
 
 
-def _tree_call(batch: TreeBatch) -> _Call:
-    check_masked_rows(batch.max_rows)
-    return _Call.of(batch, kv_lens=batch.seq_lens)
-
-
-def _draft_call(batch: DraftBatch) -> _Call:
-    return _Call.of(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
+def _call(batch: TreeBatch | DraftBatch) -> _Call:
+    if isinstance(batch, TreeBatch):
+        return _Call(batch, kv_lens=batch.seq_lens)
+    return _Call(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
 
 
 def _launch(
@@ -182,8 +153,6 @@ def _launch(
     call.check(out, workspace)
     if plan is None:
         plan = call.plan(workspace, num_splits)
-    else:
-        call.check_splits(workspace, plan.splits)
     _launch_splits(call, out, workspace, plan)
     used = UsedSplits(call.kv_lens, plan.tile.keys, call.window, call.chunked)
     call.combine(
@@ -204,7 +173,7 @@ def _launch_splits(
     query, kv_cache, scratch = call.query, call.kv_cache, call.scratch
     kv_heads, block_size = kv_cache.shape[1:3]
     fp8 = conversion(kv_cache, query.dtype)
-    numbers = torch.float8_e4m3fn if fp8 >= HALVES else torch.uint8
+    numbers = torch.float8_e4m3fn if fp8 == PRODUCTS else torch.uint8
     split_kernel[(call.num_reqs * tiles, kv_heads, call.parts(splits))](
         query.view(numbers) if call.small else query,
         kv_cache.view(numbers) if fp8 else kv_cache,
@@ -298,12 +267,10 @@ def write_scratch(
     num_reqs: int,
     topk: int,
 ) -> None:
-    """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``.
-
-    `key` and `value` are ``[num_reqs * topk, kv_heads, size]``, last dimension contiguous; with MLA
-    the latent, of one head, and the rotated part of the key. `scratch_kv` is of the same dtype,
-    ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``.
-    """
+    """Store the K/V of a level's frontier at scratch slots ``level * topk .. + topk - 1``. `key`
+    and `value` are ``[num_reqs * topk, kv_heads, size]``, last dimension contiguous; with MLA the
+    latent, of one head, and the rotated part of the key. `scratch_kv` is of the same dtype,
+    ``[max_reqs, steps * topk, kv_heads, key_size + value_size]``."""
     if num_reqs == 0:
         return
     heads, key_size = key.shape[1:]

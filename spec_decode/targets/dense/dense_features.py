@@ -1,7 +1,5 @@
 """What plain attention of targets may have beside heads of one size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.hooks.feature import Feature, if_model_has

@@ -1,12 +1,8 @@
 """Rows of the ledger for trees on plain attention."""
 
-from __future__ import annotations
-
 from vllm_graft.seams.ledger.entry import Seam, seams
 
 _MASK = "an attention backend of vLLM's takes a mask per row"
-_METADATA = "query_start_loc, seq_lens, block_table, max_query_len, max_seq_len"
-_IMPL = "num_heads, head_size, scale, num_kv_heads, kv_cache_dtype, logits_soft_cap, sliding_window, alibi_slopes, sinks"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off

@@ -1,26 +1,24 @@
-"""Grafts tree attention onto the attention layers of a loaded model, layer by layer.
-
-The platform's backend serves prompts, chains and the draft's extend pass. Only rows of a drafted
-tree take another kernel.
-"""
-
-from __future__ import annotations
+"""Grafts tree attention onto the attention layers of a loaded model, layer by layer. The platform's
+backend serves prompts, chains and the draft's extend pass. Only rows of a drafted tree take another
+kernel."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import KVCacheConfig, is_quantized_kv_cache
+from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import tree_attention as kernels
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
-from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
+from vllm_graft.spec_decode.kernels.compact import KVCacheTable, compact_kv
 from vllm_graft.spec_decode.targets.dense import plain_attention as reference
 from vllm_graft.spec_decode.targets.dense.dense_features import BACKENDS, KV_DTYPES
-from vllm_graft.spec_decode.targets.dense.two_pass import why_not
+from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass, why_not
 from vllm_graft.spec_decode.targets.dense.window import (
     DraftWindow,
     chunk_of,
@@ -28,16 +26,10 @@ from vllm_graft.spec_decode.targets.dense.window import (
     refuse_window,
     whole_batch,
     window_of,
+    windowed_table,
 )
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.spec_decode.verification.context import VerifyMode
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
-
-    from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
-    from vllm_graft.spec_decode.verification.context import TreeContext
-
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
 
 NO_LEVEL = -1
 """The level of rows whose layer keeps no K/V of a tree. They see the prefix alone, from its end."""
@@ -280,9 +272,7 @@ def graft_attention(name: str, layer: Attention, context: TreeContext, *, is_dra
         refuse_window(name, f"has a window of {own} positions of its own")
     ops = TRITON
     if backend == "CPU_ATTN":
-        from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
-
-        torch_attention.replace(layer)
+        reference.replace(layer)
         ops = TORCH
     elif chunk:
         keep_whole_batches(layer)
@@ -305,3 +295,66 @@ def refuse_format(name: str, kv_cache_dtype: str) -> None:
             f"--additional-config.graft.tree cannot read --kv-cache-dtype {kv_cache_dtype} "
             f"of layer {name}: use one of {', '.join(KV_DTYPES)}"
         )
+
+
+@dataclass
+class DenseState:
+    """K/V in pages: node i has the i-th new slot, and the accepted path moves to the front.
+    `slot_mappings` is int64 ``[groups, max_tokens]``, the slot of each row of the batch."""
+
+    table: KVCacheTable
+    slot_mappings: torch.Tensor
+    reads_rows: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        caches: Mapping[str, torch.Tensor],
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+    ) -> Self:
+        """The state of layers by name, each with its cache by heads."""
+        groups = enumerate(kv_cache_config.kv_cache_groups)
+        own = {name: n for n, group in groups for name in group.layer_names if name in caches}
+        table = KVCacheTable.build([caches[name] for name in own], list(own.values()))
+        return cls(table, block_tables.slot_mappings)
+
+    def fork(self, step: VerifyStep) -> None:
+        """Do nothing: every node has a slot of its own."""
+
+    def commit(self, path: torch.Tensor, step: VerifyStep) -> None:
+        """Move the accepted path's K/V to where a chain would have written it."""
+        assert step.num_sampled is not None
+        compact_kv(
+            self.table,
+            path,
+            step.num_sampled,
+            step.batch.query_start_loc,
+            step.num_drafts,
+            self.slot_mappings,
+            num_reqs=step.batch.num_reqs,
+        )
+
+
+class DenseFamily:
+    """Every token attends to the tokens before it, or to the last ones of them in a window."""
+
+    def claims(self, layer: Any) -> bool:
+        return isinstance(layer, Attention)
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        window = window_of(layer.impl)
+        if is_draft and 0 < window < context.shape.steps:
+            raise ConfigError(
+                f"--additional-config.graft.tree.steps is {context.shape.steps}, but layer {name} "
+                f"of the draft has a window of {window} positions: set steps to {window} or less"
+            )
+        graft_attention(name, layer, context, is_draft=is_draft)
+
+    def state(
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> DenseState:
+        # A layer that reads another's K/V would have them moved twice.
+        own = {n: each for n, each in layers.items() if not each.kv_sharing_target_layer_name}
+        caches = {name: layer.kv_cache for name, layer in own.items()}
+        return DenseState.of(caches, kv_cache_config, block_tables)

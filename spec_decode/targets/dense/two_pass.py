@@ -8,9 +8,11 @@ keys before the tree, which all rows see. By its log-sum-exp the second pass mer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -21,8 +23,160 @@ from vllm_graft.spec_decode.targets.dense.window import chunk_of, window_of
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
 
-    from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
     from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch
+
+KernelName = Literal["triton", "flash"]
+"""``triton``: one Triton kernel, split over the keys. ``flash``: FlashAttention 3 over the prefix,
+then a small kernel over the tree's own rows."""
+
+CONTEXTS = (512, 2048, 8192, 32768)
+"""Keys per request at which the kernels are compared, up to the model's longest context."""
+
+BATCHES = (1, 4, 16, 64)
+"""Numbers of requests at which they are compared, up to the engine's largest."""
+
+MAX_KEYS = 1 << 20
+"""Keys of all requests above which a point is left out: few caches hold more, and it takes long."""
+
+_CACHE_BYTES = 256 << 20
+"""Bytes of K/V in a measurement, five times a large L2 cache."""
+
+
+class Size(NamedTuple):
+    """What a captured graph fixes."""
+
+    num_reqs: int
+    rows: int
+
+
+class Point(NamedTuple):
+    """The sizes of one measurement."""
+
+    num_reqs: int
+    rows: int
+    context: int
+
+    @property
+    def size(self) -> Size:
+        return Size(self.num_reqs, self.rows)
+
+
+Costs = Mapping[Point, Mapping[KernelName, float]]
+"""Microseconds per layer of each kernel."""
+
+
+def points(widths: Collection[int], max_reqs: int, max_model_len: int) -> list[Point]:
+    """Where to measure `widths` (root and nodes): at most three of them."""
+    ordered = sorted(set(widths))
+    chosen = sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}) if ordered else []
+    batches = sorted({min(batch, max_reqs) for batch in BATCHES})
+    contexts = [context for context in CONTEXTS if context <= max_model_len] or [max_model_len]
+    return [
+        Point(batch, rows, context)
+        for rows in chosen
+        for batch in batches
+        for context in contexts
+        # The shortest context is measured for every size, so that each size has a measurement.
+        if context == contexts[0] or batch * context <= MAX_KEYS
+    ]
+
+
+def choose(costs: Costs, size: Size) -> KernelName:
+    """The kernel whose worst loss against the better one, over all contexts, is the smallest. A
+    graph is captured for one size and replayed at any context. A size that was not measured takes
+    the choice of the nearest measured size, by the ratios of requests and of rows; of two equally
+    near ones the larger decides."""
+    nearest = min({point.size for point in costs}, key=lambda known: _distance(known, size))
+    losses: defaultdict[KernelName, float] = defaultdict(float)
+    for point, times in costs.items():
+        if point.size == nearest:
+            best = min(times.values())
+            for kernel, time in times.items():
+                losses[kernel] = max(losses[kernel], time / best)
+    # Ties go to the first name in the alphabet, so that all ranks agree.
+    return min(losses, key=lambda kernel: (losses[kernel], kernel))
+
+
+def _distance(known: Size, size: Size) -> tuple[float, int]:
+    ratios = (math.log(a / b) for a, b in zip(known, size))
+    return round(sum(map(abs, ratios)), 9), -known.num_reqs * known.rows
+
+
+def random_masks(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """i64 ``[rows]``, masks of a random tree of ``rows`` nodes."""
+    masks: list[int] = []
+    for node in range(rows):
+        parent = int(torch.randint(0, max(node, 1), (1,), generator=generator))
+        bits = (masks[parent] if node else 0) | 1 << node
+        masks.append(bits - (1 << 64) if bits >> 63 else bits)
+    return torch.tensor(masks, dtype=torch.int64)
+
+
+def random_trees(
+    point: Point, block_size: int, block_bytes: int, device: torch.device | str
+) -> tuple[int, dict[str, Any]]:
+    """What batches of random trees share, for timing: all have ``point.rows`` rows. Returns blocks
+    of the cache, which takes `_CACHE_BYTES` at most: longer contexts share blocks; and fields of a
+    batch."""
+    keys, rows = max(point.context, point.rows), point.num_reqs * point.rows
+    per_request = cdiv(keys, block_size)
+    blocks = max(1, min(point.num_reqs * per_request, _CACHE_BYTES // block_bytes))
+    generator = torch.Generator().manual_seed(0)
+    masks = random_masks(point.rows, generator).repeat(point.num_reqs)
+    table = torch.randint(blocks, (point.num_reqs, per_request), generator=generator)
+
+    def filled(value: int) -> torch.Tensor:
+        return torch.full((point.num_reqs,), value, dtype=torch.int32, device=device)
+
+    starts = torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device)
+    return blocks, {
+        "query_start_loc": starts,
+        "prefix_lens": filled(keys - point.rows),
+        "block_table": table.to(device, torch.int32),
+        "row_masks": masks.to(device),
+        "num_rows": filled(point.rows),
+        "max_rows": point.rows,
+        "max_seq_len": keys,
+    }
+
+
+@dataclass
+class KernelChoice:
+    """The kernel for each size of one engine's batches.
+
+    Attributes:
+        why: why there is no choice; empty where the measured times decide.
+        declined: layer calls that took the Triton kernel although ``flash`` was chosen, outside of
+            graphs: requests differ in rows, or the query is not quantized beside an fp8 cache.
+    """
+
+    asked: Literal["auto", "triton", "flash"]
+    why: str = ""
+    costs: Costs = field(default_factory=dict)
+    used: dict[Size, KernelName] = field(default_factory=dict)
+    declined: int = 0
+
+    def of(self, num_reqs: int, rows: int) -> KernelName:
+        """The kernel for a batch of `num_reqs` requests of `rows` rows each; it never changes."""
+        size = Size(num_reqs, rows)
+        if size not in self.used:
+            measured = choose(self.costs, size) if self.costs else "triton"
+            self.used[size] = measured if self.asked == "auto" else self.asked
+        return self.used[size]
+
+    def report(self) -> dict[str, Any]:
+        """Plain values for ``graft_info()``."""
+        return {
+            "asked": self.asked,
+            "why": self.why,
+            "microseconds": [
+                {**point._asdict(), **{kernel: round(time, 1) for kernel, time in times.items()}}
+                for point, times in self.costs.items()
+            ],
+            "used": {f"{size.num_reqs}x{size.rows}": kernel for size, kernel in self.used.items()},
+            "declined": self.declined,
+        }
+
 
 _TILE = 128
 """Query rows of a program of FlashAttention 3, times the heads that share K/V."""
@@ -42,21 +196,17 @@ def num_splits(batch: TreeBatch, multiprocessors: int) -> int:
 
 
 def bounded_splits(rows: int, size: int, programs: int, multiprocessors: int) -> int:
-    """Upper bound of the splits of a request's keys, within which FlashAttention decides.
-
-    One long request may fill the device, and partial results keep to a budget. The bound depends on
-    host values only, so that buffers in a captured graph stay large enough. `rows` are those of all
-    requests times query heads, `size` is that of a value, `programs` are of a request and split.
-    """
+    """Upper bound of the splits of a request's keys, within which FlashAttention decides. One long
+    request may fill the device, and partial results keep to a budget. The bound depends on host
+    values only, so that buffers in a captured graph stay large enough. `rows` are those of all
+    requests times query heads, `size` is that of a value, `programs` are of a request and split."""
     fit = int(_SPLIT_BYTES // (4 * rows * (size + 1)))
     return max(1, min(int(multiprocessors // programs), fit, _MAX_SPLITS))
 
 
 def scheduled(batch: TreeBatch | LatentBatch, **sizes: Any) -> torch.Tensor:
     """FlashAttention's schedule of the first pass, int32, which all layers of a forward pass share.
-
-    The host reads no device value.
-    """
+    The host reads no device value."""
     from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
     plan: torch.Tensor = get_scheduler_metadata(
@@ -190,10 +340,8 @@ class TwoPass:
 
     def takes(self, metadata: Any, max_rows: int, *, alike: bool) -> bool:
         """Whether the two passes compute a batch whose requests all verify a tree, of `max_rows`.
-
         Only host values decide. `alike` says that query and cache are both fp8 or neither, as
-        FlashAttention requires.
-        """
+        FlashAttention requires."""
         num_reqs = metadata.query_start_loc.shape[0] - 1
         if self.choice.of(num_reqs, max_rows) != "flash":
             return False

@@ -1,4 +1,5 @@
 """Sliding windows, chunks and a draft's own window: where they begin, and what a layer is told."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -8,18 +9,115 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+import triton
+import triton.language as tl
 from vllm.v1.attention.backend import subclass_attention_backend
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 
 if TYPE_CHECKING:
-    import torch
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 
     from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
+
+SINK_BLOCKS = 1
+"""Blocks at the beginning of a text that are always seen (StreamingLLM, arXiv:2309.17453). Cached
+keys are rotated by their own positions, so that a table may leave out the blocks behind these."""
+
+_PIECE = 128
+
+
+def table_width(window: int, max_rows: int, block_size: int) -> int:
+    """Entries that a request's table of a window needs at most; see `windowed_table`."""
+    # The first token and the last one may share their blocks with others.
+    return SINK_BLOCKS + (window + max_rows - 1) // block_size + 2
+
+
+@Kernel
+@triton.jit(do_not_specialize=["window", "table_stride", "table_blocks", "out_stride", "out_width"])
+def _window_kernel(
+    table,
+    kv_lens,
+    query_start_loc,
+    out_table,
+    out_lens,
+    window,
+    table_stride,
+    table_blocks,
+    out_stride,
+    out_width,
+    BLOCK_SIZE: tl.constexpr,
+    SINK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    req = tl.program_id(0).to(tl.int64)
+    kv_len = tl.load(kv_lens + req)
+    rows = 0
+    if query_start_loc is not None:
+        rows = tl.load(query_start_loc + req + 1) - tl.load(query_start_loc + req)
+    first = tl.maximum(kv_len - rows - window, 0) // BLOCK_SIZE
+    dropped = tl.maximum(first - SINK, 0)
+    # Only requests of dummy batches have more keys than there is room for.
+    kept = tl.minimum(kv_len - dropped * BLOCK_SIZE, out_width * BLOCK_SIZE)
+    used = tl.cdiv(kept, BLOCK_SIZE)
+    for start in range(0, out_width, PIECE):
+        at = start + tl.arange(0, PIECE)
+        source = at + tl.where(at < SINK, 0, dropped)
+        exists = (at < used) & (source < table_blocks)
+        block = tl.load(table + req * table_stride + source, mask=exists, other=0)
+        tl.store(out_table + req * out_stride + at, block, mask=at < out_width)
+    tl.store(out_lens + req, kept)
+
+
+def windowed_table(
+    block_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    *,
+    window: int,
+    max_rows: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks that a request's rows see: the first, and those of a window before its first row.
+
+    No device value is read on the host, so the call can be captured. Returns int32 ``[num_reqs,
+    width]``, block 0 where no key is, and the keys among these blocks.
+
+    Args:
+        block_table: int32 ``[num_reqs, max_blocks]``.
+        kv_lens: int32 ``[>= num_reqs]``, keys of each request, including those of its rows.
+        query_start_loc: int32 ``[>= num_reqs + 1]``; None if no row has its keys in the cache.
+        window: tokens that are seen before a request's first row, at least; more of them as far as
+            their block begins earlier.
+        max_rows: upper bound of a request's rows whose keys are in the cache.
+    """
+    num_reqs, table_blocks = block_table.shape
+    width = min(table_width(window, max_rows, block_size), table_blocks)
+    table = block_table.new_empty(num_reqs, width)
+    lens = kv_lens.new_empty(num_reqs)
+    if num_reqs:
+        _window_kernel[(num_reqs,)](
+            block_table,
+            kv_lens,
+            query_start_loc,
+            table,
+            lens,
+            window,
+            block_table.stride(0),
+            table_blocks,
+            table.stride(0),
+            width,
+            BLOCK_SIZE=block_size,
+            SINK=SINK_BLOCKS,
+            PIECE=_PIECE,
+            num_warps=1,
+        )
+    return table, lens
+
 
 _KEPT = "graft_whole_batch"
 
@@ -79,12 +177,10 @@ def whole_batch(metadata: Any) -> Any:
 
 
 def keep_whole_batches(layer: Attention) -> None:
-    """Let the metadata of a loaded layer with chunked attention hold the whole batch as well.
-
-    vLLM makes a sequence of each chunk that a request's rows lie in, and builds the platform's
-    metadata for these (``make_local_attention_virtual_batches``). It asks for the layer's backend
-    when all layers are loaded.
-    """
+    """Let the metadata of a loaded layer with chunked attention hold the whole batch as well. vLLM
+    makes a sequence of each chunk that a request's rows lie in, and builds the platform's metadata
+    for these (``make_local_attention_virtual_batches``). It asks for the layer's backend when all
+    layers are loaded."""
     layer.attn_backend = _keeping(layer.attn_backend)
 
 
@@ -114,10 +210,9 @@ Narrow = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
 
 class DraftWindow:
     """Narrows the metadata of one layer's passes to the first block and those of the last `tokens`.
-
     The kernels are not told: to them a request is a shorter text. All rows of a pass share one
-    window, which ends at the first of them. So the rows of a prompt's part see that part besides.
-    """
+    window, which ends at the first of them. So the rows of a prompt's part see that part
+    besides."""
 
     def __init__(self, tokens: int, narrow: Narrow = windowed_table) -> None:
         self.narrow = functools.partial(narrow, window=tokens)

@@ -1,24 +1,208 @@
-"""Attention of tree and draft rows over latents (MLA), split over the paged ones."""
-
-from __future__ import annotations
+"""Attention of tree and draft rows over latents (MLA in its absorbed form, arXiv:2405.04434)."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import functools
-from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import (
     AttentionCall,
     AttentionWorkspace,
-    check_last_strides,
-    check_masked_rows,
     partial_results,
 )
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
+    _accumulate,
+    _key_value_scales,
+    _tree_rows,
+)
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
-from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.targets.latent.latent_kernel import copy_rows_kernel, latent_kernel
+from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
+from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
+
+
+@Kernel
+@triton.jit(do_not_specialize=["level", "num_splits", "ancestors_stride"])
+def latent_kernel(
+    query,
+    query_rope,
+    latents,
+    out,
+    partial_acc,
+    partial_peak,
+    partial_total,
+    query_start_loc,
+    prefix_lens,
+    block_table,
+    row_masks,
+    num_rows,
+    scratch,
+    ancestors,
+    k_scale,
+    scale,
+    level,
+    num_splits,
+    query_row_stride,
+    query_head_stride,
+    rope_row_stride,
+    rope_head_stride,
+    out_row_stride,
+    out_head_stride,
+    cache_block_stride,
+    cache_slot_stride,
+    table_stride,
+    scratch_req_stride,
+    scratch_slot_stride,
+    ancestors_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DRAFT: tl.constexpr,
+    TOPK: tl.constexpr,
+    FP8: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile, of a request's rows x heads, over one split of its keys. A latent is loaded once as
+    key and value. Rows to verify see keys of the cache alone. Rows of a draft's level see all keys
+    of the cache and their ancestors in the scratch."""
+    req = (tl.program_id(0) // TILES).to(tl.int64)
+    split = tl.program_id(1)
+    if DRAFT:
+        rows = TOPK
+        first_row = req * TOPK
+    else:
+        rows, first_row = _tree_rows(query_start_loc, num_rows, req, PARTIAL_ROWS)
+    tile = (tl.program_id(0) % TILES) * BLOCK_M
+    if tile >= rows * HEADS:
+        return
+
+    m = tile + tl.arange(0, BLOCK_M)
+    inside = m < rows * HEADS
+    row = m // HEADS
+    head = m % HEADS
+    d = tl.arange(0, RANK_PAD)
+    in_rank = d < RANK
+    r = tl.arange(0, ROPE_PAD)
+    in_rope = r < ROPE
+    element = inside[:, None] & in_rank[None, :]
+    q_at = (first_row + row) * query_row_stride + head * query_head_stride
+    q = tl.load(query + q_at[:, None] + d[None, :], mask=element, other=0.0)
+    rope_at = (first_row + row) * rope_row_stride + head * rope_head_stride
+    rotated = inside[:, None] & in_rope[None, :]
+    q_rope = tl.load(query_rope + rope_at[:, None] + r[None, :], mask=rotated, other=0.0)
+    if DRAFT:
+        mask = tl.zeros([BLOCK_M], tl.int64)
+    else:
+        mask = tl.load(row_masks + first_row + row, mask=inside, other=0)
+    acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    logit_scale, value_scale = _key_value_scales(scale, k_scale, k_scale, FP8)
+    # Logits in units of log 2, for exp2.
+    logit_scale = logit_scale * 1.4426950408889634
+    scratch_scale = scale * 1.4426950408889634
+
+    own_first = tl.load(prefix_lens + req)
+    kv_len = own_first
+    if not DRAFT:
+        kv_len += rows
+    split_len = tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N
+    begin = split * split_len
+    end = tl.minimum(begin + split_len, kv_len)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        exists = n < end
+        page = tl.load(block_table + req * table_stride + n // BLOCK_SIZE, mask=exists, other=0)
+        at = page.to(tl.int64) * cache_block_stride + (n % BLOCK_SIZE) * cache_slot_stride
+        pointers = latents + at[:, None]
+        k = load_rows(pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, FP8)
+        k_rope = load_rows(
+            pointers + RANK + r[None, :], exists[:, None] & in_rope[None, :], q.dtype, FP8
+        )
+        logits = _latent_logits(q, q_rope, k, k_rope, logit_scale, PRECISION)
+        if start + BLOCK_N > own_first:
+            own = n - own_first
+            bit = (mask[:, None] >> tl.minimum(tl.maximum(own, 0), 63)[None, :].to(tl.int64)) & 1
+            visible = (own < 0)[None, :] | ((bit != 0) & exists[None, :])
+            logits = tl.where(visible, logits, float("-inf"))
+        acc, peak, total = _accumulate(logits, k, acc, peak, total, PRECISION)
+    acc = acc * value_scale
+
+    if DRAFT:
+        # All splits of a request have one scratch, which the last program computes. Where there are
+        # splits, that program has no keys of the cache.
+        slots = tl.where(split == tl.num_programs(1) - 1, (level + 1) * TOPK, 0)
+        for start in range(0, slots, BLOCK_N):
+            slot = start + tl.arange(0, BLOCK_N)
+            exists = slot < slots
+            pointers = scratch + (req * scratch_req_stride + slot * scratch_slot_stride)[:, None]
+            k = load_rows(pointers + d[None, :], exists[:, None] & in_rank[None, :], q.dtype, False)
+            k_rope = load_rows(
+                pointers + RANK + r[None, :], exists[:, None] & in_rope[None, :], q.dtype, False
+            )
+            logits = _latent_logits(q, q_rope, k, k_rope, scratch_scale, PRECISION)
+            ancestor = tl.load(
+                ancestors + (first_row + row)[:, None] * ancestors_stride + (slot // TOPK)[None, :],
+                mask=inside[:, None] & exists[None, :],
+                other=-1,
+            )
+            logits = tl.where(ancestor == slot[None, :], logits, float("-inf"))
+            acc, peak, total = _accumulate(logits, k, acc, peak, total, PRECISION)
+
+    if SPLIT:
+        place = ((req * tl.num_programs(1) + split) * PARTIAL_ROWS + row) * HEADS + head
+        tl.store(partial_peak + place, peak, mask=inside)
+        tl.store(partial_total + place, total, mask=inside)
+        seen = element & (total > 0)[:, None]
+        tl.store(partial_acc + place[:, None] * RANK + d[None, :], acc, mask=seen)
+    else:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out_at = (first_row + row) * out_row_stride + head * out_head_stride
+        tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=element)
+
+
+@triton.jit
+def _latent_logits(q, q_rope, k, k_rope, scale, PRECISION: tl.constexpr):
+    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    logits = tl.dot(q_rope, tl.trans(k_rope), logits, input_precision=PRECISION)
+    return logits * scale
+
+
+@Kernel
+@triton.jit
+def copy_rows_kernel(
+    source,
+    target,
+    query_start_loc,
+    num_rows,
+    source_stride,
+    target_stride,
+    WIDTH: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one row of a tree; other rows of the target stay as they are."""
+    req = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    rows, first_row = _tree_rows(query_start_loc, num_rows, req, MAX_ROWS)
+    if row >= rows:
+        return
+    d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < WIDTH
+    values = tl.load(source + (first_row + row) * source_stride + d, mask=inside)
+    tl.store(target + (first_row + row) * target_stride + d, values, mask=inside)
+
 
 _COPIED = 1024
 """Elements of a row that a program copies."""
@@ -44,46 +228,24 @@ def latent_tile(
     return Tile(rows, 32, 8 if rows * rank_pad > 32 * 512 else 4, 2)
 
 
-def check_latent_shapes(
-    query: torch.Tensor, rope: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Raise a `ValueError` if queries, latents and outputs don't fit."""
-    width = query.shape[2] + rope.shape[2]
-    if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
-        raise ValueError(
-            f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
-            f"{tuple(latents.shape)}"
-        )
-    if out.shape != query.shape:
-        raise ValueError(f"the output is {tuple(out.shape)}, the query {tuple(query.shape)}")
-
-
-@dataclass(kw_only=True, slots=True)
 class _Call(AttentionCall):
-    query_rope: torch.Tensor
-    latents: torch.Tensor
-    prefix_lens: torch.Tensor
-    max_seq_len: int
-
     def most_keys(self) -> int:
-        return self.max_seq_len
+        return int(self.max_seq_len)
 
     def check(self, out: torch.Tensor) -> None:
         query, rope, latents = self.query, self.query_rope, self.latents
         width = query.shape[2] + rope.shape[2]
-        check_latent_shapes(query, rope, latents, out)
+        if latents.dim() != 3 or latents.shape[2] != width or rope.shape[:2] != query.shape[:2]:
+            raise ValueError(
+                f"queries of {tuple(query.shape)} and {tuple(rope.shape)} do not fit latents of "
+                f"{tuple(latents.shape)}"
+            )
         if rope.dtype != query.dtype or latents.dtype not in (query.dtype, *FP8):
             raise ValueError(
                 f"the latents have dtype {latents.dtype}, the queries {query.dtype} and "
                 f"{rope.dtype}: they must be equal unless the latents are e4m3"
             )
-        scratch = self.scratch
-        if scratch is not None and (scratch.dtype, scratch.shape[2:]) != (query.dtype, (1, width)):
-            raise ValueError(
-                f"the scratch is {tuple(scratch.shape)} of {scratch.dtype}, and the rows of "
-                f"queries have {width} numbers of {query.dtype}"
-            )
-        check_last_strides(query, rope, latents, out)
+        check_rows(query, rope, latents, out)
 
 
 def latent_attention(
@@ -96,17 +258,14 @@ def latent_attention(
     """Attention of the last ``num_rows[r]`` rows of each request's query, as weighted latents.
 
     The host reads no device value, so the call can be captured; sizes in a graph are upper bounds.
+    Raises `ValueError` if shapes, dtypes or strides don't match.
 
     Args:
         out: ``[num_tokens, num_heads, rank]``, dtype of the query; rows that are not computed stay
             untouched.
         workspace: receives partial results; None means one split, unless `num_splits` forces more.
-
-    Raises:
-        ValueError: if shapes, dtypes or strides don't match, or the splits don't fit the workspace.
     """
-    check_masked_rows(batch.max_rows)
-    _launch(_Call.of(batch), out, workspace, num_splits)
+    _launch(_Call(batch), out, workspace, num_splits)
 
 
 def latent_draft_attention(
@@ -117,10 +276,8 @@ def latent_draft_attention(
     num_splits: int | None = None,
 ) -> None:
     """Attention of a level's frontier in a draft with MLA; the rest is as of `latent_attention`.
-
-    The scratch of `batch` holds the level's own latents; see ``write_scratch``.
-    """
-    _launch(_Call.of(batch, max_rows=batch.topk), out, workspace, num_splits)
+    The scratch of `batch` holds the level's own latents; see ``write_scratch``."""
+    _launch(_Call(batch, max_rows=batch.topk), out, workspace, num_splits)
 
 
 def _launch(
@@ -185,9 +342,7 @@ def _launch(
 
 def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatch) -> None:
     """Copy the rows of a batch's trees between tensors ``[>= num_tokens, width]`` of one dtype.
-
-    Other rows of the target stay untouched. The host reads no device value.
-    """
+    Other rows of the target stay untouched. The host reads no device value."""
     width = source.shape[1]
     copy_rows_kernel[(batch.num_reqs, batch.max_rows, cdiv(width, _COPIED))](
         source,

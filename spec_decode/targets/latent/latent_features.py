@@ -1,7 +1,5 @@
 """Which targets have latents of MLA."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_graft.hooks.feature import Feature, if_model_has

@@ -9,7 +9,7 @@ trees in the absorbed form by our kernel. Latents of a draft's level go to a scr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +19,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, SeamError
+from vllm_graft.seams.permission import require_seams
 from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
-from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, refuse_format
+from vllm_graft.spec_decode.targets.dense.layer import DenseState, DraftTreeMetadata, refuse_format
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
+from vllm_graft.spec_decode.targets.dense.window import refuse_window
 from vllm_graft.spec_decode.targets.latent import latent_attention as kernels
 from vllm_graft.spec_decode.targets.latent import plain_latent as reference
 from vllm_graft.spec_decode.targets.latent.latent_features import LATENT_BACKENDS
@@ -31,10 +33,11 @@ from vllm_graft.spec_decode.verification.context import VerifyMode
 
 if TYPE_CHECKING:
     from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
 
     from vllm_graft.spec_decode.targets.dense.two_pass import TwoPass
     from vllm_graft.spec_decode.verification.context import TreeContext
-
 
 _KIMI = "vllm.models.kimi_k3.nvidia.mla"
 
@@ -95,12 +98,10 @@ class LatentTrees:
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Compute the rows of a batch's trees into `output`; other rows stay as they are.
-
-        Absorbed queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated
-        parts ``[num_tokens, num_heads, rope]``, and outputs ``[>= num_tokens, num_heads * v_dim]``.
-        The cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents.
-        """
+        """Compute the rows of a batch's trees into `output`; other rows stay as they are. Absorbed
+        queries of the rows of `part` are ``[num_tokens, num_heads, rank]``, their rotated parts
+        ``[num_tokens, num_heads, rope]``, and outputs ``[>= num_tokens, num_heads * v_dim]``. The
+        cache ``[num_blocks, block_size, rank + rope]`` holds the rows' latents."""
         layer, context, part = self.layer, self.context, self.part(metadata)
         batch = LatentBatch(
             query=query,
@@ -128,12 +129,10 @@ class LatentTrees:
         self.ops.copy_tree_rows(values, rows, batch)
 
     def _attended(self, batch: LatentBatch, metadata: Any) -> torch.Tensor:
-        """Weighted latents of tree rows, by the kernel that is chosen for such a batch.
-
-        Rows of no tree, such as a graph's padding, must not be NaN, which a MoE layer that shares
-        its buffers among rows might spread. So they are zeros, but for a mixed batch, which does
-        not use them.
-        """
+        """Weighted latents of tree rows, by the kernel that is chosen for such a batch. Rows of no
+        tree, such as a graph's padding, must not be NaN, which a MoE layer that shares its buffers
+        among rows might spread. So they are zeros, but for a mixed batch, which does not use
+        them."""
         space, two_pass = self.context.workspace, self.two_pass
         if (
             two_pass is not None
@@ -195,12 +194,10 @@ class TreeLatents(LatentTrees):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``.
-
-        Latents of the rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe`
-        ``[num_tokens, 1, rope]`` are in the cache already, but for those of a draft's level, whose
-        metadata is a `DraftTreeMetadata`. It is None in a run without attention.
-        """
+        """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``. Latents of the
+        rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe` ``[num_tokens, 1,
+        rope]`` are in the cache already, but for those of a draft's level, whose metadata is a
+        `DraftTreeMetadata`. It is None in a run without attention."""
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
             return output
@@ -277,10 +274,8 @@ def graft_latents(
 @dataclass
 class TreeKimiLatents(LatentTrees):
     """In place of ``_attention`` (`stock`) of a layer with MLA of Kimi Linear, a class of its own.
-
     Such a layer writes latents to the cache in the pass that makes their queries. So we stand
-    before both. It computes batches with prompts, and rows of trees are computed again.
-    """
+    before both. It computes batches with prompts, and rows of trees are computed again."""
 
     stock: Callable[..., None]
 
@@ -292,12 +287,10 @@ class TreeKimiLatents(LatentTrees):
         k_pe: torch.Tensor,
         attn_out: torch.Tensor,
     ) -> None:
-        """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``.
-
-        `q` is ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens,
-        rank]``, keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so
-        `positions` go unused.
-        """
+        """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``. `q` is
+        ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens, rank]``,
+        keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so `positions`
+        go unused."""
         known, mode = get_forward_context().attn_metadata, self.context.mode
         plain = not isinstance(known, dict) or mode is VerifyMode.NONE
         if plain or mode is VerifyMode.MIXED:
@@ -337,3 +330,40 @@ def graft_kimi_latents(
     layer.tree_latents = trees
     # Its own is no part of a PIECEWISE graph, which it interrupts; nor is ours.
     layer._attention = eager_break_during_capture(trees)
+
+
+class LatentFamily:
+    """Layers that cache one latent per token, which moves as K/V of plain attention do."""
+
+    _checked = False
+
+    def claims(self, layer: Any) -> bool:
+        return is_latent(layer)
+
+    def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
+        if is_draft and context.draft_window:
+            refuse_window(name, "has MLA")
+        if isinstance(layer, MLAAttention):
+            graft_latents(name, layer, context, is_draft=is_draft)
+            return
+        if not self._checked:
+            require_seams("kimi")
+            self._checked = True
+        graft_kimi_latents(name, layer, context, is_draft=is_draft)
+
+    def state(
+        self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> DenseState:
+        caches = {name: _latents(name, layer.kv_cache) for name, layer in layers.items()}
+        return DenseState.of(caches, kv_cache_config, block_tables)
+
+
+def _latents(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """A layer's latents as K/V of one head, ``[blocks, 1, block_size, rank + rope]``."""
+    if cache.dim() != 3:
+        raise SeamError(
+            f"vLLM bound the latents of {name} as {list(cache.shape)}, and vllm-graft reads them "
+            "as [blocks, block_size, rank + rope]: remove the keys of "
+            "--additional-config.graft.tree, and report this with vLLM's version"
+        )
+    return cache.unsqueeze(1)

@@ -1,7 +1,5 @@
 """Rows of the ledger for trees on latents of MLA."""
 
-from __future__ import annotations
-
 from vllm_graft.seams.ledger.entry import Seam, seams
 
 _TREE = "vLLM verifies trees itself"

@@ -1,27 +1,25 @@
 """Tree attention over latents (MLA) in two passes: FlashAttention 3 over the prefix, then the tree.
-
 In the absorbed form all heads of a request's rows share their keys, so arithmetic bounds attention
 over a long context, where FlashAttention 3 is several times as fast as our Triton kernel. Its keys
-are the rotated parts, its values the latents, which meet queries of their own.
-"""
-
-from __future__ import annotations
+are the rotated parts, its values the latents, which meet queries of their own."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, KernelName, Point
-from vllm_graft.spec_decode.targets.dense.samples import random_masks
 from vllm_graft.spec_decode.targets.dense.two_pass import (
+    KernelChoice,
+    KernelName,
     Passes,
+    Point,
     TwoPass,
     attended_prefix,
     bounded_splits,
+    random_trees,
     scheduled,
 )
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
@@ -95,10 +93,6 @@ def why_no_latent_passes(layer: Any) -> str | None:
     return None
 
 
-_CACHE_BYTES = 256 << 20
-"""Bytes of latents in a measurement. Longer contexts share blocks."""
-
-
 class LatentGeometry(NamedTuple):
     """What attention's time depends on besides the batch, of one rank."""
 
@@ -119,39 +113,25 @@ class LatentGeometry(NamedTuple):
         return 2
 
     @classmethod
-    def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> LatentGeometry:
+    def of(cls, layer: Any, dtype: torch.dtype, block_size: int) -> Self:
         sizes = (len(layer.W_UK_T), layer.kv_lora_rank, layer.qk_rope_head_dim)
         return cls(*sizes, dtype, block_size)
 
     def problem(self, point: Point, device: torch.device | str) -> LatentBatch:
         """A batch of random trees, all with ``point.rows`` rows."""
-        keys = max(point.context, point.rows)
         rows, width = point.num_reqs * point.rows, self.rank + self.rope
         block_bytes = self.block_size * width * self.dtype.itemsize
-        per_request = cdiv(keys, self.block_size)
-        blocks = max(1, min(point.num_reqs * per_request, _CACHE_BYTES // block_bytes))
-        generator = torch.Generator().manual_seed(0)
-        masks = random_masks(point.rows, generator).repeat(point.num_reqs)
+        blocks, trees = random_trees(point, self.block_size, block_bytes, device)
 
         def drawn(*sizes: int) -> torch.Tensor:
             return torch.randn(*sizes, device=device, dtype=self.dtype)
 
-        def filled(value: int) -> torch.Tensor:
-            return torch.full((point.num_reqs,), value, dtype=torch.int32, device=device)
-
-        table = torch.randint(blocks, (point.num_reqs, per_request), generator=generator)
         return LatentBatch(
             query=drawn(rows, self.num_heads, self.rank),
             query_rope=drawn(rows, self.num_heads, self.rope),
             latents=drawn(blocks, self.block_size, width),
-            query_start_loc=torch.arange(0, rows + 1, point.rows, dtype=torch.int32, device=device),
-            prefix_lens=filled(keys - point.rows),
-            block_table=table.to(device, torch.int32),
-            row_masks=masks.to(device),
-            num_rows=filled(point.rows),
-            max_rows=point.rows,
-            max_seq_len=keys,
             scale=width**-0.5,
+            **trees,
         )
 
     def lengthen(self, batch: LatentBatch, keys: int) -> None:
@@ -161,10 +141,8 @@ class LatentGeometry(NamedTuple):
     def calls(
         self, batch: LatentBatch, workspace: AttentionWorkspace, longest: int
     ) -> dict[KernelName, Callable[[], None]]:
-        """A call of each kernel, for graphs whose requests have up to `longest` keys.
-
-        The kernel that is the only one gets zeros to write to, as in a layer.
-        """
+        """A call of each kernel, for graphs whose requests have up to `longest` keys. The kernel
+        that is the only one gets zeros to write to, as in a layer."""
         batch = replace(batch, max_seq_len=longest)
         both, metadata = TwoPass(KernelChoice("flash"), LATENT_PASSES), object()
         multiprocessors = workspace.multiprocessors

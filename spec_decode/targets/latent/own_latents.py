@@ -1,8 +1,6 @@
 """Attention of tree rows over the tree's own latents (MLA), merged with that over the prefix."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -10,16 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    check_last_strides,
-    check_masked_rows,
-    check_prefix,
-)
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import _tree_rows
 from vllm_graft.spec_decode.kernels.attention.own_rows import merged_weights
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.targets.latent.latent_attention import check_latent_shapes
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 _PROGRAMS = 256
@@ -27,11 +19,9 @@ _PROGRAMS = 256
 
 
 class OwnTile(NamedTuple):
-    """Sizes of a program of the second pass.
-
-    Rows times heads, and numbers of a latent that are multiplied at a time, are powers of 2 from 16
-    on. `stages` are chunks that are under way at a time.
-    """
+    """Sizes of a program of the second pass. Rows times heads, and numbers of a latent that are
+    multiplied at a time, are powers of 2 from 16 on. `stages` are chunks that are under way at a
+    time."""
 
     rows: int
     chunk: int
@@ -41,12 +31,10 @@ class OwnTile(NamedTuple):
 
 @functools.cache
 def own_tile(num_reqs: int, rows: int, rank: int) -> OwnTile:
-    """Sizes of a program for requests of at most `rows` rows times heads, by values of the host.
-
-    A program reads all latents of its tree, so large tiles read less. A latent goes through in
+    """Sizes of a program for requests of at most `rows` rows times heads, by values of the host. A
+    program reads all latents of its tree, so large tiles read less. A latent goes through in
     chunks, because an accumulator of all its numbers takes so many registers that a multiprocessor
-    has room for one program, which then waits for memory.
-    """
+    has room for one program, which then waits for memory."""
     most = max(16, next_power_of_2(rows))
     wide = [size for size in (64, 32) if num_reqs * cdiv(rows, size) >= _PROGRAMS]
     size = min(most, wide[0] if wide else 16)
@@ -96,10 +84,8 @@ def own_latents_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile, of a request's rows x heads, over all latents of its tree.
-
-    ``prefix_out`` and ``out`` may be one tensor: a program reads no element that another writes.
-    """
+    """One tile, of a request's rows x heads, over all latents of its tree. ``prefix_out`` and
+    ``out`` may be one tensor: a program reads no element that another writes."""
     req = tl.program_id(1).to(tl.int64)
     start = tl.load(query_start_loc + req).to(tl.int64)
     first_key = tl.load(prefix_lens + req)
@@ -202,14 +188,10 @@ def attend_own_latents(
         prefix_lse: f32 ``[num_heads, num_tokens]``, its log-sum-exp, natural logarithm.
         out: like the query. It may be `prefix_out` itself.
         tile: sizes of a program; None decides by the batch's sizes.
-
-    Raises:
-        ValueError: if shapes, dtypes or strides are not these.
     """
     if batch.num_reqs == 0:
         out.zero_()
         return
-    _check(batch, prefix_out, prefix_lse, out)
     query, rope, latents, max_rows = batch.query, batch.query_rope, batch.latents, batch.max_rows
     num_tokens, num_heads, rank = query.shape
     rows = max_rows * num_heads
@@ -250,18 +232,3 @@ def attend_own_latents(
         num_warps=tile.warps,
         num_stages=1,
     )
-
-
-def _check(
-    batch: LatentBatch, prefix_out: torch.Tensor, prefix_lse: torch.Tensor, out: torch.Tensor
-) -> None:
-    check_masked_rows(batch.max_rows)
-    query, rope, latents = batch.query, batch.query_rope, batch.latents
-    check_latent_shapes(query, rope, latents, out)
-    check_prefix(query, prefix_out, prefix_lse)
-    if not query.dtype == rope.dtype == latents.dtype == out.dtype:
-        raise ValueError(
-            f"queries of {query.dtype} and {rope.dtype}, latents of {latents.dtype} and an output "
-            f"of {out.dtype} must have one dtype"
-        )
-    check_last_strides(query, rope, latents, prefix_out, out)

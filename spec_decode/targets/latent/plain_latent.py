@@ -1,7 +1,5 @@
 """Attention over latents in plain torch: a reference for the kernel, and what a CPU runs."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace

@@ -1,1 +1,1 @@
-"""Grafts of trees onto the layers of Kimi Linear, which vLLM has apart from other models'."""
+"""Trees on recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2."""

@@ -1,24 +1,20 @@
-"""Recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2.
-
-vLLM gives a request as many blocks of states as it has rows to verify. A row of a tree continues
-its parent's state and leaves its own in the block of its row; or it leaves its inputs in a buffer
-of the layer, and the state that the accepted path ends in is made of them.
-"""
-
-from __future__ import annotations
+"""Recurrent layers: the gated delta rule, Kimi Delta Attention and Mamba-2. vLLM gives a request as
+many blocks of states as it has rows to verify. A row of a tree continues its parent's state and
+leaves its own in the block of its row; or it leaves its inputs in a buffer of the layer, and the
+state that the accepted path ends in is made of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.seams.permission import require_seams
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import (
-    TreeDeltaRule,
-    TreeKeyDecays,
-)
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,
@@ -30,25 +26,20 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     clear_states,
     move_states,
 )
-from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import (
+    TreeDeltaRule,
+    TreeKeyDecays,
+    TreeSelectiveState,
+)
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import TreeRecurrence, windows_of
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-
-    from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
-    from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
+from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 
 
 @dataclass
 class RecurrentState:
-    """A state or kept inputs per node, and a window of the inputs of all nodes.
-
-    `kept` says which requests have left inputs in place of states, `folds` by which layers; both
-    are None if none ever does.
-    """
+    """A state or kept inputs per node, and a window of the inputs of all nodes. `kept` says which
+    requests have left inputs in place of states, `folds` by which layers; both are None if none
+    ever does."""
 
     caches: list[RecurrentCache]
     table: StateTable
@@ -57,12 +48,10 @@ class RecurrentState:
     reads_rows: bool = True
 
     def fork(self, step: VerifyStep) -> None:
-        """Let prompts of one token that carry placeholders for drafts be verified, from zeros.
-
-        vLLM pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens.
-        So its state would be the one behind the placeholders. (Where a token comes before it, vLLM
-        has it verified.)
-        """
+        """Let prompts of one token that carry placeholders for drafts be verified, from zeros. vLLM
+        pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens. So
+        its state would be the one behind the placeholders. (Where a token comes before it, vLLM has
+        it verified.)"""
         if self.kept is not None:
             self.kept.firsts.fill_(-1)
         batch = step.batch

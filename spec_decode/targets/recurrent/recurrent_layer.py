@@ -1,37 +1,30 @@
-"""Grafts trees onto recurrent layers: what the grafts of all kinds share.
-
-A graft stands before a layer's convolution and recurrence and lets each verified row continue its
-parent. All other rows are computed by the layer itself, as a batch of their own.
-"""
-
-from __future__ import annotations
+"""Grafts trees onto recurrent layers: what the grafts of all kinds share. A graft stands before a
+layer's convolution and recurrence and lets each verified row continue its parent. All other rows
+are computed by the layer itself, as a batch of their own."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, Gates, numbers_of
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     MAX_ROWS,
+    Decay,
+    Gates,
     KeptRows,
     LayerInputs,
     RecurrentRows,
     keep_rows,
+    numbers_of,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_graft.spec_decode.verification.context import TreeContext
-
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
+from vllm_graft.spec_decode.verification.context import TreeContext
 
 _LEAST_ROWS = 4
 """Rows of a request from which on inputs are kept: states, of 2 MiB a layer in Qwen3-Next against
@@ -44,12 +37,10 @@ def allocate_inputs(
     context: TreeContext,
     dtype: torch.dtype | None = None,
 ) -> LayerInputs:
-    """Memory for the inputs of a layer with a convolution's weight ``[features, ...]``.
-
-    What all layers share is allocated with the first one. `gates` are the numbers per head that a
-    row's gates are, and heads; `dtype` is that of what is behind the convolution, None for the
-    weight's.
-    """
+    """Memory for the inputs of a layer with a convolution's weight ``[features, ...]``. What all
+    layers share is allocated with the first one. `gates` are the numbers per head that a row's
+    gates are, and heads; `dtype` is that of what is behind the convolution, None for the
+    weight's."""
     max_reqs, width = context.path.shape
     max_tokens = len(context.rows.row_parents)
     max_rows = min(max_tokens, max_reqs * width)
@@ -63,10 +54,8 @@ def allocate_inputs(
 
 
 class Batch(NamedTuple):
-    """Rows of a pass that drafts are verified in, as the host knows them.
-
-    `requests` and `padded` (rows) include a graph's padding; `most` is of one request.
-    """
+    """Rows of a pass that drafts are verified in, as the host knows them. `requests` and `padded`
+    (rows) include a graph's padding; `most` is of one request."""
 
     rows: int
     requests: int
@@ -87,10 +76,8 @@ def keeps_inputs(batch: Batch, context: TreeContext) -> bool:
 def keep_inputs(
     batch: Batch, rows: RecurrentRows, batch_rows: torch.Tensor | None, context: TreeContext
 ) -> int:
-    """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`.
-
-    The most rows of a request are returned, or 0 where the pass writes states.
-    """
+    """Note that a pass keeps its rows' inputs, if it does; `batch_rows` is as of `keep_rows`. The
+    most rows of a request are returned, or 0 where the pass writes states."""
     if context.kept is None or not keeps_inputs(batch, context):
         return 0
     keep_rows(context.kept, rows, batch_rows, batch.most)
@@ -112,12 +99,10 @@ class Parted(NamedTuple):
 
 @dataclass
 class TreeRecurrence:
-    """In place of a layer's pass (`stock`): each verified row continues its parent's state.
-
-    A pass either writes each row's state to the row's column, or writes no state and keeps the
-    rows' `inputs`, by which the accepted path's state is made afterwards. A kind of layer is a
-    subclass, called in place of the layer's method `PASS`.
-    """
+    """In place of a layer's pass (`stock`): each verified row continues its parent's state. A pass
+    either writes each row's state to the row's column, or writes no state and keeps the rows'
+    `inputs`, by which the accepted path's state is made afterwards. A kind of layer is a subclass,
+    called in place of the layer's method `PASS`."""
 
     PASS: ClassVar[str]
     """Name of the layer's method."""
@@ -184,10 +169,8 @@ class TreeRecurrence:
         return self.layer.A_log, self.layer.dt_bias
 
     def recur(self, inputs: torch.Tensor, gates: Gates, part: Parted, out: torch.Tensor) -> None:
-        """Send `inputs` ``[num_rows, features]`` through convolution and recurrence.
-
-        `out` ``[num_rows, heads, V]`` receives the result.
-        """
+        """Send `inputs` ``[num_rows, features]`` through convolution and recurrence. `out`
+        ``[num_rows, heads, V]`` receives the result."""
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
         mixed = tree_conv(

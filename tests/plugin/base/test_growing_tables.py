@@ -29,10 +29,10 @@ BOUNDED = {
         plugin/hooks/manager.py:manager plugin/metrics/board.py:Board._states
         plugin/base/metric.py:Series._children plugin/metrics/relay.py:Increments._known
         plugin/metrics/relay.py:Relay._reported
-        spec_decode/models/tokenizers.py:differing
+        spec_decode/refusals/fit_refusals.py:differing
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing
         plugin/seams/wrap.py:BuiltClasses._classes
-        spec_decode/models/attention_classes.py:_declared
+        spec_decode/targets/families.py:_declared
         spec_decode/kernels/attention/attention_call.py:_shared
         spec_decode/targets/dense/window.py:_keeping
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
@@ -50,8 +50,8 @@ BOUNDED = {
         plugin/base/log.py:Once._said""",
     "Filled at the start, from the model's layers and the configuration.": """
         plugin/seams/permission.py:Seen.flags plugin/seams/permission.py:Seen.rows
-        spec_decode/targets/dense/choice.py:KernelChoice.costs
-        spec_decode/targets/dense/choice.py:KernelChoice.used
+        spec_decode/targets/dense/two_pass.py:KernelChoice.costs
+        spec_decode/targets/dense/two_pass.py:KernelChoice.used
         spec_decode/drafters/levels.py:LevelGrowth.block_tables
         spec_decode/drafters/standalone/draft_model.py:DraftModelTrees.first_inputs
         spec_decode/drafters/draft_trees.py:DraftTrees.narrow_plans
@@ -80,11 +80,11 @@ BOUNDED = {
         spec_decode/tuning/tuner.py:NodeTuner._fitting
         graph_runners/language/draft.py:VerifyingDraftRunner._equal""",
     "A local object of one request, which the budget of work bounds.": """
-        spec_decode/lookup/forced_text.py:_Pieces.found
-        spec_decode/trees/reference.py:Reference.tokens
+        spec_decode/lookup/schema_text.py:_Pieces.found
+        spec_decode/trees/text_state.py:Reference.tokens
         spec_decode/lookup/schema_text.py:_Reader._found""",
     "Bounded by bytes, and keyed by hashes.": """
-        spec_decode/lookup/token_cache.py:TokenCache._kept""",
+        spec_decode/lookup/references.py:TokenCache._kept""",
     "Each has one of the segments that the configuration gives; no request adds one.": """
         spec_decode/lookup/corpora.py:Corpora.known""",
     "Graphs and buffers within the memory that the configuration gives.": """

@@ -18,7 +18,7 @@ from vllm_graft.hooks import builtin, hookspecs
 from vllm_graft.hooks.entries import Drafter, Entry, TreePolicy
 from vllm_graft.hooks.manager import COLLECTED, Manager
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.chosen import chosen
+from vllm_graft.spec_decode.models.drafts import chosen
 
 FLAG = "--additional-config.graft.tree.policy"
 MakeEntryPoint = Callable[..., Any]

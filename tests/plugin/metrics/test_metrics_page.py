@@ -16,7 +16,7 @@ from vllm_graft.graph_runners.vision.vision_metrics import METRICS as VISION
 from vllm_graft.metrics.catalogue import catalogue, tables
 from vllm_graft.metrics.part_states import STATES
 from vllm_graft.parts import PARTS
-from vllm_graft.spec_decode.counts.chain_metrics import METRICS as CHAINS
+from vllm_graft.spec_decode.counts.tree_metrics import CHAIN_METRICS as CHAINS
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS as TREES
 from vllm_graft.spec_decode.counts.tree_metrics import TreeWatch
 
@@ -64,10 +64,9 @@ def counted_by(numbers: Any) -> dict[str, set[str]]:
 def tree_numbers() -> Any:
     import torch
 
-    from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-    from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-    from vllm_graft.spec_decode.drafters.draft_report import count
-    from vllm_graft.spec_decode.heads.hot_rows import PlainRows
+    from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
+    from vllm_graft.spec_decode.drafters.draft_trees import count
+    from vllm_graft.spec_decode.heads.fp8_head import PlainRows
     from vllm_graft.spec_decode.heads.hot_vocabulary import HotVocabulary
     from vllm_graft.spec_decode.lookup.ngrams import Ngrams
     from vllm_graft.spec_decode.startup.ahead import Ahead

@@ -8,7 +8,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_graft.spec_decode.chunking.handover import captured_rows
 from vllm_graft.spec_decode.chunking.prompt_chunks import (
     LEAST_NODES,
     LEAST_ROWS,
@@ -16,6 +15,7 @@ from vllm_graft.spec_decode.chunking.prompt_chunks import (
     QUIET_STEPS,
     Rows,
     can_chunk,
+    captured_rows,
     chunk_prompts,
     chunk_rows,
     is_chunked,

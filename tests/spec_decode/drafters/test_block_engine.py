@@ -30,10 +30,10 @@ from tests.support.models.block_drafts import (
 from tests.support.references.block_reference import compared
 from tests.support.watches import emitted
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.spec_decode.drafters.accepted_rows import AcceptedRows
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.drafters.step_costs import measure_step_costs
-from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
+from vllm_graft.spec_decode.verification.context import AcceptedRows
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -274,7 +274,7 @@ def test_spoiled_rows_and_cache_are_seen(
         steps = [sum(map(len, found.values())) for found in (right, wrong)]
         assert steps[1] > 1.2 * steps[0]
         # The target's K/V stays where the tree left it: they do not.
-        monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
+        monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: None)
         assert differing(answer_all(llm, requests), expected) != []
 
 

@@ -23,9 +23,9 @@ from tests.support.references.tree_reference import finish_and_compare
 from tests.support.watches import emitted, proposed
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters import tree_drafting
-from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
+from vllm_graft.spec_decode.drafters.eagle import Gemma4Trees
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
-from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -147,7 +147,7 @@ def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: None)
     with erring.engine(nodes=9, topk=3, steps=3, **OWN) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
 

@@ -12,12 +12,10 @@ from tests.support.references.tree_reference import Node, eagle2_tree
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.drafters import levels as module
 from vllm_graft.spec_decode.drafters.draft_trees import Sources, TreePlan
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
+from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.trees.level_memory import LevelMemory
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import TreeShape, TreeState, num_candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, HIDDEN, MAX_REQS, MAX_LEN = 19, 6, 4, 64

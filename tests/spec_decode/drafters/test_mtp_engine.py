@@ -25,9 +25,9 @@ from tests.support.models.mtp_targets import write_glm4_moe, write_mimo
 from tests.support.watches import emitted, narrowed
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
-from vllm_graft.spec_decode.targets.dense import dense_family
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
 from vllm_graft.spec_decode.tree_part import TREES
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
 from vllm_graft.testing import model_runner, spec_metrics
 
@@ -83,7 +83,7 @@ def test_without_compaction_answers_differ(
     erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the accepted path's K/V stays where the tree left it."""
-    monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: None)
     with erring.engine(nodes=15, **MTP) as llm:
         assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
 

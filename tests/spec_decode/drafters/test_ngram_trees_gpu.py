@@ -20,12 +20,10 @@ from tests.support.references.ngram_reference import (
     trie_of,
 )
 from tests.support.samples.attention_spaces import captured
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE, NgramState
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.text_state import MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, num_candidates
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.shipped_pair import SHIPPED
 from vllm_graft.base.errors import SeamError
-from vllm_graft.spec_decode.grammars import grammar_manager as ours
-from vllm_graft.spec_decode.grammars.packed_drafts import (
+from vllm_graft.spec_decode.grammars import tree_grammars as ours
+from vllm_graft.spec_decode.grammars.tree_grammars import (
     TOKEN_BITS,
     DraftTree,
     is_packed,

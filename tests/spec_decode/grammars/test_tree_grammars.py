@@ -15,7 +15,7 @@ from tests.support.engines.pairs import (
     differing,
     scheduling,
 )
-from vllm_graft.spec_decode.grammars.node_masks import NodeMasks
+from vllm_graft.spec_decode.grammars.tree_grammars import NodeMasks
 from vllm_graft.testing import spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

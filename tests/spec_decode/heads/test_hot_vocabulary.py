@@ -7,9 +7,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_graft.spec_decode.heads import hot_rows, hot_vocabulary
-from vllm_graft.spec_decode.heads.fp8_head import Fp8Head
-from vllm_graft.spec_decode.heads.hot_rows import Fp8Rows, PlainRows, take_rows
+from vllm_graft.spec_decode.heads import fp8_head, hot_vocabulary
+from vllm_graft.spec_decode.heads.fp8_head import Fp8Head, Fp8Rows, PlainRows, take_rows
 from vllm_graft.spec_decode.heads.hot_vocabulary import (
     COVERAGE,
     LATE,
@@ -343,7 +342,7 @@ def test_rows_in_fp8_are_those_of_the_head() -> None:
 def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     import vllm.distributed
 
-    monkeypatch.setattr(hot_rows, "_CHUNK", chunk)
+    monkeypatch.setattr(fp8_head, "_EXCHANGED", chunk)
 
     monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_reduce", lambda rows: rows)
     whole = weight()
@@ -360,7 +359,7 @@ def test_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch, chunk: int) -> 
 @pytest.mark.parametrize("chunk", [4096, 3])
 def test_fp8_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Each rank gets the bytes of all: those that it holds, and those of the others."""
-    monkeypatch.setattr(hot_rows, "_CHUNK", chunk)
+    monkeypatch.setattr(fp8_head, "_EXCHANGED", chunk)
     whole = weight()
     sent: list[torch.Tensor] = []
 
@@ -373,11 +372,11 @@ def test_fp8_rows_of_a_sharded_head(monkeypatch: pytest.MonkeyPatch, chunk: int)
         rows.take(ids())
         return rows
 
-    monkeypatch.setattr(hot_rows, "gather_rows", first_pass)
+    monkeypatch.setattr(fp8_head, "gather_rows", first_pass)
     first, second = shards(whole)
     take(first)
     of_first, sent = sent, []
-    monkeypatch.setattr(hot_rows, "gather_rows", lambda rows: torch.stack((of_first.pop(0), rows)))
+    monkeypatch.setattr(fp8_head, "gather_rows", lambda rows: torch.stack((of_first.pop(0), rows)))
     found = take(second).rows
     expected = Fp8Head(whole)
     assert torch.equal(found.weight.view(torch.uint8), expected.weight.view(torch.uint8)[IDS])

@@ -14,7 +14,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.heads import hot_vocabulary
 from vllm_graft.spec_decode.heads.fp8_head import quantize
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead
-from vllm_graft.spec_decode.heads.weight_updates import follow_weights
+from vllm_graft.spec_decode.worker_mends import follow_weights
 from vllm_graft.testing import model_runner
 
 VOCAB, HIDDEN, TOPK, SCALE = 61, 8, 3, 0.5

@@ -14,11 +14,8 @@ from tests.support.references.tree_reference import (
     finish_tree_reference,
     seed_frontier_reference,
 )
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState, num_candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -313,11 +310,3 @@ def test_frontier_is_the_best_and_ties_go_to_the_lower_index() -> None:
     assert next_tokens.tolist() == [11, 21]
     assert parent_rows.tolist() == [0, 1]
     assert table.ancestors.tolist() == [[[0, 2], [1, 3]]]
-
-
-def test_refuses_a_level_outside_the_table() -> None:
-    table = CandidateTable.allocate(1, 2, 2, DEVICE)
-    empty = torch.zeros(2, 2, device=DEVICE)
-    for level in (0, 2):
-        with pytest.raises(ValueError, match=f"level must be 1 to 1, got {level}"):
-            expand_frontier(table, level, empty, empty.long(), 1, empty.long(), empty.long())

@@ -17,11 +17,11 @@ from tests.support.references.ngram_reference import (
     several_matches,
     trie_of,
 )
-from vllm_graft.spec_decode.kernels import ngram_paths
+from vllm_graft.spec_decode.kernels import ngram_insert
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.text_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIRST = 3
@@ -208,13 +208,5 @@ def test_a_growth_that_runs_again_is_the_same() -> None:
     assert kept[0] == kept[1]
 
 
-def test_a_table_without_room_is_refused() -> None:
-    state = NgramState.allocate(1, 2, 1, 8, DEVICE, matches=2)
-    total = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    table = CandidateTable.allocate(1, 1, FIRST, DEVICE, extra=6)
-    arguments: Any = (table, state, total, total.long(), 1)
-    insert_paths(*arguments, first=FIRST, depth=3, vocab_size=9)
-    for wrong in ({"depth": 4}, {"depth": 0}, {"first": 4}, {"first": 0}):
-        with pytest.raises(ValueError, match="must lie behind the candidates"):
-            insert_paths(*arguments, **{"first": FIRST, "depth": 3, "vocab_size": 9, **wrong})
-    assert [ngram_paths.warps(keys) for keys in (8, 512, 16_384)] == [1, 4, 8]
+def test_programs_with_many_keys_have_more_warps() -> None:
+    assert [ngram_insert.warps(keys) for keys in (8, 512, 16_384)] == [1, 4, 8]

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from tests.support.crossed import crossed
 from tests.support.references.ngram_reference import Candidates, Match, last_match
 from tests.support.worlds.ngram_worlds import World
-from vllm_graft.spec_decode.kernels import ngram_insert
 from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, MAX_PLACE, NgramState
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.spec_decode.trees.text_state import BORDER, MAX_PLACE, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape, num_candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -269,25 +267,6 @@ def test_a_path_ends_at_what_is_no_token() -> None:
     first = num_candidates(2, 2)
     for row in ours:
         assert all(0 <= token < here.vocab for token in row.tokens[first : first + 6])
-
-
-def test_a_table_without_room_is_refused() -> None:
-    state = NgramState.allocate(1, 2, 1, 8, DEVICE)
-    total = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    arguments: Any = (state, total, total.long(), 1)
-    options: dict[str, Any] = {"levels": 2, "first": 6, "vocab_size": 9}
-    table = CandidateTable.allocate(1, 2, 2, DEVICE, extra=3)
-    insert_ngrams(table, *arguments, depth=3, **options)
-    for wrong in ({"depth": 4}, {"depth": 0}, {"depth": 3, "first": 5}):
-        with pytest.raises(ValueError, match="must lie behind the 2 levels"):
-            insert_ngrams(table, *arguments, **{**options, **wrong})
-    assert ngram_insert.PLACE_BITS.value == 25
-
-
-@pytest.mark.parametrize(("min_n", "max_n", "width"), [(0, 3, 9), (3, 2, 9), (1, 33, 9)])
-def test_lengths_out_of_bounds_are_refused(min_n: int, max_n: int, width: int) -> None:
-    with pytest.raises(ValueError, match="within 1 and 32"):
-        NgramState.allocate(min_n, max_n, 1, width, DEVICE)
 
 
 def test_texts_that_no_key_can_hold_are_refused() -> None:

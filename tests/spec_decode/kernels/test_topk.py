@@ -7,10 +7,9 @@ import torch
 
 from tests.support.crossed import crossed
 from vllm_graft.spec_decode.kernels import sizes
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -185,46 +184,14 @@ def test_rows_with_shared_logits_are_those_of_the_sums(
             nodes,
         )
     names = torch.arange(vocab, device=DEVICE) * 2 + 1
-    logp, tokens = biased_topk_logprobs(biases, shared, 4, names, noise, 1.1)
+    logp, tokens = topk_logprobs(shared, 4, names, None, noise, 1.1, biases)
     wanted_logp, wanted = topk_logprobs(sums, 4, names, None, noise, 1.1)
     assert torch.equal(tokens, wanted)
     assert torch.equal(logp, wanted_logp)
     # Controls: the logits of the wrong request, and no noise, give other tokens.
-    assert not torch.equal(biased_topk_logprobs(biases, shared.flip(0), 4)[1] * 2 + 1, tokens)
+    assert not torch.equal(topk_logprobs(shared.flip(0), 4, biases=biases)[1] * 2 + 1, tokens)
     if noisy:
-        assert not torch.equal(biased_topk_logprobs(biases, shared, 4, names)[1], tokens)
-
-
-def test_shared_logits_that_do_not_fit_are_refused() -> None:
-    biases, shared, _ = _biased(2, 3, 40, torch.float32)
-    with pytest.raises(ValueError, match="a divisor of 5"):
-        biased_topk_logprobs(biases[:5], shared, 2)
-    with pytest.raises(ValueError, match=r"shared must be \[num_shared, 40\]"):
-        biased_topk_logprobs(biases, shared[:, :39], 2)
-    wrong = Noise(*(torch.zeros(2, dtype=torch.int64),) * 4, rows=2)
-    with pytest.raises(ValueError, match="noise must have rows 3 and offset 0, got 2 and 0"):
-        biased_topk_logprobs(biases, shared, 2, noise=wrong)
-
-
-def test_noise_at_strided_positions_is_refused() -> None:
-    """A kernel reads one position after another: it would draw the noise of other requests."""
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    ones, ids = torch.ones(3, device=DEVICE), torch.arange(3, device=DEVICE)
-    draws = torch.arange(21, device=DEVICE).view(3, 7)
-    strided = Noise(ones, ones.long(), ids, draws[:, 0], 1)
-    for ranked in (
-        lambda noise: topk_logprobs(logits, 2, noise=noise),
-        lambda noise: biased_topk_logprobs(logits, logits, 2, noise=noise),
-    ):
-        assert ranked(strided._replace(positions=draws[:, 0].contiguous()))[1].shape == (3, 2)
-        with pytest.raises(
-            ValueError, match=r"contiguous positions of 3 rows or more, got \(3,\), .*7"
-        ):
-            ranked(strided)
-        with pytest.raises(ValueError, match=r"contiguous positions of 3 rows or more, got \(2,\)"):
-            ranked(strided._replace(positions=ids[:2]))
-        with pytest.raises(ValueError, match="contiguous idx_mapping, strides"):
-            ranked(strided._replace(positions=ids, idx_mapping=draws[:, 0]))
+        assert not torch.equal(topk_logprobs(shared, 4, names, biases=biases)[1], tokens)
 
 
 def test_a_program_takes_several_rows_where_programs_are_many() -> None:
@@ -267,7 +234,7 @@ def test_engines_of_tests_rank_and_draw_as_the_kernels_do(
             topk_logprobs(logits[:, :9], topk),
             topk_logprobs(logits, topk, noise=drawn),
             topk_logprobs(logits.bfloat16(), topk, names, noise=drawn, sharpness=1.5),
-            biased_topk_logprobs(biases, shared, topk, names, grouped),
+            topk_logprobs(shared, topk, names, noise=grouped, biases=biases),
         ]
 
     def sampled() -> list[torch.Tensor]:

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graft.spec_decode.grammars.packed_drafts import pack, unpack
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams
+from vllm_graft.spec_decode.grammars.tree_grammars import pack, unpack
+from vllm_graft.spec_decode.kernels.candidates import finish_tree
+from vllm_graft.spec_decode.kernels.ngram_insert import insert_ngrams, insert_paths
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.text_state import NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOPK, OTHERS = 3, 2

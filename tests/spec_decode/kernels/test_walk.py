@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.support.references.tree_reference import prepare_rows_reference, walk_tree_reference
-from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
-from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.targets.dense.samples import random_masks
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows, walk_tree
+from vllm_graft.spec_decode.targets.dense.two_pass import random_masks
+from vllm_graft.spec_decode.trees.tree import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

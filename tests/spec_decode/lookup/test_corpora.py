@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.config.memory_config import MemoryConfig
+from vllm_graft.spec_decode.config.tree_config import MemoryConfig
 from vllm_graft.spec_decode.lookup.corpora import METHOD, Corpora, read_texts, room_of
-from vllm_graft.spec_decode.lookup.owners import Owners
-from vllm_graft.spec_decode.trees.memory_state import SEGMENT, SEGMENT_BYTES
-from vllm_graft.spec_decode.trees.ngram_state import BORDER
+from vllm_graft.spec_decode.lookup.served_references import Owners
+from vllm_graft.spec_decode.trees.text_state import BORDER, SEGMENT, SEGMENT_BYTES
 
 
 class Panic(BaseException):
@@ -186,7 +186,7 @@ def test_a_text_of_many_chunks_is_whole() -> None:
 def test_an_engine_core_answers_for_its_workers() -> None:
     made, _ = corpora()
     calls: list[Any] = []
-    rpc = made.answer(lambda *args: calls.append(args) or ["theirs"])
+    rpc = partial(made.answer, lambda *args: calls.append(args) or ["theirs"])
     assert rpc("graft_info", None, (1,)) == ["theirs"]
     assert calls == [("graft_info", None, (1,), None)]
     (found,) = rpc(METHOD, kwargs={"add": "a", "text": "x"})

@@ -21,10 +21,8 @@ from tests.support.engines.pairs import (
 )
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.lookup import ngrams
-from vllm_graft.spec_decode.lookup.owners import Owners
-from vllm_graft.spec_decode.trees.memory_state import bytes_of
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
-from vllm_graft.spec_decode.trees.reference import Owner
+from vllm_graft.spec_decode.lookup.served_references import Owners
+from vllm_graft.spec_decode.trees.text_state import MAX_PLACE, Owner, bytes_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from vllm_graft.spec_decode.config.memory_config import MemoryConfig
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
+from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig
 from vllm_graft.spec_decode.lookup import ngrams as lookup
 from vllm_graft.spec_decode.lookup.ngrams import REST, Ngrams
-from vllm_graft.spec_decode.trees.memory_state import bytes_of
-from vllm_graft.spec_decode.trees.reference import KEY, NONE, Owner, Reference
+from vllm_graft.spec_decode.trees.text_state import KEY, NONE, Owner, Reference, bytes_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OWNER = Owner(5, 7)

@@ -7,9 +7,8 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_graft.spec_decode.lookup.owners import Owners
-from vllm_graft.spec_decode.lookup.served_references import carry
-from vllm_graft.spec_decode.trees.reference import NOBODY, NONE, reference_in
+from vllm_graft.spec_decode.lookup.served_references import Owners, carry
+from vllm_graft.spec_decode.trees.text_state import NOBODY, NONE, reference_in
 
 
 def request(

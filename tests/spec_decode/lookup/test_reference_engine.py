@@ -23,9 +23,8 @@ from tests.support.watches import wrap
 from vllm_graft.spec_decode.lookup import ngrams
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.references import References
-from vllm_graft.spec_decode.trees.ngram_state import MAX_PLACE
-from vllm_graft.spec_decode.trees.reference import KEY, NONE
-from vllm_graft.spec_decode.trees.reference import Reference as Carried
+from vllm_graft.spec_decode.trees.text_state import KEY, MAX_PLACE, NONE
+from vllm_graft.spec_decode.trees.text_state import Reference as Carried
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

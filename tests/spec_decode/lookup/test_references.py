@@ -12,16 +12,20 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_graft.base import log
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig
 from vllm_graft.spec_decode.lookup import references, served_references
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams, ReferenceCounts
-from vllm_graft.spec_decode.lookup.predictions import UnreadPredictions, Wrong, prediction_of
-from vllm_graft.spec_decode.lookup.references import References, choices_in, styles_of
+from vllm_graft.spec_decode.lookup.references import (
+    References,
+    UnreadPredictions,
+    Wrong,
+    choices_in,
+    prediction_of,
+    styles_of,
+)
 from vllm_graft.spec_decode.lookup.schema_text import COMPACT, SPACED
 from vllm_graft.spec_decode.lookup.served_references import carry
-from vllm_graft.spec_decode.trees.ngram_state import BORDER
-from vllm_graft.spec_decode.trees.reference import NONE, Reference, reference_in
+from vllm_graft.spec_decode.trees.text_state import BORDER, NONE, Reference, reference_in
 
 PROMPT = [5, 6, 7, 8]
 SCHEMA = {"properties": {"a": {"type": "string"}, "b": {"type": "null"}}}
@@ -350,7 +354,7 @@ def test_misspelt_keys_of_requests_are_named_once(caplog: pytest.LogCaptureFixtu
 
 def test_predictions_that_nothing_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("vllm_graft.spec_decode.lookup.predictions.warning_once", said.append)
+    monkeypatch.setattr("vllm_graft.spec_decode.lookup.references.warning_once", said.append)
     watch = UnreadPredictions()
     for params in (None, SamplingParams(), asking("x"), asking(3)):
         watch.begin(0, request(params))

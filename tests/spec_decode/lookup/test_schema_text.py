@@ -13,10 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_graft.spec_decode.config.ngram_config import NgramConfig
-from vllm_graft.spec_decode.lookup.forced_text import Choice, Item, Piece, pieces_of
+from vllm_graft.spec_decode.config.tree_config import NgramConfig
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
-from vllm_graft.spec_decode.lookup.references import CACHE_BYTES, CHARACTERS, References, styles_of
+from vllm_graft.spec_decode.lookup.references import (
+    CACHE_BYTES,
+    CHARACTERS,
+    References,
+    Split,
+    TokenCache,
+    Tokens,
+    styles_of,
+)
 from vllm_graft.spec_decode.lookup.schema_text import (
     COMPACT,
     INDENTED,
@@ -24,14 +31,17 @@ from vllm_graft.spec_decode.lookup.schema_text import (
     MAX_LITERAL,
     MAX_VALUES,
     SPACED,
+    Choice,
+    Item,
+    Piece,
     Style,
     Work,
+    pieces_of,
     schema_items,
     tag_items,
 )
 from vllm_graft.spec_decode.lookup.served_references import carry
-from vllm_graft.spec_decode.lookup.token_cache import Split, TokenCache, Tokens
-from vllm_graft.spec_decode.trees.reference import KEY, reference_in
+from vllm_graft.spec_decode.trees.text_state import KEY, reference_in
 
 CITY = {
     "type": "object",

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import pytest
 from vllm.model_executor.models import ModelRegistry
 
-from vllm_graft.spec_decode.models.attention_classes import own_attention
-from vllm_graft.spec_decode.targets.families import FEATURES, served_features, unserved_in_model
+from vllm_graft.spec_decode.targets.families import (
+    FEATURES,
+    own_attention,
+    served_features,
+    unserved_in_model,
+)
 
 
 def has(*architectures: str, text: tuple[str, ...] = ()) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.draft_facts import (
+from vllm_graft.spec_decode.models.drafts import (
     DENSE_DRAFTS,
     draft_has_experts,
     step_has_experts,

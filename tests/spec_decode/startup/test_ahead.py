@@ -43,7 +43,7 @@ WORKER = Path(__file__).parents[2] / "support" / "compiling" / "compiling_worker
 REAL_CALL = """
 import torch
 from triton import knobs
-from vllm_graft.spec_decode.kernels.finish import _rank_kernel
+from vllm_graft.spec_decode.kernels.candidates import _rank_kernel
 from vllm_graft.spec_decode.startup.compiler import pretend_gpu
 
 pretend_gpu(("cuda", 90, 32))
@@ -258,7 +258,7 @@ def test_compiling_counts_towards_no_other_part() -> None:
     clock = StartClock()
     with clock.part("attention"):
         time.sleep(0.05)
-        clock.count(**told("vllm_graft.spec_decode.kernels.finish", 20.0, cache_hit=False))
+        clock.count(**told("vllm_graft.spec_decode.kernels.candidates", 20.0, cache_hit=False))
     assert clock.seconds["compile"] == 20
     assert clock.seconds["attention"] == 0
     # Control: without it, the part takes what it takes.
@@ -280,7 +280,7 @@ def test_our_kernels_are_told_from_others(knobs: Any) -> None:
     knobs.compilation.listener = lambda *, cache_hit, **others: before.append(cache_hit)
     clock = StartClock()
     clock.listen()
-    for module in ("vllm_graft.spec_decode.kernels.walk", "vllm.v1.sample.ops", "__main__"):
+    for module in ("vllm_graft.spec_decode.kernels.verify", "vllm.v1.sample.ops", "__main__"):
         for cache_hit in (True, False, False):
             knobs.compilation.listener(**told(module, 1.0, cache_hit=cache_hit))
     assert (clock.compiled, clock.loaded) == (2, 1)
@@ -350,15 +350,11 @@ def split_launches(layer: LayerShape, capability: tuple[int, int]) -> list[dict[
     return [dict(each.arguments) for each in found]
 
 
-@pytest.mark.parametrize("form", [e4m3.HALVES, e4m3.PRODUCTS])
-def test_queries_are_e4m3_where_kernels_take_them(
-    form: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", e4m3.Native(form))
+def test_queries_are_e4m3_where_kernels_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in split_launches(LAYER, (9, 0)):
         assert given["query"].dtype == given["kv_cache"].dtype == "float8_e4m3fn"
         assert given["q_scale"].dtype == "float32"
-        assert given["FP8"] == form
+        assert given["FP8"] == e4m3.PRODUCTS
         assert given["out"].dtype == "bfloat16"
     # Controls: a device that does not know them, a cache in 16 bits, and as it is without.
     for given in split_launches(LAYER, (8, 0)):
@@ -366,6 +362,6 @@ def test_queries_are_e4m3_where_kernels_take_them(
         assert given["q_scale"] is None
     for given in split_launches(replace(LAYER, fp8=False), (9, 0)):
         assert given["query"].dtype == given["kv_cache"].dtype == "bfloat16"
-    monkeypatch.setattr(e4m3, "NATIVE", None)
+    monkeypatch.setattr(e4m3, "MEASURED", None)
     for given in split_launches(LAYER, (9, 0)):
         assert given["query"].dtype == "bfloat16"

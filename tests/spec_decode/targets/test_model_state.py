@@ -9,7 +9,12 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 
 from tests.support import toy_family
-from tests.support.samples.attention_samples import TOLERANCE, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    AttentionShape,
+    tree_problem,
+    untouched,
+)
 from tests.support.samples.drafted_batches import DEVICE, drafted_batch, drafted_context
 from vllm_graft import doctor
 from vllm_graft.base.errors import ConfigError, EntryError, HookError
@@ -17,10 +22,9 @@ from vllm_graft.hooks import manager
 from vllm_graft.hooks.entries import TargetFamily
 from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.targets import families
-from vllm_graft.spec_decode.targets.dense import dense_family
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.spec_decode.targets.dense import layer as dense_layer
+from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.families import Served, ServedLayers, UnchangedFamily
 from vllm_graft.spec_decode.targets.model_state import TreeModelState, samples_by_temperature
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode, VerifyStep
@@ -171,7 +175,7 @@ def test_the_target_s_layers_are_compacted_with_their_groups(
     assert dense.table.layout[:, 6].tolist() == [0, 1]
 
     compacted: list[Any] = []
-    monkeypatch.setattr(dense_family, "compact_kv", lambda *args, **kwargs: compacted.append(args))
+    monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: compacted.append(args))
     batch = make_batch([4, 4])
     state.postprocess_state(batch.idx_mapping, None)
     context.step = VerifyStep(batch, batch.cu_num_logits.diff() - 1)

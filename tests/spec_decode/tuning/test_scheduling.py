@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from vllm_graft.spec_decode.chunking.handover import ROWS
-from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS
+from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS, ROWS
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.rank_agreement import Heard

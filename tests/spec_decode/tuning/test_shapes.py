@@ -9,9 +9,8 @@ import pytest
 
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.config.tree_config import MAX_NODES, TreeConfig
-from vllm_graft.spec_decode.trees import candidates
-from vllm_graft.spec_decode.trees.shape import TreeShape
-from vllm_graft.spec_decode.tuning import plan
+from vllm_graft.spec_decode.trees.tree import TreeShape, num_candidates
+from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.shapes import (
     DENSE,
     NARROW,
@@ -30,7 +29,7 @@ def test_the_candidates_are_those_that_are_scored(topk: int, steps: int) -> None
     # The first level has topk nodes; the topk best of a level get topk children each.
     count = len([None for _ in range(topk)] + [None] * sum(topk * topk for _ in range(1, steps)))
     assert shape.num_candidates == count
-    assert candidates.num_candidates(topk, steps) == count
+    assert num_candidates(topk, steps) == count
     assert TreeConfig(topk=topk, steps=steps).num_candidates == count
 
 
@@ -225,10 +224,10 @@ def test_what_is_tried_first() -> None:
 def test_a_policy_that_answers_otherwise_is_named(
     monkeypatch: pytest.MonkeyPatch, answer: Any
 ) -> None:
-    monkeypatch.setattr(plan, "batches_by_nodes", lambda *_, **__: {31: [1], 0: [2]})
+    monkeypatch.setattr(scheduling, "batches_by_nodes", lambda *_, **__: {31: [1], 0: [2]})
     engine: Any = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=31))
     config = TreeConfig(policy="wide")
-    assert plan.plan_shapes(whole, config, engine) == {TreeShape(8, 6, 31): [1]}
+    assert scheduling.plan_shapes(whole, config, engine) == {TreeShape(8, 6, 31): [1]}
     said = re.escape(f"graft.tree.policy 'wide' returned {answer!r} for 31 nodes")
     with pytest.raises(HookError, match=said):
-        plan.plan_shapes(lambda *_: answer, config, engine)
+        scheduling.plan_shapes(lambda *_: answer, config, engine)

@@ -1,6 +1,7 @@
 """What a connector is told of tokens, and when it gets layers, beside any schedule of drafts."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_layers_wait_for_the_accepted_path_and_come_once() -> None:
     def save(layer: str, *, cache: int) -> None:
         seen.append((layer, cache, forward_context.is_forward_context_available()))
 
-    begin, ours = saves.then_begin(lambda output: None), saves.then_save(save)
+    begin, ours = partial(saves.begin, lambda output: None), partial(saves.save, save)
     for drafts in ({"a": [5]}, {}):
         begin(SimpleNamespace(scheduled_spec_decode_tokens=drafts))
         with forward_context.override_forward_context(SimpleNamespace()):  # type: ignore[arg-type]

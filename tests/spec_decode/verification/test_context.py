@@ -17,8 +17,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from tests.support.samples.drafted_batches import DEVICE, drafted_batch, drafted_context
 from vllm_graft.base.errors import GraftError
 from vllm_graft.spec_decode.targets.model_state import samples_by_temperature
-from vllm_graft.spec_decode.trees.topology import TreeState
-from vllm_graft.spec_decode.verification import rank_check
+from vllm_graft.spec_decode.trees import tree as rank_check
+from vllm_graft.spec_decode.trees.tree import TreeState
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.spec_decode.verification.context import TreeContext, VerifyMode
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler

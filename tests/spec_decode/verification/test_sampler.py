@@ -12,7 +12,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks
 
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import TreeState
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.spec_decode.verification.context import VerifyStep
 from vllm_graft.spec_decode.verification.sampler import TreeRejectionSampler

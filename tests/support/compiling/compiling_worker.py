@@ -14,7 +14,7 @@ def rank_launch(width: int, *, block: int = 32) -> Launch:
     sizes = {"WIDTH": width, "CANDIDATES": width, "NODES": 7, "NODES_PAD": 8}
     pointers = (("scores", Pointer("float32", True)), ("chosen", Pointer("int32", True)))
     constants = {**sizes, "BLOCK": block, "OTHERS": 32}
-    where = "vllm_graft.spec_decode.kernels.finish:_rank_kernel"
+    where = "vllm_graft.spec_decode.kernels.candidates:_rank_kernel"
     return Launch(where, (*pointers, *constants.items()), ())
 
 

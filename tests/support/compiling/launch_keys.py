@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from vllm_graft.spec_decode.kernels import compact, expand, topk
+from vllm_graft.spec_decode.kernels import candidates, compact, topk
 from vllm_graft.spec_decode.kernels.listed_launch import Launch, describe
 from vllm_graft.spec_decode.startup.compiler import compile_launch, pretend_gpu
 
@@ -25,13 +25,13 @@ IDS = torch.zeros(64, dtype=torch.int64)
 def _seed(logp: Any, stride: int, ids: Any = IDS) -> Call:
     sizes = {"WIDTH": 20, "STEPS": 4, "TOPK": 4, "TOPK_PAD": 4, "HAS_NEXT": ids is not None}
     tensors = [logp, IDS, ROOM, IDS, IDS, ROOM, IDS, IDS, ids]
-    return expand._seed_kernel, [*tensors, stride, 4], {**sizes, "num_warps": 1}
+    return candidates._seed_kernel, [*tensors, stride, 4], {**sizes, "num_warps": 1}
 
 
 def _expand(level: int, stride: int) -> Call:
     sizes = {"WIDTH": 20, "STEPS": 4, "STEPS_PAD": 4, "TOPK": 4, "TOPK_PAD": 4, "CHILDREN_PAD": 16}
     tensors = [ROOM, IDS, ROOM, IDS, IDS, ROOM, IDS, IDS, IDS, IDS]
-    return expand._expand_kernel, [*tensors, stride, 4, 16, 4, level], {**sizes, "num_warps": 1}
+    return candidates._expand_kernel, [*tensors, stride, 4, 16, 4, level], {**sizes, "num_warps": 1}
 
 
 def _block(sharpness: float, rows: int) -> Call:

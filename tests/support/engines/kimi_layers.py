@@ -18,7 +18,7 @@ from tests.support.models.kimi_models import write_kimi_linear
 from tests.support.models.random_models import VOCABULARY
 from tests.support.models.table_drafter import table_trees
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import TreeKeyDecays
 from vllm_graft.testing import model_runner, spec_metrics
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.kernels import expand, topk
+from vllm_graft.spec_decode.kernels import candidates as growth
+from vllm_graft.spec_decode.kernels import topk
 
 Given = dict[str, Any]
 """A launch's arguments by name."""
@@ -20,7 +21,7 @@ def rows_of(tensor: torch.Tensor, rows: int, columns: int, stride: int) -> torch
 
 
 def hashed(seed: torch.Tensor, position: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """The 32 bits of `noise._hashed`, and of vLLM's own function, as int64."""
+    """The 32 bits of `topk._hashed`, and of vLLM's own function, as int64."""
     state: Any = 0
     for word in (seed, seed >> 32, position, token):
         mixed = (word & LOW) * 0xCC9E2D51 & LOW
@@ -39,7 +40,7 @@ def uniform(bits: torch.Tensor) -> torch.Tensor:
 
 
 def drafted_noise(bits: torch.Tensor) -> torch.Tensor:
-    """The noise of `noise.gumbel_noise`."""
+    """The noise of `topk.gumbel_noise`."""
     drawn = uniform(bits)
     series = drawn * (1.0 + drawn * (0.5 + drawn * 0.33333334))
     direct = -(1.0 - drawn).clamp(min=5.9604645e-08).log()
@@ -138,7 +139,7 @@ def merge(given: Given, grid: tuple[int, ...]) -> bool:
 
 
 def grow(given: Given, grid: tuple[int, ...]) -> bool:
-    """`expand._expand_kernel`."""
+    """`candidates._expand_kernel`."""
     rows, count, level = grid[0], given["TOPK"], given["level"]
     children = rows, count, count
     logp, ids = (
@@ -213,7 +214,7 @@ SAMPLING = "vllm.v1.worker.gpu.sample"
 LAUNCHES: dict[tuple[str, str], Callable[[Given, tuple[int, ...]], bool]] = {
     (topk.__name__, "_block_kernel"): block,
     (topk.__name__, "_merge_kernel"): merge,
-    (expand.__name__, "_expand_kernel"): grow,
+    (growth.__name__, "_expand_kernel"): grow,
     (f"{SAMPLING}.gumbel", "_gumbel_sample_kernel"): draw,
     (f"{SAMPLING}.logprob", "_topk_log_softmax_kernel"): score,
     (f"{SAMPLING}.logprob", "_ranks_kernel"): count_better,

@@ -19,7 +19,7 @@ from tests.support.models.served_qwen import (
     write_text_qwen3_5,
 )
 from tests.support.models.window_models import BLOCK, windowed_pair, write_gpt_oss
-from vllm_graft.spec_decode.trees.reference import KEY
+from vllm_graft.spec_decode.trees.text_state import KEY
 from vllm_graft.testing import write_eagle3
 
 NODES, TOKENS = 15, 32

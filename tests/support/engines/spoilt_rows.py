@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import RecurrentRows
 
 
 def in_order(stock: Callable[..., Any]) -> Callable[..., None]:

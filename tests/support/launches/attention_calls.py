@@ -4,23 +4,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
-from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,
     tree_attention,
     write_scratch,
 )
-from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
+from vllm_graft.spec_decode.targets.dense.window import windowed_table
 from vllm_graft.spec_decode.targets.latent.latent_attention import (
     copy_tree_rows,
     latent_attention,
@@ -90,19 +87,18 @@ def attend(
     rows: int,
     *,
     plan: Plan | None = None,
-    native: Native | None = None,
+    native: bool = False,
     **kinds: Any,
 ) -> None:
     """Attend by a plan; without one by what the rule for sm_90 on takes."""
-    batch = batch_of(dtype, head, rows, small=native is not None, **kinds)
+    batch = batch_of(dtype, head, rows, small=native, **kinds)
     out = empty(*batch.query.shape, dtype=dtype)
     space = space_of(rows, out.shape[1], head, batch.num_reqs)
     given: Any = {"workspace": space, "plan": plan}
-    with mock.patch.object(e4m3, "NATIVE", native):
-        if isinstance(batch, DraftBatch):
-            draft_attention(batch, out, **given)
-        else:
-            tree_attention(batch, out, **given)
+    if isinstance(batch, DraftBatch):
+        draft_attention(batch, out, **given)
+    else:
+        tree_attention(batch, out, **given)
 
 
 def attend_plainly(
@@ -247,8 +243,7 @@ Planned = list[tuple[int, int, int, dict[str, Any]]]
 PLANS: Planned = [
     (128, 8, 16, {}),
     (128, 32, 1, {"fp8": True}),
-    (128, 32, 1, {"fp8": True, "native": Native(HALVES, 128)}),
-    (128, 8, 4, {"fp8": True, "native": Native(PRODUCTS)}),
+    (128, 32, 1, {"fp8": True, "native": True}),
     (256, 32, 16, {"window": 1024}),
     (512, 32, 1, {}),
 ]
@@ -266,13 +261,11 @@ RARE_PLANS: Planned = [
     (256, 8, 1, {}),
     (512, 32, 16, {"fp8": True}),
     (512, 8, 4, {}),
-    (64, 32, 1, {"fp8": True, "window": 128, "native": Native(PRODUCTS, 128, 128)}),
-    (64, 8, 1, {"fp8": True, "native": Native(HALVES)}),
-    (128, 8, 16, {"fp8": True, "draft": True, "native": Native(HALVES)}),
-    (128, 8, 1, {"fp8": True, "draft": True, "native": Native(PRODUCTS)}),
-    (128, 64, 1, {"fp8": True, "native": Native(PRODUCTS, 128)}),
-    (128, 16, 4, {"fp8": True, "native": Native(HALVES, 64, 128)}),
-    (256, 64, 1, {"fp8": True, "native": Native(HALVES, 128)}),
-    (256, 16, 1, {"fp8": True, "native": Native(PRODUCTS, 64)}),
+    (64, 32, 1, {"fp8": True, "window": 128, "native": True}),
+    (128, 8, 1, {"fp8": True, "draft": True, "native": True}),
+    (128, 64, 1, {"fp8": True, "native": True}),
+    (128, 16, 4, {"fp8": True, "native": True}),
+    (256, 64, 1, {"fp8": True, "native": True}),
+    (256, 16, 1, {"fp8": True, "native": True}),
 ]  # fmt: skip
 """They take minutes to compile."""

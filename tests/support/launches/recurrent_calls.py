@@ -7,22 +7,19 @@ import torch
 
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     DeltaGates,
     Gates,
-    KeyDecays,
-    SelectiveGates,
-    numbers_of,
-)
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
     KeptRows,
+    KeyDecays,
     LayerInputs,
     RecurrentRows,
+    SelectiveGates,
     keep_rows,
+    numbers_of,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable, TokenRows, compact_kv, follow_path
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
 from vllm_graft.spec_decode.kernels.history import (
     BadWords,
     PathTokens,
@@ -21,19 +20,19 @@ from vllm_graft.spec_decode.kernels.history import (
     path_tokens,
     penalize,
 )
-from vllm_graft.spec_decode.kernels.ngram_insert import Learned, insert_ngrams, learn_rates
+from vllm_graft.spec_decode.kernels.ngram_insert import (
+    Learned,
+    insert_ngrams,
+    insert_paths,
+    learn_rates,
+)
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.kernels.ngram_paths import insert_paths
-from vllm_graft.spec_decode.kernels.noise import Noise
-from vllm_graft.spec_decode.kernels.rows import TreeRows, prepare_rows
 from vllm_graft.spec_decode.kernels.text_memory import search_memory, write_corpus, write_memory
-from vllm_graft.spec_decode.kernels.topk import biased_topk_logprobs, topk_logprobs
-from vllm_graft.spec_decode.kernels.walk import walk_tree
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows, walk_tree
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.memory_state import MemoryState
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, NgramState
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.text_state import BORDER, MemoryState, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState
 
 i64 = partial(empty, dtype=torch.int64)
 f32 = partial(empty, dtype=torch.float32)
@@ -103,7 +102,7 @@ def ranked(dtype: torch.dtype, topk: int, vocabulary: int, *, mapped: bool) -> N
     requests = 8
     biases = empty(requests * topk, vocabulary, dtype=dtype)
     shared = empty(requests, vocabulary, dtype=dtype)
-    biased_topk_logprobs(biases, shared, topk, ids, noise(requests, 0))
+    topk_logprobs(shared, topk, ids, None, noise(requests, 0), biases=biases)
 
 
 def texts(

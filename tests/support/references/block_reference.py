@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
-from vllm_graft.spec_decode.drafters.block.lattice import Edges
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees, Edges
 from vllm_graft.spec_decode.drafters.block.refined import Refined
 from vllm_graft.spec_decode.heads.head import SHARPNESS, DraftHead
 

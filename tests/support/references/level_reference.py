@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from tests.support.references.block_reference import Node, Seen, compare
-from vllm_graft.spec_decode.drafters.levels import LevelGrowth
+from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads.head import DraftHead
-from vllm_graft.spec_decode.trees.level_memory import LevelMemory
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 
 Frontiers = dict[int, list[Node]]
 """The nodes of each level that get children, in the order of their rows."""

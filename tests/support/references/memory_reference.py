@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_graft.spec_decode.trees.memory_state import LENGTHS, LONGEST, SAME_PROMPT, SEGMENT, WAYS
-from vllm_graft.spec_decode.trees.reference import NOBODY, Owner
+from vllm_graft.spec_decode.trees.text_state import (
+    LENGTHS,
+    LONGEST,
+    NOBODY,
+    SAME_PROMPT,
+    SEGMENT,
+    WAYS,
+    Owner,
+)
 
 _FACTOR, _MASK = 0x2545F4914F6CDD1D, (1 << 64) - 1
 

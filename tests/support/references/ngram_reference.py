@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from vllm_graft.spec_decode.trees.ngram_state import BORDER
-from vllm_graft.spec_decode.trees.shape import num_candidates
+from vllm_graft.spec_decode.trees.text_state import BORDER
+from vllm_graft.spec_decode.trees.tree import num_candidates
 
 
 class Match(NamedTuple):

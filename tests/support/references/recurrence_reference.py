@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     DeltaGates,
     KeyDecays,
+    RecurrentRows,
     SelectiveGates,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 
 
 def requests(rows: RecurrentRows) -> list[tuple[int, int, int]]:

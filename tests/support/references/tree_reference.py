@@ -7,15 +7,13 @@ from typing import Any
 import torch
 
 from vllm_graft.spec_decode.kernels.compact import TokenRows
-from vllm_graft.spec_decode.kernels.rows import TreeRows, VerifiedBatch
+from vllm_graft.spec_decode.kernels.verify import TreeRows
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     draft_attention_reference,
     tree_attention_reference,
     write_scratch_reference,
 )
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.shape import num_candidates
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState, num_candidates
 
 __all__ = [
     "Node",
@@ -79,7 +77,7 @@ def seed_frontier_reference(
     num_reqs: int,
     next_tokens: torch.Tensor | None = None,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.expand.seed_frontier`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.candidates.seed_frontier`."""
     for r in range(num_reqs):
         for c in range(table.topk):
             table.scores[r, c] = table.frontier_scores[r, c] = logp[r, c]
@@ -100,7 +98,7 @@ def expand_frontier_reference(
     next_tokens: torch.Tensor,
     parent_rows: torch.Tensor,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.expand.expand_frontier`."""
+    """The plain counterpart of ``expand_frontier`` of the kernels."""
     topk = table.topk
     first = num_candidates(topk, level)
     for r in range(num_reqs):
@@ -135,7 +133,7 @@ def finish_tree_reference(
     extra_nodes: torch.Tensor | None = None,
     of_memory: None = None,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.finish.finish_tree`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.candidates.finish_tree`."""
     levels = num_candidates(table.topk, steps_done)
     count = levels + num_extra
     for r in range(num_reqs):
@@ -171,14 +169,14 @@ def _signed(bits: int) -> int:
 
 def prepare_rows_reference(
     tree: TreeState,
-    batch: VerifiedBatch,
+    batch: Any,
     num_computed: torch.Tensor,
     rows: TreeRows,
     *,
     plain_rows: bool = False,
     max_rows: int = 64,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.rows.prepare_rows`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.verify.prepare_rows`."""
     num_drafts, row_masks, num_rows = rows.num_drafts, rows.row_masks, rows.num_rows
     prefix_lens, plain_lens = rows.prefix_lens, rows.plain_lens
     idx_mapping, query_start_loc = batch.idx_mapping, batch.query_start_loc
@@ -229,7 +227,7 @@ def walk_tree_reference(
     extra_nodes: torch.Tensor | None = None,
     extra_counts: torch.Tensor | None = None,
 ) -> None:
-    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.walk.walk_tree`."""
+    """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.verify.walk_tree`."""
     for r in range(cu_num_logits.shape[0] - 1):
         first, rows = int(cu_num_logits[r]), int(cu_num_logits[r + 1] - cu_num_logits[r])
         parents = tree.parents[int(idx_mapping[r])].tolist()

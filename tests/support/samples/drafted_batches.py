@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,9 +16,11 @@ from tests.support.samples.recurrent_samples import (
     random,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    Decay,
+    DeltaGates,
     KeptRows,
+    KeyDecays,
     LayerInputs,
     RecurrentRows,
     keep_rows,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.targets.dense.samples import random_masks
+from vllm_graft.spec_decode.targets.dense.two_pass import random_masks
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 

@@ -16,9 +16,9 @@ from tests.support.references.recurrence_reference import (
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     DeltaGates,
     KeyDecays,
+    RecurrentRows,
     SelectiveGates,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,7 +5,7 @@ import heapq
 import random
 
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import NARROW, Ladder, auto_schedule
 
 MAX_REQS = 16

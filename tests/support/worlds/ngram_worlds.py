@@ -24,9 +24,8 @@ from vllm_graft.spec_decode.kernels.ngram_insert import (
     learn_rates,
 )
 from vllm_graft.spec_decode.kernels.ngram_match import match_ngrams
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.ngram_state import BORDER, NgramState
-from vllm_graft.spec_decode.trees.shape import TreeShape, num_candidates
+from vllm_graft.spec_decode.trees.text_state import BORDER, NgramState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape, num_candidates
 
 BEHIND = 3
 """Columns of a table behind those that n-grams may take."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule, dynamic
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 

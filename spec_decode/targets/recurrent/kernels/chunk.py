@@ -26,8 +26,6 @@ With Mamba-2 nothing has to be solved (Dao and Gu 2024, arXiv 2405.21060, sectio
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -37,16 +35,14 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     Gates,
+    KeptRows,
+    RecurrentRows,
     arguments_of,
     gated,
     log_decay,
     numbers_of,
     places_of,
     rate_of,
-)
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
-    KeptRows,
-    RecurrentRows,
     request_of,
     require_contiguous,
 )
@@ -81,10 +77,8 @@ def continuing(masks, line, row, inside):
 
 @triton.jit
 def decayed(continues, decay):
-    """Logarithms of decays from the root ``[rows]``, and decays between rows ``[rows, rows]``.
-
-    Rows that a row does not continue have no share.
-    """
+    """Logarithms of decays from the root ``[rows]``, and decays between rows ``[rows, rows]``. Rows
+    that a row does not continue have no share."""
     total = tl.sum(tl.where(continues, decay[None, :], 0.0), 1)
     # From a node to one that continues it there are decays alone, so that no power overflows.
     between = tl.where(continues, total[:, None] - total[None, :], 0)
@@ -94,10 +88,8 @@ def decayed(continues, decay):
 @triton.jit
 def solved(given, ahead, depth):
     """What each row writes into the state: what it is given, less what its ancestors have written.
-
     A row follows its ancestors, so that ``(1 + ahead) x = given`` has a lower triangle, and as many
-    rounds as the tree is deep solve it exactly.
-    """
+    rounds as the tree is deep solve it exactly."""
     written = given
     for _ in range(1, depth):
         written = given - product(ahead, written)
@@ -113,35 +105,6 @@ def _chunk_sizes(value: int, max_rows: int) -> dict[str, int]:
         "ROWS": rows,
         "num_warps": 4 if rows <= 32 else 8,
     }
-
-
-@triton.jit
-def _keep_decays(
-    gates,
-    decays,
-    bias,
-    decay_stride,
-    gate_stride,
-    rate,
-    lower_bound,
-    line,
-    inside,
-    BOUNDED: tl.constexpr,
-    KEY: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Store the logarithms of a head's decays by key, which all its programs do alike."""
-    for start in range(0, KEY, PART):
-        key = start + tl.arange(0, PART)
-        is_key = key < KEY
-        both = inside[:, None] & is_key[None, :]
-        x = tl.load(decays + line[:, None] * decay_stride + key[None, :], mask=both, other=0)
-        x = x.to(tl.float32)
-        x += tl.load(bias + key, mask=is_key, other=0).to(tl.float32)[None, :]
-        decay = log_decay(x, rate, lower_bound, BOUNDED)
-        tl.store(gates + line[:, None] * gate_stride + key[None, :], decay, mask=both)
-    # Other threads of this program have stored what this one loads.
-    tl.debug_barrier()
 
 
 @Kernel
@@ -204,22 +167,18 @@ def _tree_chunk_kernel(
         share = tl.where(inside, tl.sigmoid(beta), 0.0)
         tl.store(gates + line * (NUMBERS * HEADS) + HEADS * KEY + head, share, mask=inside)
         gates += head * KEY
-        decays += head * KEY
-        bias += head * KEY
-        _keep_decays(
-            gates,
-            decays,
-            bias,
-            decay_stride,
-            NUMBERS * HEADS,
-            rate,
-            lower_bound,
-            line,
-            inside,
-            BOUNDED,
-            KEY,
-            PART,
-        )
+        decays += head * KEY + line[:, None] * decay_stride
+        # All programs of a head store the logarithms of its decays by key alike.
+        for start in range(0, KEY, PART):
+            key = start + tl.arange(0, PART)
+            is_key = key < KEY
+            both = inside[:, None] & is_key[None, :]
+            x = tl.load(decays + key[None, :], mask=both, other=0).to(tl.float32)
+            x += tl.load(bias + head * KEY + key, mask=is_key, other=0).to(tl.float32)[None, :]
+            decay = log_decay(x, rate, lower_bound, BOUNDED)
+            tl.store(gates + line[:, None] * (NUMBERS * HEADS) + key[None, :], decay, mask=both)
+        # Other threads of this program have stored what this one loads.
+        tl.debug_barrier()
     else:
         x = tl.load(decays + line * decay_stride + head, mask=inside, other=0).to(tl.float32)
         if tl.program_id(0) == 0:

@@ -1,7 +1,5 @@
-"""Recurrences over trees, a row after another: each row's state is written."""
+"""Convolution and recurrences over trees, a row after another: each row's state is written."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from __future__ import annotations
 
 import torch
 import triton
@@ -12,19 +10,156 @@ from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
     Gates,
+    RecurrentRows,
     arguments_of,
     gated,
     of_length_one,
     places_of,
     rate_of,
+    request_of,
+    require_contiguous,
     stepped,
     tile_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
-    RecurrentRows,
-    request_of,
-    require_contiguous,
-)
+
+_MAX_FEATURES, _MAX_TILE = 256, 4096
+"""Features of a program, and rows times features."""
+
+
+@Kernel
+@triton.jit
+def _tree_conv_kernel(
+    inputs,
+    weights,
+    bias,
+    windows,
+    columns,
+    num_accepted,
+    query_start_loc,
+    parents,
+    outputs,
+    dim,
+    input_stride,
+    weight_stride,
+    block_stride,
+    token_stride,
+    feature_stride,
+    column_stride,
+    output_stride,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    FEATURES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    req = tl.program_id(0)
+    first = tl.load(query_start_loc + req).to(tl.int64)
+    num_rows = tl.load(query_start_loc + req + 1) - first
+    block = tl.load(columns + req * column_stride).to(tl.int64)
+    # Block 0 is vLLM's null block: padding of a graph.
+    if (block <= 0) | (num_rows <= 0):
+        return
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    row = tl.arange(0, ROWS)
+    is_feature, is_row = feature < dim, row < num_rows
+    inside = is_row[:, None] & is_feature[None, :]
+    inputs += first * input_stride + feature
+    outputs += first * output_stride + feature
+    window = windows + block * block_stride + feature * feature_stride
+    # The newest input before the rows lies WIDTH - 2 behind the offset of those that count.
+    offset = tl.load(num_accepted + req).to(tl.int64) - 1
+    newest = offset + WIDTH - 2
+    total = tl.zeros([ROWS, FEATURES], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]
+    # Oldest first, as a chain's kernel adds them.
+    for place in tl.static_range(WIDTH):
+        source = row.to(tl.int64)
+        for _ in tl.static_range(WIDTH - 1 - place):
+            before = source >= 0
+            parent = tl.load(parents + first + source, mask=is_row & before, other=0)
+            source = tl.where(before, parent.to(tl.int64), source - 1)
+        line = source[:, None]
+        own = tl.load(inputs[None, :] + line * input_stride, mask=inside & (line >= 0), other=0.0)
+        old = tl.load(
+            window[None, :] + (newest + 1 + line) * token_stride,
+            mask=inside & (line < 0),
+            other=0.0,
+        )
+        weight = tl.load(weights + feature * weight_stride + place, mask=is_feature, other=0.0)
+        total += tl.where(line >= 0, own, old) * weight[None, :]
+    if SILU:
+        total = total / (1 + tl.exp(-total))
+    tl.store(outputs[None, :] + row[:, None] * output_stride, total, mask=inside)
+    # The window becomes the newest WIDTH - 2 inputs before the rows, then the rows' own.
+    for place in tl.static_range(WIDTH - 2):
+        tl.debug_barrier()
+        kept = tl.load(window + (offset + 1 + place) * token_stride, mask=is_feature, other=0.0)
+        tl.debug_barrier()
+        tl.store(window + place * token_stride, kept, mask=is_feature)
+    tl.debug_barrier()
+    kept = tl.load(inputs[None, :] + row[:, None] * input_stride, mask=inside, other=0.0)
+    behind = (WIDTH - 2 + row).to(tl.int64)[:, None]
+    tl.store(window[None, :] + behind * token_stride, kept, mask=inside)
+
+
+def tree_conv(
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: RecurrentRows,
+    *,
+    silu: bool,
+    outputs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Convolve each row with its ``width - 1`` nearest ancestors, and keep the rows' inputs.
+
+    Before the root come the inputs that the window holds. A window is left as vLLM's kernel for
+    chains leaves it: ``width - 2`` inputs from before the rows, then the inputs of all rows.
+
+    Args:
+        inputs: ``[num_rows, dim]``, features contiguous, request after request.
+        windows: ``[num_blocks, dim, >= width - 2 + rows of a request]``, any strides. A request's
+            window is in the block of its first column.
+        weights: ``[dim, width]``, contiguous in its width, oldest input first; `bias` is ``[dim]``.
+        silu: whether ``x * sigmoid(x)`` follows.
+        outputs: ``[num_rows, dim]``, receives the result; rows of no request stay as they are. None
+            makes one of the inputs' dtype, with zeros in such rows.
+    """
+    dim, width = weights.shape
+    given = inputs.to(windows.dtype)
+    if outputs is None:
+        outputs = torch.zeros(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    if rows.num_reqs == 0:
+        return outputs
+    rows_padded = next_power_of_2(rows.columns.shape[1])
+    features = min(max(_MAX_TILE // rows_padded, 1), _MAX_FEATURES, next_power_of_2(dim))
+    _tree_conv_kernel[(rows.num_reqs, cdiv(dim, features))](
+        given,
+        weights,
+        bias,
+        windows,
+        rows.columns,
+        rows.num_accepted,
+        rows.query_start_loc,
+        rows.parents,
+        outputs,
+        dim,
+        given.stride(0),
+        weights.stride(0),
+        windows.stride(0),
+        windows.stride(2),
+        windows.stride(1),
+        rows.columns.stride(0),
+        outputs.stride(0),
+        WIDTH=width,
+        SILU=silu,
+        FEATURES=features,
+        ROWS=rows_padded,
+        num_warps=4,
+    )
+    return outputs
+
 
 _BY_KEY = tl.constexpr(int(Decay.BY_KEY))
 _SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))

@@ -1,11 +1,9 @@
 """Continues recurrent states along accepted paths, by the inputs that the paths' rows have left."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -15,6 +13,8 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
+    KeptRows,
+    LayerInputs,
     gated,
     numbers_of,
     of_length_one,
@@ -23,7 +23,6 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     stepped,
     tile_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows, LayerInputs
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import columns_of
 
 _TYPES = {
@@ -90,7 +89,7 @@ class FoldTable:
     by_prefix: bool
 
     @classmethod
-    def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> FoldTable:
+    def build(cls, layers: Sequence[FoldedLayer], *, by_prefix: bool) -> Self:
         """Describe the layers, at least one, which must be alike in shapes and dtypes."""
         kinds = {
             (
@@ -239,12 +238,10 @@ def fold_states(
     seq_lens: torch.Tensor,
     num_reqs: int,
 ) -> None:
-    """Leave the states that a chain of the accepted rows would have left, in all layers.
-
-    The arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
+    """Leave the states that a chain of the accepted rows would have left, in all layers. The
+    arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
     Requests that have left no inputs are passed over. Arguments are as of `move_states`; 0 in
-    `num_sampled` counts as 1.
-    """
+    `num_sampled` counts as 1."""
     if num_reqs == 0:
         return
     groups, heads, value, key = table.shape

@@ -1,11 +1,9 @@
 """Leaves recurrent states and windows of inputs as a chain of the accepted rows would have."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -13,7 +11,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MAX_CHUNK = 4096
@@ -66,7 +64,7 @@ class StateTable:
     by_prefix: bool
 
     @classmethod
-    def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> StateTable:
+    def build(cls, caches: Sequence[RecurrentCache], *, by_prefix: bool) -> Self:
         """Describe the caches of layers with windows of one dtype and states of as many bytes."""
         sizes = {int(cache.states[0].nbytes) for cache in caches}
         kinds = {cache.windows.element_size() for cache in caches}
@@ -108,10 +106,8 @@ def _stride(tensor: torch.Tensor, dim: int) -> int:
 def clear_states(
     caches: Sequence[RecurrentCache], req: int, seq_lens: torch.Tensor, *, by_prefix: bool
 ) -> None:
-    """Zero the state and the window that the request of batch row `req` starts from.
-
-    It is rare: a launch or two for each layer will do.
-    """
+    """Zero the state and the window that the request of batch row `req` starts from. It is rare: a
+    launch or two for each layer will do."""
     for cache in caches:
         blocks = cache.blocks[req].long()
         if by_prefix:

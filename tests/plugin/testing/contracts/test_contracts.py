@@ -2,7 +2,7 @@ import inspect
 
 import pytest
 
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, whole
 from vllm_graft.testing import DrafterContract, TreePolicyContract
 from vllm_graft.testing.contracts.tree_contracts import DraftTree

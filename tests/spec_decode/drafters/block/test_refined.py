@@ -16,12 +16,11 @@ from tests.support.references.block_reference import (
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.block import block_trees
-from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
-from vllm_graft.spec_decode.drafters.block.dflash2 import DFlash2Trees
-from vllm_graft.spec_decode.drafters.block.lattice import BlockGrowth
+from vllm_graft.spec_decode.drafters.block.block_trees import BlockGrowth, BlockTrees
+from vllm_graft.spec_decode.drafters.block.dflash import DFlash2Trees
 from vllm_graft.spec_decode.drafters.block.refined import Refined, Refiner
 from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees, TreePlan
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.scheduling import _levels
 
 VOCAB, HIDDEN, ROWS, RANK, REQS = 23, 10, 7, 6, 3

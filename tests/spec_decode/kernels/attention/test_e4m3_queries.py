@@ -9,14 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
-from tests.support.samples.attention_samples import UNTOUCHED, draft_problem
+from tests.support.samples.attention_samples import (
+    UNTOUCHED,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+)
 from tests.support.samples.attention_spaces import converted, nan_space, with_small_query
-from vllm_graft.spec_decode.kernels.attention import e4m3
 from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     Plan,
     Sizes,
@@ -25,11 +28,9 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     native_bytes,
 )
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
-    HALVES,
     PACKED,
     PLAIN,
     PRODUCTS,
-    Native,
     conversion,
     load_rows,
     native,
@@ -39,7 +40,6 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     plan_of,
     tree_attention,
 )
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 # The interpreter has no conversions of a device's own, and no e4m3 tensor cores.
@@ -47,8 +47,6 @@ DEVICE = "cpu"
 
 WEIGHTS = 1e-3
 """Largest error of an output in float32: softmax weights are rounded to fp16."""
-
-FORMS = [Native(HALVES), Native(PRODUCTS)]
 
 
 def error(
@@ -77,9 +75,8 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "form"), crossed(TREES, FORMS))
-def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", form)
+@pytest.mark.parametrize("shape", TREES, ids=str)
+def test_trees(shape: AttentionShape) -> None:
     problem = tree_problem(replace(shape, fp8=True, dtype=torch.bfloat16), DEVICE)
     problem = with_small_query(replace(problem, sinks=_float(problem.sinks)))
     plan = Plan(Tile(64, 32, 4, 1), 3, ahead=True, edges=shape.window > 0, skip_empty=True)
@@ -96,11 +93,9 @@ def _float(sinks: torch.Tensor | None) -> torch.Tensor | None:
     return None if sinks is None else sinks.float()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("splits", [1, 4])
-def test_levels_of_a_draft(splits: int, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_of_a_draft(splits: int) -> None:
     """The scratch is bfloat16 and has no scale of keys; the query's scale is that of both."""
-    monkeypatch.setattr(e4m3, "NATIVE", form)
     shape = AttentionShape(
         rows=(), lens=(90, 0, 20), kv_heads=2, group=2, fp8=True, dtype=torch.bfloat16
     )
@@ -127,12 +122,8 @@ def test_nothing_is_rounded_but_weights() -> None:
     assert 4 * errors[0] < errors[1] < 4e-2
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_without_its_scale_the_query_is_another(
-    form: Native, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_scale_the_query_is_another() -> None:
     """Negative control of what is compared above."""
-    monkeypatch.setattr(e4m3, "NATIVE", form)
     shape = AttentionShape(rows=(6,), lens=(50,), fp8=True, dtype=torch.bfloat16)
     problem = with_small_query(tree_problem(shape, DEVICE))
     out, wanted = torch.zeros(problem.query.shape), torch.zeros(problem.query.shape)
@@ -160,14 +151,11 @@ def test_refusals() -> None:
         draft_attention(level, out)
 
 
-def test_devices_on_which_it_was_measured_are_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_on_which_it_was_measured_are_asked_for_it() -> None:
     def taken(dtype: torch.dtype = torch.bfloat16) -> list[tuple[int, int]]:
         devices = [(0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
         return [each for each in devices if native(each, dtype)]
 
-    monkeypatch.setattr(e4m3, "NATIVE", None)
-    assert taken() == []
-    monkeypatch.setattr(e4m3, "NATIVE", FORMS[0])
     assert taken() == taken(torch.float16) == [(9, 0)]
     # A model in float32 has weights of 32 bits.
     assert taken(torch.float32) == []
@@ -180,33 +168,27 @@ def sizes(rows: int, head: int = 128, num_reqs: int = 1, **kinds: object) -> Siz
 
 
 def test_tiles_of_e4m3_keys() -> None:
-    def tile(rows: int, form: Native, **kinds: Any) -> Tile:
-        return choose_plan(sizes(rows, native=form, **kinds)).tile
+    def tile(rows: int, **kinds: Any) -> Tile:
+        return choose_plan(sizes(rows, native=True, **kinds)).tile
 
-    narrow, wide = Native(HALVES, 64), Native(HALVES, 128)
     for rows in (1, 16, 64):
-        assert tile(rows, narrow) == tile(rows, wide) == Tile(64, 64, 4, 3)
+        assert tile(rows) == Tile(64, 64, 4, 3)
     for rows in (96, 128, 256):
-        assert tile(rows, narrow) == Tile(64, 64, 4, 3)
-        assert tile(rows, wide, num_reqs=4) == Tile(128, 64, 8, 3)
+        assert tile(rows, num_reqs=4) == Tile(128, 64, 8, 3)
     # One request has no two tiles of 128 rows below 129 rows.
-    assert tile(128, wide) == Tile(64, 64, 4, 3)
-    assert tile(129, wide) == tile(256, wide) == Tile(128, 64, 8, 3)
-    assert tile(256, Native(PRODUCTS, 128, 128)) == Tile(128, 128, 8, 2)
-    assert tile(32, Native(PRODUCTS, 64, 128)) == Tile(64, 128, 4, 2)
-    assert tile(256, wide, head=256) == Tile(128, 32, 8, 3)
-    # Where nothing is asked for, and in drafts, tiles are those of 16 bits.
+    assert tile(128) == Tile(64, 64, 4, 3)
+    assert tile(129) == tile(256) == Tile(128, 64, 8, 3)
+    assert tile(256, head=256) == Tile(128, 32, 8, 3)
+    # In drafts, and with the largest heads, tiles are those of 16 bits.
     for rows, head, draft in product((16, 32, 256), (64, 128, 512), (False, True)):
         plain = choose_plan(sizes(rows, head, draft=draft)).tile
-        assert choose_plan(sizes(rows, head, draft=draft, native=FORMS[0])).tile == plain
-        assert (tile(rows, wide, head=head, draft=draft) == plain) == (draft or head == 512)
+        assert (tile(rows, head=head, draft=draft) == plain) == (draft or head == 512)
 
 
 def test_tiles_of_e4m3_keys_fit_registers_and_memory() -> None:
     for rows, head, num_reqs in product((4, 32, 128, 512), (64, 128, 256), (1, 4, 64)):
-        for most, keys, mixed in product((64, 128), (64, 128), (False, True)):
-            kinds = {"native": Native(HALVES, most, keys), "mixed": mixed}
-            plan = choose_plan(sizes(rows, head, num_reqs, **kinds))
+        for mixed in (False, True):
+            plan = choose_plan(sizes(rows, head, num_reqs, native=True, mixed=mixed))
             assert native_bytes(plan.tile, head) <= 220 << 10
             assert plan.tile.rows * head <= 128 * 32 * plan.tile.warps
             # No second program where registers have room for one.
@@ -214,19 +196,18 @@ def test_tiles_of_e4m3_keys_fit_registers_and_memory() -> None:
             assert plan.tile.rows < 128 or programs <= 132 or plan.splits == 1
 
 
-def test_two_programs_of_64_rows_share_a_multiprocessor() -> None:
-    """Programs of 128 rows, which are half as many, have as many splits, one on each."""
+def test_e4m3_keys_have_more_splits() -> None:
+    """A program of 128 rows has eight warps, so that one fills a multiprocessor."""
 
-    def splits(native: Native | None) -> list[int]:
+    def splits(*, native: bool) -> list[int]:
         return [choose_plan(sizes(256, num_reqs=n, native=native)).splits for n in (1, 4, 16)]
 
-    assert splits(Native(HALVES, 64)) == splits(Native(HALVES, 128)) == [8, 2, 1]
-    assert splits(None) == splits(FORMS[0]) == [8, 1, 1]
+    assert splits(native=True) == [8, 2, 1]
+    assert splits(native=False) == [8, 1, 1]
     assert native_bytes(Tile(64, 128, 4, 2), 128) == 112 << 10
 
 
-def test_a_batch_with_an_e4m3_query_has_such_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", Native(HALVES, 128))
+def test_a_batch_with_an_e4m3_query_has_such_a_plan() -> None:
     shape = AttentionShape(rows=(33,), lens=(90,), group=4, fp8=True, dtype=torch.bfloat16)
     problem = tree_problem(shape, DEVICE)
     space = replace(nan_space(problem, 4), multiprocessors=132, capability=(9, 0))
@@ -253,7 +234,7 @@ def _convert(cache, out, FP8: tl.constexpr):
 def all_numbers_of(dtype: torch.dtype, form: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel and PyTorch make of all bytes that are numbers."""
     cache = torch.arange(256, dtype=torch.uint8, device=device)
-    if form == HALVES:
+    if form == PRODUCTS:
         cache = cache.view(torch.float8_e4m3fn)
     out = torch.zeros(256, dtype=dtype, device=device)
     _convert[(1,)](cache, out, FP8=form)
@@ -272,7 +253,7 @@ def test_all_numbers(dtype: torch.dtype) -> None:
 
 
 def test_all_numbers_in_fp16() -> None:
-    found, expected = all_numbers_of(torch.float16, HALVES, "cpu")
+    found, expected = all_numbers_of(torch.float16, PRODUCTS, "cpu")
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -282,7 +263,7 @@ def test_all_numbers_in_fp16() -> None:
     reason="the device has no instructions for e4m3",
 )
 def test_a_device_converts_all_numbers_to_fp16() -> None:
-    found, expected = all_numbers_of(torch.float16, HALVES, "cuda")
+    found, expected = all_numbers_of(torch.float16, PRODUCTS, "cuda")
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -310,10 +291,7 @@ def test_numbers_are_packed_where_there_are_registers(monkeypatch: pytest.Monkey
     assert conversion(cache["meta"], torch.bfloat16) == PLAIN
 
 
-def test_beside_an_e4m3_query_nothing_is_converted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_an_e4m3_query_nothing_is_converted_by_hand() -> None:
     cache = torch.empty(4, dtype=torch.uint8, device="meta")
     for query in (torch.uint8, torch.float8_e4m3fn):
-        monkeypatch.setattr(e4m3, "NATIVE", None)
-        assert conversion(cache, query) == HALVES
-        monkeypatch.setattr(e4m3, "NATIVE", Native(PRODUCTS))
         assert conversion(cache, query) == PRODUCTS

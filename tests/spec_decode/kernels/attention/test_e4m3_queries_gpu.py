@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.samples.attention_samples import draft_problem
+from tests.support.samples.attention_samples import AttentionShape, draft_problem, tree_problem
 from tests.support.samples.attention_spaces import (
     attend,
     captured,
@@ -15,10 +15,7 @@ from tests.support.samples.attention_spaces import (
     wanted_of,
     with_small_query,
 )
-from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.kernels.attention.e4m3 import HALVES, PRODUCTS, Native
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 pytestmark = [
@@ -30,11 +27,6 @@ pytestmark = [
 ]
 
 RELATIVE = 1e-2
-FORMS = [
-    Native(form, rows, keys)
-    for form in (HALVES, PRODUCTS)
-    for rows, keys in ((0, 64), (64, 64), (64, 128), (128, 64), (128, 128))
-]
 SHAPES = [
     AttentionShape(rows=(8,), lens=(2000,), kv_heads=8, group=4, head_size=128),
     AttentionShape(rows=(16, 5), lens=(3000, 70), kv_heads=2, group=1, head_size=128),
@@ -47,23 +39,17 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_trees(shape: AttentionShape, form: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", form)
+def test_trees(shape: AttentionShape) -> None:
     shape = replace(shape, fp8=True, dtype=torch.bfloat16)
     problem = with_small_query(tree_problem(shape, "cuda"))
     for batch in (problem, replace(problem, max_seq_len=32768, soft_cap=20.0)):
         check_rows(attend(batch, 16), wanted_of(batch), RELATIVE)
 
 
-@pytest.mark.parametrize("form", FORMS[::5], ids=str)
 @pytest.mark.parametrize(("num_reqs", "topk"), [(1, 8), (4, 8), (16, 4)])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_levels_of_a_draft(
-    head_size: int, num_reqs: int, topk: int, form: Native, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", form)
+def test_levels_of_a_draft(head_size: int, num_reqs: int, topk: int) -> None:
     shape = AttentionShape(
         rows=(), lens=(900,) + (70,) * (num_reqs - 1), kv_heads=8, group=4,
         head_size=head_size, fp8=True, dtype=torch.bfloat16,
@@ -88,13 +74,11 @@ def peaked(head_size: int) -> TreeBatch:
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_sums_of_products_are_accurate(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted numbers are added in float32; products of e4m3 with some bits less."""
+def test_sums_of_products_are_accurate(head_size: int) -> None:
+    """Products of e4m3 are added with some bits less than float32."""
     problem = peaked(head_size)
     wanted = wanted_of(problem)
-    for form, bound in ((HALVES, 4e-3), (PRODUCTS, 1e-2)):
-        monkeypatch.setattr(e4m3, "NATIVE", Native(form, 64))
-        check_rows(attend(problem, 16), wanted, bound)
+    check_rows(attend(problem, 16), wanted, 1e-2)
     # Negative control: such a bound sees keys in which a sixteenth of a head is missing.
     cache = problem.kv_cache.float()
     cache[..., : head_size // 16] = 0
@@ -103,9 +87,8 @@ def test_sums_of_products_are_accurate(head_size: int, monkeypatch: pytest.Monke
         check_rows(attend(other, 16), wanted, 1e-2)
 
 
-def test_the_same_as_the_layer_computes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_as_the_layer_computes_without() -> None:
     """In a replayed graph, too."""
-    monkeypatch.setattr(e4m3, "NATIVE", Native(HALVES, 128))
     shape = replace(SHAPES[2], fp8=True, dtype=torch.bfloat16)
     problem = with_small_query(tree_problem(shape, "cuda"))
     check_rows(attend(converted(problem), 16), wanted_of(problem), 2e-2)

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tests.support.samples.attention_samples import draft_problem
+from tests.support.samples.attention_samples import AttentionShape, draft_problem, tree_problem
 from tests.support.samples.attention_spaces import (
     attend,
     captured,
@@ -22,14 +22,11 @@ from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     plan_of,
     tree_attention,
 )
+from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
 from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
-from vllm_graft.spec_decode.kernels.expand import expand_frontier, seed_frontier
-from vllm_graft.spec_decode.kernels.finish import finish_tree
-from vllm_graft.spec_decode.kernels.walk import walk_tree
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.kernels.verify import walk_tree
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
-from vllm_graft.spec_decode.trees.candidates import CandidateTable
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState
 
 pytestmark = pytest.mark.gpu
 

@@ -14,13 +14,18 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
-from tests.support.samples.attention_samples import TOLERANCE, draft_problem, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    AttentionShape,
+    draft_problem,
+    tree_problem,
+    untouched,
+)
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention as launching
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
-from vllm_graft.spec_decode.kernels.attention.windowed_table import table_width, windowed_table
 from vllm_graft.spec_decode.targets.dense.plain_attention import windowed_table_reference
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
+from vllm_graft.spec_decode.targets.dense.window import table_width, windowed_table
 
 SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 

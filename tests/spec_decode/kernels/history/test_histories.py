@@ -16,7 +16,7 @@ from vllm_graft.spec_decode.kernels.history import (
     path_tokens,
     penalize,
 )
-from vllm_graft.spec_decode.trees.topology import TreeState
+from vllm_graft.spec_decode.trees.tree import TreeState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 3000

@@ -10,18 +10,16 @@ import pytest
 import torch
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
 from vllm_graft.spec_decode.targets.dense import layer as attention
+from vllm_graft.spec_decode.targets.dense import plain_attention as torch_attention
 from vllm_graft.spec_decode.targets.dense import two_pass
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
 from vllm_graft.spec_decode.targets.dense.layer import (
     AttentionOps,
+    DenseFamily,
     DraftTreeMetadata,
     graft_attention,
 )
-from vllm_graft.spec_decode.targets.dense.two_pass import why_not
+from vllm_graft.spec_decode.targets.dense.two_pass import KernelChoice, why_not
 from vllm_graft.spec_decode.targets.families import Served, family_of
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
@@ -355,8 +353,7 @@ def test_rows_are_bounded_by_tree_and_query(longest: int, rows: int) -> None:
     assert recorder.calls[0][1][0].max_rows == rows
 
 
-def test_an_fp8_cache_has_scales_and_its_queries_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", None)
+def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
     layer, recorder = grafted(VerifyMode.ALL, kv_cache_dtype="fp8")
     run(layer, make_metadata(), torch.float8_e4m3fn)
     [(_, (batch, _), _)] = recorder.calls
@@ -379,9 +376,7 @@ def test_a_kernel_takes_e4m3_queries_where_the_device_knows_them(
     dtype: torch.dtype,
     taken: bool,
     is_draft: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(e4m3, "NATIVE", e4m3.Native(e4m3.HALVES))
     layer, recorder = grafted(VerifyMode.ALL, is_draft=is_draft, kv_cache_dtype="fp8")
     layer.impl.graft.workspace.capability = capability
     metadata = level_metadata() if is_draft else make_metadata()

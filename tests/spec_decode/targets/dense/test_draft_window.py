@@ -18,10 +18,12 @@ from tests.spec_decode.targets.dense.test_attention_layer import (
     make_layer,
 )
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.dense import cpu_attention as torch_attention
-from vllm_graft.spec_decode.targets.dense.cpu_attention import TorchAttentionImpl
+from vllm_graft.spec_decode.targets.dense import plain_attention as torch_attention
 from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata, graft_attention
-from vllm_graft.spec_decode.targets.dense.plain_attention import windowed_table_reference
+from vllm_graft.spec_decode.targets.dense.plain_attention import (
+    TorchAttentionImpl,
+    windowed_table_reference,
+)
 from vllm_graft.spec_decode.targets.dense.window import DraftWindow, WholeBatch
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
@@ -146,7 +148,14 @@ def problem() -> tuple[TorchAttentionImpl, torch.Tensor, torch.Tensor, WholeBatc
     cache = torch.randn(12, KV_HEADS, CPU_BLOCK, 2 * CPU_SIZE, generator=generator)
     query = torch.randn(sum(new) + 2, CPU_HEADS, CPU_SIZE, generator=generator)
     metadata = WholeBatch(starts, torch.tensor(lengths), tables, max(new), max(lengths))
-    return TorchAttentionImpl(CPU_HEADS, CPU_SIZE, CPU_SIZE**-0.5, KV_HEADS), query, cache, metadata
+    stock = SimpleNamespace(
+        num_heads=CPU_HEADS,
+        head_size=CPU_SIZE,
+        scale=CPU_SIZE**-0.5,
+        sliding_window=None,
+        sinks=None,
+    )
+    return TorchAttentionImpl(stock, KV_HEADS), query, cache, metadata
 
 
 def run(

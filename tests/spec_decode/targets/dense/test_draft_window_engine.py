@@ -19,15 +19,14 @@ from tests.support.engines.pairs import (
 )
 from tests.support.models.mtp_targets import write_mimo
 from tests.support.references.windowed_reference import compared
-from tests.support.samples.attention_samples import draft_problem, untouched
+from tests.support.samples.attention_samples import AttentionShape, draft_problem, untouched
 from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
-from vllm_graft.spec_decode.kernels.attention.windowed_table import windowed_table
 from vllm_graft.spec_decode.refusals import verification_refusals
 from vllm_graft.spec_decode.targets.dense import window
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
+from vllm_graft.spec_decode.targets.dense.window import windowed_table
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 from vllm_graft.spec_decode.tuning import attention_timing as crossover
 from vllm_graft.testing import TinyShape, greedy, model_runner, write_eagle, write_llama

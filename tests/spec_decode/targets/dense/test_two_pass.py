@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from tests.support.references.prefix_reference import prefix_attention_reference
-from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, untouched
+from tests.support.samples.attention_samples import (
+    TOLERANCE,
+    UNTOUCHED,
+    AttentionShape,
+    tree_problem,
+    untouched,
+)
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.dense.two_pass import num_splits, two_pass_attention, why_not
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
@@ -164,22 +169,6 @@ def test_bound_of_rows_beyond_those_in_use() -> None:
     problem = tree_problem(AttentionShape(rows=(8, 2), lens=(40, 20), group=4), DEVICE)
     problem = replace(problem, max_rows=64)
     assert error(problem) < TOLERANCE[torch.float32]
-
-
-def test_refuses_what_does_not_fit() -> None:
-    problem = tree_problem(AttentionShape(rows=(2,), lens=(9,)), DEVICE)
-    with pytest.raises(ValueError, match="max_rows must be 1 to 64"):
-        two_passes(replace(problem, max_rows=65))
-    query, cache = problem.query, problem.kv_cache
-    lse = torch.zeros(1, 2, device=DEVICE)
-    with pytest.raises(ValueError, match="does not fit a KV cache"):
-        attend_own_rows(replace(problem, kv_cache=cache[..., :64]), query, lse, query.clone())
-    with pytest.raises(ValueError, match=r"log-sum-exps of \(2, 1\) does not fit a query"):
-        attend_own_rows(problem, query, lse.T, query.clone())
-    with pytest.raises(ValueError, match=r"the KV cache has dtype torch\.float16"):
-        attend_own_rows(replace(problem, kv_cache=cache.half()), query, lse, query.clone())
-    with pytest.raises(ValueError, match=r"the query has dtype torch\.float16"):
-        attend_own_rows(replace(problem, query=query.half()), query, lse, query.clone())
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,19 @@ import pytest
 import torch
 
 from tests.support.references.prefix_reference import prefix_attention_reference
+from tests.support.samples.attention_samples import AttentionShape, tree_problem
 from tests.support.samples.attention_spaces import captured, check_rows
 from tests.support.watches import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, Point, points
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
-from vllm_graft.spec_decode.targets.dense.samples import AttentionShape, tree_problem
 from vllm_graft.spec_decode.targets.dense.two_pass import (
+    KernelChoice,
+    Point,
     TwoPass,
     flash_prefix_attention,
     plan_prefix,
+    points,
     two_pass_attention,
 )
 from vllm_graft.spec_decode.trees.batch import TreeBatch

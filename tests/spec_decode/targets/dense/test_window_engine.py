@@ -18,7 +18,7 @@ from tests.support.models.window_models import (
 )
 from vllm_graft.spec_decode.targets.dense import layer as grafted
 from vllm_graft.spec_decode.targets.dense import plain_attention
-from vllm_graft.spec_decode.targets.dense.dense_family import DenseFamily
+from vllm_graft.spec_decode.targets.dense.layer import DenseFamily
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 from vllm_graft.testing import greedy, spec_metrics, write_eagle3
 

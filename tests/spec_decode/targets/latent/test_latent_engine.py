@@ -14,11 +14,9 @@ from tests.support.engines.latent_engines import latent_engine, near
 from tests.support.engines.recorded_engine import recorded_engine
 from tests.support.models import table_drafter
 from tests.support.models.latent_models import draft_shape, write_deepseek
-from vllm_graft.spec_decode.targets.dense.choice import Point
-from vllm_graft.spec_decode.targets.dense.two_pass import Passes
+from vllm_graft.spec_decode.targets.dense.two_pass import Passes, Point
 from vllm_graft.spec_decode.targets.families import UnchangedState
-from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
-from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
+from vllm_graft.spec_decode.targets.latent.latent_layer import LatentFamily, TreeLatents
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 from vllm_graft.spec_decode.tuning import attention_timing

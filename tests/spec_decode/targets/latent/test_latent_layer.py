@@ -12,12 +12,15 @@ from vllm.model_executor.layers.attention import MLAAttention
 from tests.support.references.prefix_reference import prefix_latents_reference
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
 from vllm_graft.base.errors import ConfigError, SeamError
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice
 from vllm_graft.spec_decode.targets.dense.layer import DraftTreeMetadata
-from vllm_graft.spec_decode.targets.dense.two_pass import Passes, TwoPass
+from vllm_graft.spec_decode.targets.dense.two_pass import KernelChoice, Passes, TwoPass
 from vllm_graft.spec_decode.targets.families import families, family_of
-from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
-from vllm_graft.spec_decode.targets.latent.latent_layer import TORCH, TRITON, TreeLatents
+from vllm_graft.spec_decode.targets.latent.latent_layer import (
+    TORCH,
+    TRITON,
+    LatentFamily,
+    TreeLatents,
+)
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.verification.context import Made, T, VerifyMode
 

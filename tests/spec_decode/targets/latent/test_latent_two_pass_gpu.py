@@ -9,8 +9,13 @@ from tests.support.references.prefix_reference import prefix_latents_reference
 from tests.support.samples.attention_spaces import check_rows, nans
 from tests.support.watches import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.targets.dense.choice import KernelChoice, Point
-from vllm_graft.spec_decode.targets.dense.two_pass import Passes, TwoPass, two_pass_attention
+from vllm_graft.spec_decode.targets.dense.two_pass import (
+    KernelChoice,
+    Passes,
+    Point,
+    TwoPass,
+    two_pass_attention,
+)
 from vllm_graft.spec_decode.targets.latent.latent_two_pass import (
     LATENT_PASSES,
     LatentGeometry,

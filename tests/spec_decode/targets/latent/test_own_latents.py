@@ -124,16 +124,3 @@ def test_many_rows_take_larger_programs() -> None:
     assert sizes == [16, 16, 32, 64]
     assert own_tile(1, 2, 512).rows == 16
     assert own_tile(300, 20, 24) == OwnTile(32, 32, 4, 3)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    batch = problem(LatentShape(rows=(4,), prefixes=(20,)))
-    prefix, lse = first_pass(batch)
-    with pytest.raises(ValueError, match="must have one dtype"):
-        attend_own_latents(replace(batch, latents=batch.latents.half()), prefix, lse, prefix)
-    with pytest.raises(ValueError, match="must have one dtype"):
-        attend_own_latents(batch, prefix.half(), lse, prefix.half())
-    with pytest.raises(ValueError, match="does not fit a query"):
-        attend_own_latents(batch, prefix, lse[:, :-1], prefix)
-    with pytest.raises(ValueError, match="do not fit latents"):
-        attend_own_latents(replace(batch, latents=batch.latents[..., :-1]), prefix, lse, prefix)

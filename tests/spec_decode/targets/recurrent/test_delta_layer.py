@@ -13,20 +13,22 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.targets.families import in_layer
 from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.recurrent import recurrent_layer
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import RecurrentCache, StateTable
-from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import (
     RecurrentFamily,
     RecurrentState,
+)
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import (
+    TreeDeltaRule,
+    TreeSelectiveState,
 )
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     Batch,
     allocate_inputs,
     keeps_inputs,
 )
-from vllm_graft.spec_decode.trees.shape import TreeShape
+from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.verification.context import TreeContext
 
 

@@ -16,11 +16,10 @@ from tests.support.models.table_drafter import table_trees
 from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.families import UnchangedState
-from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
-from vllm_graft.spec_decode.targets.latent.latent_layer import TreeKimiLatents
+from vllm_graft.spec_decode.targets.latent.latent_layer import LatentFamily, TreeKimiLatents
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family, recurrent_layer
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import TreeKeyDecays
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

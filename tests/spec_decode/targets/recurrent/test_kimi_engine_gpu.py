@@ -19,7 +19,7 @@ from tests.support.engines.kimi_layers import (
 from tests.support.engines.pairs import counter
 from tests.support.models.latent_models import draft_shape
 from vllm_graft.spec_decode.targets.families import UnchangedState
-from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
+from vllm_graft.spec_decode.targets.latent.latent_layer import LatentFamily
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
 from vllm_graft.testing import model_runner, spec_metrics, write_eagle3
 

@@ -12,15 +12,15 @@ from vllm.models.kimi_k3.nvidia.mla import MultiHeadLatentAttention
 
 from tests.spec_decode.targets.recurrent.test_delta_layer import context, metadata, pretend
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.latent.latent_family import LatentFamily
 from vllm_graft.spec_decode.targets.latent.latent_layer import (
     TRITON,
+    LatentFamily,
     TreeKimiLatents,
     graft_kimi_latents,
 )
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeKeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import KeptRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import KeptRows
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import TreeKeyDecays
 from vllm_graft.spec_decode.verification.context import VerifyMode
 
 

@@ -19,7 +19,7 @@ from tests.support.models.served_qwen import (
     write_text_qwen3_5,
 )
 from vllm_graft.plan.memory import memory_of
-from vllm_graft.spec_decode.targets.recurrent.state_room import node_bytes
+from vllm_graft.spec_decode.targets.recurrent.recurrent_features import node_bytes
 from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -45,9 +45,11 @@ from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
 from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family, recurrent_layer
-from vllm_graft.spec_decode.targets.recurrent.delta_layer import TreeDeltaRule
-from vllm_graft.spec_decode.targets.recurrent.mamba_layer import TreeSelectiveState
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
+from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import (
+    TreeDeltaRule,
+    TreeSelectiveState,
+)
 from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 

@@ -22,13 +22,14 @@ from tests.support.samples.recurrent_samples import (
     rows_of,
     states_of,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates, KeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    DeltaGates,
     KeptRows,
+    KeyDecays,
     RecurrentRows,
     keep_rows,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import FoldTable
 
 SIZES, KINDS = [[1], [9, 1, 32, 4]], ["random", "chain", "star"]

@@ -21,19 +21,16 @@ from tests.support.samples.recurrent_samples import (
     triton_selective_update,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
-    KeyDecays,
-    SelectiveGates,
-)
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
     KeptRows,
+    KeyDecays,
     LayerInputs,
     RecurrentRows,
+    SelectiveGates,
     keep_rows,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

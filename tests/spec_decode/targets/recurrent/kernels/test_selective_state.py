@@ -17,14 +17,15 @@ from tests.support.samples.recurrent_samples import (
     triton_selective_update,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, SelectiveGates
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import (
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    Decay,
     KeptRows,
     LayerInputs,
     RecurrentRows,
+    SelectiveGates,
     keep_rows,
 )
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
     FoldedLayer,
     FoldTable,

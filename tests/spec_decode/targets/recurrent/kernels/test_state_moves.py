@@ -16,10 +16,8 @@ from tests.support.samples.recurrent_samples import (
     stock_chain_conv,
     stock_chain_delta_rule,
 )
-from vllm_graft.spec_decode.targets.recurrent.kernels.convolution import tree_conv
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_recurrence
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import DeltaGates, RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.recurrence import tree_conv, tree_recurrence
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_moves import (
     RecurrentCache,
     StateTable,

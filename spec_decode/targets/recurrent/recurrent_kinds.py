@@ -1,18 +1,22 @@
-"""Grafts trees onto layers with a delta rule: GDN of Qwen3-Next and Qwen3.5, KDA of Kimi Linear."""
-
-from __future__ import annotations
+"""Grafts of trees onto layers with a delta rule (GDN of Qwen3-Next and Qwen3.5, KDA of Kimi Linear)
+and onto layers of Mamba-2 (Nemotron-H, Falcon-H1, Granite 4.0-H)."""
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.targets.recurrent.kernels.gates import Decay, DeltaGates, KeyDecays
-from vllm_graft.spec_decode.targets.recurrent.kernels.recurrent_rows import RecurrentRows
+from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
+    Decay,
+    DeltaGates,
+    KeyDecays,
+    RecurrentRows,
+    SelectiveGates,
+)
 from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     Batch,
     Parted,
@@ -22,13 +26,17 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_layer import (
     told,
 )
 
-if TYPE_CHECKING:
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-
 Tensors = dict[str, torch.Tensor]
 """What a layer hands its pass, by the names of the pass's parameters."""
 
 _OUT = "core_attn_out"
+
+_OF_VERIFIED = (
+    "spec_query_start_loc", "spec_state_indices_tensor", "spec_sequence_masks",
+    "spec_sequence_masks_cpu", "spec_token_indx", "non_spec_token_indx", "num_accepted_tokens",
+    "uniform_spec_sequence_length",
+)  # fmt: skip
+"""Fields of vLLM's metadata that are None where nothing is verified."""
 
 
 @dataclass
@@ -80,7 +88,7 @@ class DeltaTrees(TreeRecurrence):
     def _verify(self, given: Tensors, part: Parted, out: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _part(self, metadata: GDNAttentionMetadata) -> Parted:
+    def _part(self, metadata: Any) -> Parted:
         part = parted(metadata, self.context.rows.row_parents)
         leads = part.others is None
         batch = Batch(
@@ -93,35 +101,22 @@ class DeltaTrees(TreeRecurrence):
         return part._replace(max_rows=keep_inputs(batch, part.rows, places, self.context))
 
 
-def parted(metadata: GDNAttentionMetadata, parents: torch.Tensor) -> Parted:
-    """Where trees are in a batch with verified requests, by host values alone.
-
-    `parents` is i32 ``[max_tokens]``, the row that each row of the batch continues.
-    """
+def parted(metadata: Any, parents: torch.Tensor) -> Parted:
+    """Where trees are in a batch with verified requests, by host values alone. `metadata` is vLLM's
+    ``GDNAttentionMetadata``, `parents` i32 ``[max_tokens]``, the row that each row continues."""
     count = metadata.num_spec_decodes
     columns, starts = metadata.spec_state_indices_tensor, metadata.spec_query_start_loc
     accepted = metadata.num_accepted_tokens
-    assert columns is not None
-    assert starts is not None
-    assert accepted is not None
     if not metadata.num_prefills and not metadata.num_decodes:
         # A graph holds this form: rows are in the batch's order, padding is behind them.
         return Parted(RecurrentRows(parents, starts, columns, accepted, count), None)
-    assert metadata.spec_token_indx is not None
     own = parents.index_select(0, metadata.spec_token_indx)
     others = dataclasses.replace(
         metadata,
         num_spec_decodes=0,
         num_spec_decode_tokens=0,
         num_actual_tokens=metadata.num_prefill_tokens + metadata.num_decode_tokens,
-        spec_query_start_loc=None,
-        spec_state_indices_tensor=None,
-        spec_sequence_masks=None,
-        spec_sequence_masks_cpu=None,
-        spec_token_indx=None,
-        non_spec_token_indx=None,
-        num_accepted_tokens=None,
-        uniform_spec_sequence_length=None,
+        **dict.fromkeys(_OF_VERIFIED),
     )
     return Parted(RecurrentRows(own, starts, columns, accepted, count), others)
 
@@ -231,3 +226,68 @@ class TreeKeyDecays(DeltaTrees):
 
     def fold_gates(self) -> tuple[None, None]:
         return None, None
+
+
+@dataclass
+class TreeSelectiveState(TreeRecurrence):
+    """In place of a layer's ``conv_ssm_forward``."""
+
+    PASS = "conv_ssm_forward"
+    DECAY = Decay.SELECTIVE
+
+    def __call__(self, projected_states: torch.Tensor, output: torch.Tensor) -> Any:
+        """Compute a batch into `output` ``[num_tokens, heads * P]``. `projected_states` is
+        ``[num_tokens, gate + inputs, B and C + heads]``."""
+        metadata = metadata_of(self.layer)
+        if metadata is None or not metadata.num_decodes or metadata.num_accepted_tokens is None:
+            return self.stock(projected_states, output)
+        count = metadata.num_decode_tokens
+        part = self.context.once(metadata, self._part)
+        self._verify(projected_states[:count], part, output[:count])
+        if part.others is not None:
+            with told(self.layer, part.others):
+                self.stock(projected_states[count:], output[count:])
+        return None
+
+    def _verify(self, projected: torch.Tensor, part: Parted, output: torch.Tensor) -> None:
+        layer = self.layer
+        inputs, steps = projected[:, layer.tped_intermediate_size :].split(
+            [layer.tped_conv_size, layer.tped_dt_size], dim=-1
+        )
+        # Rows of no request, such as a graph's padding, must not be NaN.
+        output.zero_()
+        gates = SelectiveGates(steps, layer.A, layer.dt_bias, layer.D)
+        self.recur(inputs, gates, part, output.unflatten(1, (layer.tped_dt_size, layer.head_dim)))
+
+    def _part(self, metadata: Any) -> Parted:
+        columns, starts = metadata.state_indices_tensor_d, metadata.query_start_loc_d
+        accepted = metadata.num_accepted_tokens
+        # They lead the batch, so that its rows are theirs.
+        parents = self.context.rows.row_parents
+        rows = RecurrentRows(parents, starts, columns, accepted, metadata.num_decodes)
+        count, others = metadata.num_decode_tokens, None
+        if metadata.num_prefills:
+            others = dataclasses.replace(metadata, num_decodes=0, num_decode_tokens=0)
+        batch = Batch(count, metadata.num_decodes, columns.shape[1], padded=count)
+        return Parted(rows, others, keep_inputs(batch, rows, None, self.context))
+
+    @classmethod
+    def prepare(cls, name: str, layer: Any) -> None:
+        """Refuse states that are kept as inputs of a chain."""
+        if layer.use_replayssm:
+            raise ConfigError(
+                f"--use-replayssm keeps no state per row in layer {name}, which "
+                f"--additional-config.graft.tree needs: drop it, or set "
+                f"--additional-config.graft.tree.topk to 1 for a chain"
+            )
+
+    @property
+    def heads(self) -> int:
+        return len(self.layer.A)
+
+    @property
+    def groups(self) -> int:
+        return int(self.layer.n_groups // self.layer.tp_size)
+
+    def fold_gates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer.A, self.layer.dt_bias

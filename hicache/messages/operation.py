@@ -24,7 +24,7 @@ class PoolTransfer:
     def __len__(self) -> int:
         return len(self.host_indices)
 
-    def share(self, number: int, count: int) -> Self:
+    def share(self, number: int, count: int) -> "PoolTransfer":
         """The pages of share ``number``, if ``count`` shares have about as many each."""
         part = slice(number * len(self) // count, (number + 1) * len(self) // count)
         return PoolTransfer(self.group, self.host_indices[part], self.device_indices[part])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_graft.spec_decode.drafters.base import Extra as Extra
     from vllm_graft.spec_decode.drafters.base import Growth as Growth
     from vllm_graft.spec_decode.drafters.base import PasslessGrowth as PasslessGrowth
-    from vllm_graft.spec_decode.drafters.eagle import (
+    from vllm_graft.spec_decode.drafters.target_dependent import (
         TargetDependentTrees as TargetDependentTrees,
     )
     from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting as TreeDrafting
@@ -56,7 +56,7 @@ _NAMES = {
     "hooks.entries": "Health",
     "spec_decode.config.tree_config": "TreeConfig",
     "spec_decode.drafters.base": "Drafter Extra Growth PasslessGrowth",
-    "spec_decode.drafters.eagle": "TargetDependentTrees",
+    "spec_decode.drafters.target_dependent": "TargetDependentTrees",
     "spec_decode.drafters.tree_drafting": "TreeDrafting",
     "spec_decode.targets.families": "TargetFamily TargetState",
     "spec_decode.targets.dense.layer": "DenseFamily",

@@ -19,14 +19,14 @@ def graft_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "mtp",
-            f"{_DRAFTERS}.eagle:MtpTrees",
+            f"{_DRAFTERS}.mtp:MtpTrees",
             "drafts a tree with the target's own module for one token more",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.mtp.speculator:MTPSpeculator",
         ),
         entries.Drafter(
             "gemma4",
-            f"{_DRAFTERS}.eagle:Gemma4Trees",
+            f"{_DRAFTERS}.gemma4:Gemma4Trees",
             "drafts a tree with the assistant of a Gemma 4, which reads the target's K/V",
             methods=("mtp",),
             speculator=f"{_SPECULATORS}.gemma4.speculator:Gemma4Speculator",
@@ -66,7 +66,7 @@ def _block_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "dflash2",
-            f"{_DRAFTERS}.block.dflash:DFlash2Trees",
+            f"{_DRAFTERS}.block.dflash2:DFlash2Trees",
             "drafts a tree from one pass and scores of neighbouring candidates",
             methods=("dflash",),
             speculator=f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
@@ -75,7 +75,7 @@ def _block_drafters() -> list[entries.Drafter]:
         ),
         entries.Drafter(
             "lilicorr",
-            f"{_DRAFTERS}.block.dflash:LiLiCorrTrees",
+            f"{_DRAFTERS}.block.dflash2:LiLiCorrTrees",
             "drafts a tree from one pass and attention between candidates",
             methods=("dflash",),
             speculator=f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",

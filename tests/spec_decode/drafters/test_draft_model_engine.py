@@ -23,7 +23,7 @@ from tests.support.references.tree_reference import finish_and_compare
 from tests.support.watches import emitted, proposed
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.drafters import tree_drafting
-from vllm_graft.spec_decode.drafters.eagle import Gemma4Trees
+from vllm_graft.spec_decode.drafters.gemma4 import Gemma4Trees
 from vllm_graft.spec_decode.drafters.standalone.first_pass import ExtendInputs
 from vllm_graft.spec_decode.targets.dense import layer as dense_layer
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_llama

@@ -12,8 +12,8 @@ from tests.support.references.tree_reference import Node, eagle2_tree
 from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.drafters import levels as module
 from vllm_graft.spec_decode.drafters.draft_trees import Sources, TreePlan
-from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth, LevelMemory
+from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.trees.tree import TreeShape, TreeState, num_candidates
 

@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm_graft import hookimpl
 from vllm_graft.hooks.entries import Drafter
 from vllm_graft.spec_decode.drafters.base import PasslessGrowth
-from vllm_graft.spec_decode.drafters.eagle import TargetDependentTrees
 from vllm_graft.spec_decode.drafters.ngram.ngram_trees import NgramTrees
+from vllm_graft.spec_decode.drafters.target_dependent import TargetDependentTrees
 from vllm_graft.spec_decode.trees.tree import TreeShape
 
 NEXT: dict[int, list[int]] = {}

@@ -17,7 +17,7 @@ from vllm_graft.base.errors import HookError
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.drafters.block import block_trees
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockGrowth, BlockTrees
-from vllm_graft.spec_decode.drafters.block.dflash import DFlash2Trees
+from vllm_graft.spec_decode.drafters.block.dflash2 import DFlash2Trees
 from vllm_graft.spec_decode.drafters.block.refined import Refined, Refiner
 from vllm_graft.spec_decode.drafters.draft_trees import DraftTrees, TreePlan
 from vllm_graft.spec_decode.trees.tree import TreeShape

@@ -69,7 +69,7 @@ class TreeSteps:
         return emitted
 
     def extend(self) -> torch.Tensor:
-        """The draft reads what was accepted: ``drafters/eagle.py``."""
+        """The draft reads what was accepted: ``drafters/target_dependent.py``."""
         accepted = AcceptedRows(self.verified.batch, torch.empty_like(self.states))
         batch, states = accepted.move(self.context, self.verified.batch, self.states, self.count)
         found = []

@@ -17,9 +17,9 @@ FIGURES = ROOT / "docs" / "figures"
 STEP = (
     ("1 extend", "The draft reads the accepted rows.", "drafters/eagle.py"),
     ("2 levels", "The best nodes get topk children,", "drafters/levels.py"),
-    ("3 finish", "The N best nodes are the tree.", "kernels/finish.py"),
+    ("3 finish", "The N best nodes are the tree.", "kernels/candidates.py"),
     ("4 verify", "The target runs once over all nodes.", "dense/layer.py"),
-    ("5 walk", "Draw at each node, follow the draws.", "kernels/walk.py"),
+    ("5 walk", "Draw at each node, follow the draws.", "kernels/verify.py"),
     ("6 compact", "K/V of the path moves together.", "kernels/compact.py"),
 )
 """The stages of a step, round a ring: three to the right, three back."""

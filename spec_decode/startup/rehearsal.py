@@ -279,6 +279,7 @@ def _batch(twin: Any, *, num_reqs: int, nodes: int) -> Any:
         num_draft_tokens=num_reqs * nodes,
         idx_mapping=empty(num_reqs, dtype=torch.int64),
         query_start_loc=buffers.query_start_loc[: num_reqs + 1],
+        seq_lens=empty(num_reqs),
         cu_num_logits=empty(num_reqs + 1),
         positions=buffers.positions[:rows],
         input_ids=buffers.input_ids[:rows],

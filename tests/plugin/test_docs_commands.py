@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.plugin.test_docs import PAGES, ROOT, name_of
-from vllm_graft.base.decision import PRESETS
+from vllm_graft.base.decision import PRESET, PRESETS
 from vllm_graft.bench import BENCHMARKS
 from vllm_graft.cli import APART, make_parser
 from vllm_graft.config import GraftConfig
@@ -81,8 +81,8 @@ def is_key(path: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_keys_exist(page: Path) -> None:
     text = page.read_text()
-    assert {key for key in keys(text) if not is_key(key)} == set()
-    presets = set(re.findall(r"--additional-config\.graft (\w+)", text))
+    assert {key for key in keys(text) if not is_key(key)} <= {f".{PRESET}"}
+    presets = set(re.findall(rf"--additional-config\.graft(?:\.{PRESET})? (\w+)", text))
     assert presets <= {*PRESETS}
 
 

@@ -33,7 +33,6 @@ BOUNDED = {
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing
         plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/targets/families.py:_declared
-        spec_decode/kernels/attention/attention_call.py:_shared
         spec_decode/targets/dense/window.py:_keeping
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches
@@ -72,6 +71,8 @@ BOUNDED = {
         spec_decode/tuning/acceptance.py:_DeepPaths._paths
         spec_decode/tuning/step_times.py:StepTimes._kept
         spec_decode/tuning/step_times.py:StepTimes._seen
+        spec_decode/tuning/step_times.py:StepTimes._measured
+        spec_decode/verification/context.py:TreeContext.plain_sizes
         spec_decode/tuning/step_times.py:StepTimes.costs
         spec_decode/tuning/trials.py:Trials._accounts spec_decode/tuning/trials.py:_Account.tried
         spec_decode/tuning/tuner.py:_BatchHistory.ratios

@@ -68,7 +68,8 @@ def test_parts_and_memory_of_an_engine_are_as_planned(folder: Path) -> None:
         in_scratch = sum(each.nbytes for each in scratch.values())
         del runner, drafter, work, scratch
     assert told["parts"] == ["tree"]
-    assert states(plan) == {"hicache": "off", "vit": "off", "draft": "off", "tree": "on"}
+    off = dict.fromkeys(("hicache", "vit", "draft", "learn"), "off")
+    assert states(plan) == {**off, "tree": "on"}
     assert planned["weights of the target"] == kept + 4 * 4 * LAYER
     assert planned["K/V of the target"] + planned["K/V of the draft"] == held
     assert planned["workspace of tree attention"] == workspace

@@ -87,7 +87,7 @@ def test_with_the_mask_of_the_row_before_tokens_differ(
 
     def shifted(self: NodeMasks) -> None:
         fill(self)
-        self._rows[1:] = self._rows[:-1].clone()
+        self.rows[1:] = self.rows[:-1].clone()
 
     monkeypatch.setattr(NodeMasks, "fill", shifted)
     strict = [0, 1, 4, 5]

@@ -7,7 +7,7 @@ import torch
 
 from vllm_graft.spec_decode.kernels.batch_slots import keep_slots
 from vllm_graft.spec_decode.kernels.ngram_insert import Learned
-from vllm_graft.spec_decode.trees.ngram_state import NgramState
+from vllm_graft.spec_decode.trees.text_state import NgramState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

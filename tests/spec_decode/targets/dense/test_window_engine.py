@@ -66,7 +66,7 @@ def test_trees_without_the_window_answer_otherwise(
 
 def without_sinks(patch: pytest.MonkeyPatch) -> None:
     stock = plain_attention.attended
-    patch.setattr(plain_attention, "attended", lambda *args: stock(*args[:-1], None))
+    patch.setattr(plain_attention, "attended", lambda *args, **options: stock(*args[:6]))
 
 
 def moved_twice(patch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import warning_once
@@ -54,8 +54,8 @@ class Recorder:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._salted = config.record_salted
         self._records = Records(folder, int(config.record_bytes))
-        self._rows: deque[tuple[Sequence[int], Sequence[int]]] = deque()
-        self._waiting, self._lock, self._more = 0, threading.Lock(), threading.Semaphore(0)
+        self._rows = SimpleQueue[tuple[Sequence[int], Sequence[int]]]()
+        self._waiting, self._lock = 0, threading.Lock()
         self._requests = self._tokens = 0
         self._left_out = dict.fromkeys(LEFT_OUT, 0)
         threading.Thread(target=self._write, name="graft-records", daemon=True).start()
@@ -70,8 +70,7 @@ class Recorder:
         assert prompt is not None
         with self._lock:
             self._waiting += len(prompt) + len(answer)
-        self._rows.append((prompt, answer))
-        self._more.release()
+        self._rows.put((prompt, answer))
 
     def numbers(self) -> Numbers:
         """What was counted since the start, by the names of `METRICS`."""
@@ -95,8 +94,7 @@ class Recorder:
 
     def _write(self) -> None:
         while True:
-            self._more.acquire()
-            prompt, answer = self._rows.popleft()
+            prompt, answer = self._rows.get()
             tokens = len(prompt) + len(answer)
             try:
                 self._records.write(prompt, answer)
@@ -110,16 +108,18 @@ class Recorder:
                 self._waiting -= tokens
 
 
-class _Watch:
-    """Counts of all recorders of this process."""
+_current: list[Recorder] = []
+"""The recorder of the scheduler that this process has built last."""
 
-    recorders: list[Recorder] = []  # noqa: RUF012
+
+class _Watch:
+    """Counts of this process's recorder."""
 
     def step(self, stats: Any) -> None:
         """Nothing of it is counted."""
 
     def numbers(self) -> Numbers:
-        return self.recorders[-1].numbers() if self.recorders else {}
+        return _current[0].numbers() if _current else {}
 
 
 METRICS = PartMetrics(_ROWS, watch=_Watch)
@@ -128,7 +128,7 @@ METRICS = PartMetrics(_ROWS, watch=_Watch)
 def record(scheduler: Scheduler, config: LearnConfig) -> None:
     """Let `scheduler` hand over each request that it finishes by itself; aborted ones are not."""
     recorder, stock = Recorder(config), scheduler.update_from_output
-    _Watch.recorders[:] = [recorder]
+    _current[:] = [recorder]
 
     @functools.wraps(stock)
     def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -39,7 +39,7 @@ FILES = source_files()
 
 @functools.cache
 def module_imports() -> Graph:
-    """All modules, read once and by the process that tests them."""
+    """Read all modules, once and in the process that tests them."""
     return module_graph(FILES)
 
 

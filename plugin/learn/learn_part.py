@@ -17,7 +17,7 @@ from vllm_graft.base.values import reason_of, shown
 from vllm_graft.learn.learn_config import NAME, LearnConfig
 from vllm_graft.learn.recorder import METRICS, record
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 _FOLDER = flag(NAME, "record")
 _DROP = f"drop `{flag(NAME)}`"
@@ -76,7 +76,7 @@ class LearnPart(Part):
         after_import("vllm.v1.core.sched.scheduler", _hook_scheduler)
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
-        """Nobody but the user can say where texts of requests may lie."""
+        """Leave it to the user, who alone can say where texts of requests may lie."""
         return ""
 
     def describe(self, asked: LearnConfig, vllm_config: Any) -> str:
@@ -84,15 +84,11 @@ class LearnPart(Part):
 
 
 def _hook_scheduler(module: ModuleType) -> None:
-    def then_record(original: Any) -> Any:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if (config := LearnConfig.from_vllm(self.vllm_config)) is not None:
-                record(self, config)
-
-        return __init__
-
-    wrap(module.Scheduler, "__init__", then_record)
+    @around(module.Scheduler, "__init__")
+    def then_record(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if (config := LearnConfig.from_vllm(self.vllm_config)) is not None:
+            record(self, config)
 
 
 LEARNING = LearnPart()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
 from vllm_graft.base.values import reason_of
 from vllm_graft.learn.learn_config import LearnConfig
 from vllm_graft.learn.records import Records
+from vllm_graft.seams.wrap import around
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -127,11 +127,12 @@ METRICS = PartMetrics(_ROWS, watch=_Watch)
 
 def record(scheduler: Scheduler, config: LearnConfig) -> None:
     """Let `scheduler` hand over each request that it finishes by itself; aborted ones are not."""
-    recorder, stock = Recorder(config), scheduler.update_from_output
+    recorder = Recorder(config)
     _current[:] = [recorder]
 
-    @functools.wraps(stock)
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+    # Only this scheduler is changed: others in the process may have other configurations.
+    @around(scheduler, "update_from_output")
+    def then_take(stock: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         known = scheduler.requests
         ran = [known.get(name) for name in scheduler_output.num_scheduled_tokens]
         found = stock(scheduler_output, model_runner_output)
@@ -139,6 +140,3 @@ def record(scheduler: Scheduler, config: LearnConfig) -> None:
             if request is not None and request.is_finished():
                 recorder.take(request)
         return found
-
-    # Only this scheduler is changed: others in the process may have other configurations.
-    scheduler.update_from_output = update_from_output

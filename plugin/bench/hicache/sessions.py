@@ -12,7 +12,7 @@ Said = Callable[[int, int], list[int]]
 
 
 class ClosedLoad:
-    """All sessions talk at once: each sends its next turn as soon as it has its answer."""
+    """Lets all sessions talk at once: each sends its next turn as soon as it has its answer."""
 
     def __init__(self, sessions: int) -> None:
         self._idle = list(range(sessions))

@@ -46,17 +46,26 @@ class AttentionShape:
     sinks: bool = False
 
 
+def random_trees(
+    rows: tuple[int, ...], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of the requests among a batch's rows, and each row's mask of its tree. Requests with
+    an odd index have three more rows before their tree."""
+    lengths = [max(count, 1) + 3 * (r % 2) for r, count in enumerate(rows)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    masks = torch.zeros(int(starts[-1]), dtype=torch.int64)
+    for end, count in zip(starts[1:].tolist(), rows):
+        masks[end - count : end] = random_masks(count, generator)
+    return starts, masks
+
+
 def tree_problem(shape: AttentionShape, device: torch.device | str, seed: int = 0) -> TreeBatch:
     """A batch of random trees. Requests with an odd index have three more rows before their tree.
 
     The query is a slice of a wider tensor, as a fused QKV projection makes it.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [max(rows, 1) + 3 * (r % 2) for r, rows in enumerate(shape.rows)]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    masks = torch.zeros(int(starts[-1]), dtype=torch.int64)
-    for end, rows in zip(starts[1:].tolist(), shape.rows):
-        masks[end - rows : end] = random_masks(rows, generator)
+    starts, masks = random_trees(shape.rows, generator)
     roots = [length - rows for length, rows in zip(shape.lens, shape.rows)]
     cache = _cache(shape, device, generator, roots)
     # A request without rows has no prefix either, as in an engine.

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tests.support.samples.attention_samples import random_trees
 from vllm_graft.spec_decode.kernels.sizes import cdiv
-from vllm_graft.spec_decode.targets.dense.two_pass import random_masks
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
@@ -31,11 +31,7 @@ def latent_problem(
     Block 0 and all slots behind a request's last key hold NaN: reading them shows.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [max(rows, 1) + 3 * (r % 2) for r, rows in enumerate(shape.rows)]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    masks = torch.zeros(int(starts[-1]), dtype=torch.int64)
-    for end, rows in zip(starts[1:].tolist(), shape.rows):
-        masks[end - rows : end] = random_masks(rows, generator)
+    starts, masks = random_trees(shape.rows, generator)
     keys = [prefix + rows for prefix, rows in zip(shape.prefixes, shape.rows)]
     latents, table = _pages(shape, keys, generator)
     return LatentBatch(

@@ -24,6 +24,7 @@ from vllm_graft.spec_decode.models.drafts import (
 )
 from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning import graph_fit
+from vllm_graft.spec_decode.tuning.copied_texts import CopiedTexts
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
@@ -137,6 +138,7 @@ class StepWatch:
     ) -> None:
         self.tuner, self._shared = tuner, shared
         self._requests = requests
+        self._texts = CopiedTexts(requests)
         self._previous: int | None = None
         self._decodes: frozenset[str] = frozenset()
         self._ended = 0.0
@@ -175,6 +177,8 @@ class StepWatch:
             else self._mean_temperature(kind.decodes),
             context=self._context(output.num_scheduled_tokens),
         )
+        if not kind.nodes and self.tuner.copied:
+            self.tuner.heed(self._texts.longest(kind.decodes, self.tuner.copied))
 
     def _context(self, names: Iterable[str]) -> int:
         """K/V tokens of the requests; the last number known if one, whose context was read, is

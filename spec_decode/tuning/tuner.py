@@ -41,6 +41,13 @@ AGAIN = 100
 """Choices between two tries to time steps without drafts. Raised, a machine whose batches change
 before it succeeds takes less time for it."""
 
+COPIED = 6
+"""Tokens at a text's end that stood in it before, for which drafts end a rest. Drafts that lose
+then double it. Raised, copies are noticed later, and phrases that come twice cost less."""
+
+MOST_COPIED = 48
+"""Most tokens that are wanted. Raised, texts that mislead often cost less."""
+
 STEADY = 8
 """Steps in a row of one batch size before their times are recorded, where costs were measured.
 Raised, work that is done once disturbs less, and batches that drift are timed less often."""
@@ -99,9 +106,10 @@ class NodeTuner:
     No drafts tell nothing of a text that may have changed. So steps without drafts save a part of a
     step each (`LOSS`); drafts are tried when this pays for a block that yields nothing. What drafts
     lose is taken from it, and what they win is added, up to `MOST`. With `rests` no others are
-    drafted at all: estimates of acceptance are hopeful, and most texts have nothing to draft. All
-    of that rests on what a step takes without drafts, which leaves the host less to do than its
-    cost tells. So such steps are timed first, where they might be the better ones.
+    drafted at all: estimates of acceptance are hopeful, and most texts have nothing to draft; a
+    text that is seen to copy itself ends such a rest (`heed`). All of that rests on what a step
+    takes without drafts, which leaves the host less to do than its cost tells. So such steps are
+    timed first, where they might be the better ones.
 
     Args:
         schedule: nodes by number of requests in the batch, index 0 not used; its distinct values
@@ -131,6 +139,7 @@ class NodeTuner:
         self._rests = rests and 0 in schedule[1:]
         self._saved = self._grant = TRIAL
         self._won = 0.0
+        self._copied, self._heeded = COPIED, False
         self._cuts = cuts
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
@@ -164,6 +173,20 @@ class NodeTuner:
             fitting = [nodes for nodes in self._node_counts if fits(batch, nodes, self._max_rows)]
             self._fitting[batch] = fitting or self._node_counts[:1]
         return self._fitting[batch]
+
+    @property
+    def copied(self) -> int:
+        """Tokens at a text's end that end the rest of drafts if they stood in it before; 0 where
+        none rest."""
+        return self._copied if self._rests and self._saved < TRIAL else 0
+
+    def heed(self, copied: int) -> None:
+        """Try drafts again if so many tokens at the end of a text stood in it before."""
+        if not 0 < self.copied <= copied:
+            return
+        self._saved, self._heeded = TRIAL, True
+        for history in self._batches.values():
+            history.steps_left = 0 if history.choice == 0 else history.steps_left
 
     def begin_step(self, batch: int) -> int:
         """Begin a step of `batch` requests; return the nodes that it drafts for each of them. This
@@ -229,8 +252,12 @@ class NodeTuner:
             won, least = sum(emitted) / len(emitted) - ratio, 0.0
             self._won += won
             self._saved = min(self._saved + won, MOST if self._rests else TRIAL)
+            if self._saved >= MOST:
+                self._copied, self._heeded = COPIED, False
             if self._saved <= 0 and self._rests:
                 history.steps_left = 0
+                if self._heeded:
+                    self._copied, self._heeded = min(2 * self._copied, MOST_COPIED), False
                 # What a trial costs beyond `TRIAL` is saved afterwards. Steps are chosen ahead, so
                 # that it takes more than a block.
                 least = min(TRIAL - 2 * BLOCK * (ratio - 1), 0.0)

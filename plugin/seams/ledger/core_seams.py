@@ -48,7 +48,7 @@ CORE = (
         ("model_runner.GPUModelRunner.execute_model", "order", "self.update_requests(scheduler_output), self.gather_batch_req_state(, self.prepare_attn(input_batch), self.model_state.preprocess_state(, self.lora_state.make_lora_inputs(, self._set_active_loras(*lora_inputs), self.model_state.prepare_attn(, self.model_state.prepare_inputs(", "slots are mapped before positions become depths, loads within a step begin behind what they come after; adapters are mapped to the rows of a step that has begun"),
     ),
     *seams("core", "vLLM hands requests to plugins", "v1",
-        ("request.Request", "has", "block_hashes, cache_salt, is_finished(self), is_prefill_chunk, lora_request, mm_features, num_computed_tokens, num_output_placeholders, num_output_tokens, num_tokens, num_tokens_with_spec, output_token_ids, prompt_token_ids, request_id, resumable, sampling_params, skip_reading_prefix_cache, structured_output_request, use_structured_output", "keys and progress of a request; tree: auto reads its temperature and context; rows that it needs next; whose tree a grammar walks; whose text it is in a memory; what is recorded of it"),
+        ("request.Request", "has", "all_token_ids, block_hashes, cache_salt, is_finished(self), is_prefill_chunk, lora_request, mm_features, num_computed_tokens, num_output_placeholders, num_output_tokens, num_tokens, num_tokens_with_spec, output_token_ids, prompt_token_ids, request_id, resumable, sampling_params, skip_reading_prefix_cache, structured_output_request, use_structured_output", "keys and progress of a request; tree: auto reads its temperature and context; rows that it needs next; whose tree a grammar walks; whose text it is in a memory; whether its text copies itself; what is recorded of it"),
     ),
 )
 

@@ -69,6 +69,7 @@ BOUNDED = {
         spec_decode/counts/tree_metrics.py:TreeWatch._by_depth
         spec_decode/counts/tree_metrics.py:TreeWatch._nodes
         spec_decode/tuning/acceptance.py:_DeepPaths._paths
+        spec_decode/tuning/copied_texts.py:CopiedTexts._texts
         spec_decode/tuning/step_times.py:StepTimes._kept
         spec_decode/tuning/step_times.py:StepTimes._seen
         spec_decode/tuning/step_times.py:StepTimes._measured

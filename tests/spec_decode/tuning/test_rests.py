@@ -101,6 +101,36 @@ def test_requests_are_trusted_as_those_before_them(chance: float, least: float) 
     assert rate(steps) > least * best_rate(1, chance, HOST_BOUND)
 
 
+def answers_of_copies(batch: int, seed: int, *, told: bool) -> float:
+    """Throughput of answers that copy from their 16th token on, over that without drafts, after
+    many that did not copy."""
+    engine = Engine(make(), batch, seed, HOST_BOUND)
+    for _ in range(12):
+        engine.serve(0.05, 128, others=True)
+    steps = [step for _ in range(12) for step in engine.answer(128, 16, told=told)]
+    return rate(steps) / fixed_rate(batch, 0, 0.0, HOST_BOUND)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_an_answer_that_begins_to_copy_is_noticed(batch: int, seed: int) -> None:
+    """Drafts from the first token on that is copied would give 5.0. Without what the scheduler
+    sees, 100 tokens end before enough is saved for drafts."""
+    assert answers_of_copies(batch, seed, told=True) > 3.0
+    assert answers_of_copies(batch, seed, told=False) < 1.3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_phrases_that_come_twice_cost_a_fiftieth(seed: int) -> None:
+    engine = Engine(make(), 1, seed, HOST_BOUND)
+    engine.serve(0.05, 200)
+    steps = []
+    for _ in range(40):
+        steps += engine.serve(0.05, 25)
+        engine.tuner.heed(9)
+    assert rate(steps) > 0.98 * best_rate(1, 0.05, HOST_BOUND)
+
+
 def test_steps_without_drafts_are_timed_once() -> None:
     """Copies that are good beyond doubt are never interrupted, others for a block."""
     for chance, rests in ((COPY, 0), (0.5, BLOCK)):

@@ -8,6 +8,7 @@ from vllm.config import CUDAGraphMode
 
 from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS, ROWS
 from vllm_graft.spec_decode.tuning import scheduling
+from vllm_graft.spec_decode.tuning.copied_texts import EVERY
 from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.rank_agreement import Heard
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
@@ -24,6 +25,11 @@ class Told:
         self.temperatures: list[float] = []
         self.contexts: list[int] = []
         self.verified: list[int] = []
+        self.copied = 0
+        self.heard: list[int] = []
+
+    def heed(self, copied: int) -> None:
+        self.heard.append(copied)
 
     def knows(self, nodes: int) -> bool:
         return True
@@ -158,6 +164,18 @@ def test_steps_without_drafts_count(watch: Any) -> None:
     watch.ended(step({"a": 0}, 0, prompts={"p": 9}), {"a": [5], "p": [6]}, 1.75)
     assert watch.tuner.steps == [(0, [1], None), (0, [1], 0.25), (0, [1], 0.5)]
     assert watch.tuner.besides == [(1, 0), (1, 0), (2, 9)]
+
+
+def test_a_text_that_copies_itself_is_told_while_nothing_is_drafted() -> None:
+    text = [1, 2, 3, 4, 5, 9, 9, 9, 1, 2, 3, 4, 5]
+    request = SimpleNamespace(all_token_ids=text, sampling_params=None, num_computed_tokens=9)
+    watch: Any = StepWatch(Told(), {"a": request})  # type: ignore[arg-type, dict-item]
+    for copied, nodes, heard in ((0, 0, 0), (4, 7, 0), (4, 0, 4), (9, 0, 5)):
+        watch.tuner.copied = copied
+        watch.tuner.heard.clear()
+        for number in range(EVERY):
+            watch.ended(step({"a": nodes}, nodes), {"a": [1]}, float(number))
+        assert max(watch.tuner.heard, default=0) == heard
 
 
 def make_scheduler(tree: str, replicas: int = 1) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tests.support.worlds.tuner_world import COUNTS, MAX_REQS, ROWS, TARGET_MS, between
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
+from vllm_graft.spec_decode.tuning.copied_texts import EVERY
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner, fits
 
@@ -69,6 +70,19 @@ class Engine:
         """Steps of texts whose next token is the one of a match with this chance; of `others` than
         in the steps before."""
         return [self._step(chance, same=not (others and not step)) for step in range(steps)]
+
+    def answer(self, tokens: int, copies_from: int, *, told: bool = True) -> list[Step]:
+        """Steps of other requests' answers of so many tokens, which copy from one of them on. The
+        scheduler sees that, unless it isn't `told`."""
+        steps, emitted = list[Step](), 0
+        while emitted < tokens * self.batch:
+            copied = emitted // self.batch - copies_from
+            step = self._step(0.05 if copied < 0 else 0.95, same=bool(steps))
+            emitted += step.tokens
+            steps.append(step)
+            if told and not step.nodes and self.tuner.copied and not len(steps) % EVERY:
+                self.tuner.heed(max(0, copied))
+        return steps
 
     def _step(self, chance: float, *, same: bool) -> Step:
         nodes, drafting = self.chosen.popleft(), self.tuner.begin_step(self.batch)

@@ -27,8 +27,7 @@ from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.told_lengths import SCHEDULER
 from vllm_graft.bench.trees.arm_flags import CHAINS, NGRAM, ranges
 from vllm_graft.config import GraftConfig
-from vllm_graft.spec_decode.config.tree_config import NgramConfig, TreeConfig
-from vllm_graft.spec_decode.presets.tree_preset import ALONE_MIN, DEPTH, MATCHES
+from vllm_graft.spec_decode.config.tree_config import TreeConfig
 
 NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
@@ -40,17 +39,7 @@ NAMES = (
 _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
     "none": {},
     "graft": {"additional_config": {"graft": "auto"}},
-    "graft+memory": {
-        "speculative_config": {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": DEPTH,
-            "prompt_lookup_min": ALONE_MIN,
-            "prompt_lookup_max": NgramConfig().max,
-        },
-        "additional_config": {
-            "graft": {"tree": {"topk": MATCHES, "nodes": 63, "shape": "auto", "memory": True}}
-        },
-    },
+    "graft+memory": {"additional_config": {"graft": {"preset": "auto", "tree": {"memory": True}}}},
 }
 FP8 = "+fp8"
 """Suffix of a name: the draft is in FP8, and its output head too in our arms (vLLM keeps that)."""

@@ -5,7 +5,8 @@ ruled out only now is taken off again. A part that the user named is not decided
 
 import copy
 import functools
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm_graft.base.decision import (
@@ -19,11 +20,11 @@ from vllm_graft.base.decision import (
 )
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import info_once
-from vllm_graft.base.options import FLAG, KEY, with_section
+from vllm_graft.base.options import FLAG, KEY, flag, with_section
 from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.refusal import facts
 from vllm_graft.base.version import __version__
-from vllm_graft.config import GraftConfig
+from vllm_graft.config import LEFT, GraftConfig, left_to_user
 from vllm_graft.parts import PARTS
 from vllm_graft.seams.permission import refused, unfit
 
@@ -48,19 +49,20 @@ def decide(named: Container[str], vllm_config: Any) -> None:
     preset: Any = preset_in(vllm_config)
     if preset is None:
         return
+    graft = vllm_config.additional_config[KEY]
+    beside = {} if isinstance(graft, str) else dict(graft)
+    beside.pop(PRESET, None)
+    given = left_to_user(beside)
     free = [part for part in PARTS if part.name not in named]
-    offers = {part.name: _offer(part, preset, vllm_config) for part in free}
+    offers = {part.name: _offer(part, preset, vllm_config, given) for part in free}
     on = {name: offer for name, offer in offers.items() if isinstance(offer, Offer)}
     decided = Decision(
         preset=preset,
         on={name: offer.says for name, offer in on.items()},
         off={name: offer for name, offer in offers.items() if isinstance(offer, str) and offer},
+        asked=[*given],
     )
     sections = {name: offer.section.model_dump(exclude_unset=True) for name, offer in on.items()}
-    graft = vllm_config.additional_config[KEY]
-    beside = (
-        {} if isinstance(graft, str) else {name: graft[name] for name in graft if name != PRESET}
-    )
     _write(vllm_config, decided, {**beside, **sections})
     asked = {part.name: part for part in free if part.name in on}
     before = {name: _fill_in(part, on[name], vllm_config) for name, part in asked.items()}
@@ -87,6 +89,8 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
             continue
         seams = part.seams(section, vllm_config)
         if reason := _ruled_out(part, section, vllm_config) or refused(seams, vllm_config):
+            if part.name in decided.asked:
+                raise ConfigError(_not_active(part, LEFT[part.name], reason))
             del on[part.name]
             off[part.name] = reason
             _restore(vllm_config, decided.before.get(part.name, {}))
@@ -100,10 +104,25 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
     return config.model_copy(update=dict.fromkeys(dropped))
 
 
-def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
+def _offer(
+    part: Part, preset: Preset, vllm_config: Any, given: Mapping[str, Mapping[str, object]]
+) -> Offer | str:
+    """A part's offer with what the user gave for it, or why it is off. Raises `ConfigError` if it
+    is off and the user gave something."""
     offer = part.automatic(preset, vllm_config)
-    if isinstance(offer, str):
-        return offer
+    wanted = given.get(part.name)
+    if wanted and isinstance(offer, Offer):
+        values = {**offer.section.model_dump(exclude_unset=True), **wanted}
+        says = f"{offer.says}, {' and '.join(wanted)} as given"
+        offer = replace(offer, section=type(offer.section).model_validate(values), says=says)
+    if isinstance(offer, Offer):
+        offer = _unless_ruled_out(part, offer, vllm_config)
+    if wanted and isinstance(offer, str):
+        raise ConfigError(_not_active(part, wanted, offer))
+    return offer
+
+
+def _unless_ruled_out(part: Part, offer: Offer, vllm_config: Any) -> Offer | str:
     given = vllm_config
     if offer.speculative is not None:
         given = copy.copy(vllm_config)
@@ -111,6 +130,14 @@ def _offer(part: Part, preset: Preset, vllm_config: Any) -> Offer | str:
     # The seams come last, as they are read from source files.
     seams = part.seams(offer.section, given)
     return _ruled_out(part, offer.section, given) or unfit(seams) or offer
+
+
+def _not_active(part: Part, given: Iterable[str], reason: str) -> str:
+    keys = " and ".join(flag(part.name, key) for key in given)
+    return (
+        f"{keys} is given beside {flag(PRESET)}, which leaves {part.name} off: "
+        f"{reason or 'the model has nothing that it is for.'} Change that, or drop {keys}."
+    )
 
 
 def _ruled_out(part: Part, section: Any, vllm_config: Any) -> str:

@@ -68,7 +68,10 @@ class GraftConfig(Section):
                 _require_preset(preset, decision.PRESET)
                 _require_beside(values)
             others = (decision.NAME, decision.PRESET)
-            values = {key: value for key, value in values.items() if key not in others}
+            given = {key: value for key, value in values.items() if key not in others}
+            config = parse_section(cls, given, hints=HINTS)
+            # A part is not named by what a preset may be given for it.
+            return config if preset is None else config.model_copy(update=dict.fromkeys(LEFT))
         return parse_section(cls, values, hints=HINTS)
 
     @classmethod
@@ -98,12 +101,25 @@ def _require_preset(value: object, *path: str) -> None:
         )
 
 
+LEFT: dict[str, tuple[str, ...]] = {"tree": ("memory",)}
+"""Keys that a preset leaves to the user, by part: what requests may learn of each other."""
+
+
+def left_to_user(values: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """What stands beside a preset for parts that it decides on."""
+    return {name: given for name in LEFT if isinstance(given := values.get(name), Mapping)}
+
+
 def _require_beside(values: Mapping[str, object]) -> None:
     """Raise ConfigError for parts beside a preset, which decides on them."""
-    if others := [name for name in values if name in _DECIDED]:
+    given = left_to_user(values)
+    left = [name for name in given if given[name] and given[name].keys() <= {*LEFT[name]}]
+    if others := [name for name in values if name in _DECIDED and name not in left]:
+        beside = " and ".join(flag(name, key) for name, keys in LEFT.items() for key in keys)
         raise ConfigError(
             f"{flag(decision.PRESET)} decides on {' and '.join(map(flag, others))}: drop the "
-            "preset and name all parts, or drop what is named beside it."
+            "preset and name all parts, or drop what is named beside it. Only "
+            f"{beside} may stand there."
         )
 
 

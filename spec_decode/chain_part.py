@@ -8,14 +8,16 @@ from typing import Any
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer, Part
-from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, setting
+from vllm_graft.base.refusal import Find, Found, Refusal, Refusals, sentences, setting
 from vllm_graft.hooks import manager
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, build_instead, require_speculator
 from vllm_graft.spec_decode.config.draft_config import NAME, DraftConfig
 from vllm_graft.spec_decode.counts.tree_metrics import CHAIN_METRICS
+from vllm_graft.spec_decode.presets import tree_preset
 from vllm_graft.spec_decode.refusals.engine_refusals import old_runner, overlap, ranks
+from vllm_graft.spec_decode.refusals.tree_refusals import refusals
 from vllm_graft.spec_decode.worker_mends import cut_prompt_logprobs
 
 NO_DRAFT = (
@@ -131,6 +133,9 @@ class ChainPart(Part):
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         speculative = vllm_config.speculative_config
         if speculative is None or speculative.method != "draft_model":
+            return ""
+        trees = tree_preset.offer(preset, vllm_config)
+        if isinstance(trees, Offer) and not any(sentences(refusals(), trees.section, vllm_config)):
             return ""
         says = f"graphs of a draft model's chain of {speculative.num_speculative_tokens}"
         return Offer(DraftConfig(), says)

@@ -37,6 +37,9 @@ class Decision(GraftSection):
 
     off: dict[str, str]
 
+    asked: list[str] = Field(default_factory=list)
+    """Parts for which the user gave keys beside the preset."""
+
     before: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Values of vLLM's configuration, by dotted path, before a part filled them in, by the part's
     name."""
@@ -66,8 +69,9 @@ def gave_drafts(vllm_config: Any) -> bool:
 
 def decline_or_raise(part: str, refused: GraftError, vllm_config: Any) -> None:
     """Leave a part off in this process if a preset turned it on. Raises ``refused`` if the user
-    named the part."""
-    if decision_of(vllm_config) is None:
+    named the part, or gave keys for it."""
+    decided = decision_of(vllm_config)
+    if decided is None or part in decided.asked:
         raise refused
     info.decline(part, str(refused))
 

@@ -40,7 +40,6 @@ def graft_drafters() -> list[entries.Drafter]:
             "drafts a tree with a small model of its own, a pass for each level",
             methods=("draft_model",),
             speculator=f"{_SPECULATORS}.standalone_ar.speculator:StandaloneARSpeculator",
-            unmeasured=True,
         ),
         entries.Drafter(
             "ngram",

@@ -59,6 +59,14 @@ _SIZES: dict[str, _Size] = {
 _UNTUNED = _Size(4, 15, "fixed")
 """The size for engines that refuse ``shape: auto``: not too large for many requests."""
 
+_WHOLE_DRAFT: dict[str, _Size] = {
+    "auto": _SIZES["throughput"],
+    "latency": _UNTUNED,
+    "throughput": _SIZES["throughput"],
+}
+"""Sizes for a draft that is a model of its own, with which such trees were measured. A level takes
+a pass of the whole draft, and more nodes are of deeper levels or less likely."""
+
 _RECURRENT_TOPK = 4
 """Children on the gated delta rule, with which trees of an MTP module were measured."""
 
@@ -105,7 +113,8 @@ def offer(preset: Preset, vllm_config: Any) -> Offer | str:
     if problem := wrong_depth(depth):
         return problem
     alone = not has_model(TreeConfig(), speculative)
-    size, notes = _SIZES[preset], []
+    whole = speculative.method == "draft_model"
+    size, notes = (_WHOLE_DRAFT if whole else _SIZES)[preset], list[str]()
     if size.shape == "auto" and (reasons := shape_problems(vllm_config)):
         size, notes = _UNTUNED, reasons
     room = state_room(vllm_config) if has_delta_rule(target_of(vllm_config)) else None
@@ -185,6 +194,10 @@ def _fitted(size: _Size, depth: int, notes: list[str], vllm_config: Any) -> Offe
         # A fixed tree of more rows is refused; one of a root alone would be no tree.
         nodes = max(1, threshold - 1)
         notes = [*notes, f"--long-prefill-token-threshold is {threshold}."]
+    if vllm_config.speculative_config.method == "draft_model":
+        # Such drafts were measured without the rest.
+        tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape)
+        return Offer(tree, _told(tree, [*notes, *narrow]))
     heads = head_problems(vllm_config)
     head: Literal["auto", "fp8"] = "auto" if heads else "fp8"
     tree = TreeConfig(topk=topk, steps=depth, nodes=nodes, shape=size.shape, head_dtype=head)

@@ -1,5 +1,6 @@
 """``graft: auto``: what is decided for which configuration; vLLM's platform is a fake here."""
 
+import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -19,11 +20,12 @@ from tests.support.checkpoints import write_vocabulary
 from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
-from vllm_graft.base.decision import decision_of, gave_drafts, told
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.decision import decision_of, decline_or_raise, gave_drafts, told
+from vllm_graft.base.errors import ConfigError, NotActiveError
 from vllm_graft.base.refusal import facts
 from vllm_graft.config import GraftConfig
 from vllm_graft.parts import PARTS
+from vllm_graft.spec_decode.config.tree_config import MemoryConfig
 
 
 @pytest.fixture
@@ -177,13 +179,29 @@ def test_vision_graphs_are_on_where_there_is_a_tower(config: Any) -> None:
     assert config.compilation_config.cudagraph_mm_encoder is True
 
 
-def test_a_draft_model_gets_graphs_of_its_chain(config: Any) -> None:
+@pytest.mark.parametrize(
+    ("preset", "shape"), [("auto", "auto"), ("latency", "fixed"), ("throughput", "auto")]
+)
+def test_a_draft_model_grows_trees_as_they_were_measured(
+    config: Any, preset: str, shape: str
+) -> None:
+    config.additional_config = {"graft": preset}
     config.speculative_config.method = "draft_model"
+    assert set(start(config).on) == {"tree"}
+    assert tree_of(config) == {"topk": 4, "steps": 7, "nodes": 15, "shape": shape}
+    assert drafts(config) == 15
+
+
+def chain_of_a_draft_model(config: Any) -> None:
+    config.speculative_config.method = "draft_model"
+    config.speculative_config.num_speculative_tokens_per_batch_size = [[1, 8, 7]]
+
+
+def test_a_draft_model_without_trees_gets_graphs_of_its_chain(config: Any) -> None:
+    chain_of_a_draft_model(config)
     decided = start(config)
     assert set(decided.on) == {"draft"}
-    off = decided.off["tree"]
-    assert "'draft_model', and a preset has trees for 'dflash', 'dspark', 'eagle'" in off
-    assert "measured yet how fast its trees are: ask for --additional-config.graft.tree" in off
+    assert "counts drafts of a chain" in decided.off["tree"]
     assert drafts(config) == 7
 
 
@@ -722,7 +740,7 @@ def test_an_installed_logits_processor(config: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_graphs_are_taken_off_again(config: Any) -> None:
-    config.speculative_config.method = "draft_model"
+    chain_of_a_draft_model(config)
     config.compilation_config.cudagraph_mode = None  # Not chosen yet.
     activation.on_defaults(config)
     assert "draft" in decision_of(config).on
@@ -823,6 +841,9 @@ def test_a_preset_stands_beside_records(config: Any, tmp_path: Path, records: bo
             {"preset": "auto", "tree": {}},
             r"graft\.preset decides on --additional-config\.graft\.tree",
         ),
+        ({"preset": "auto", "tree": {"memory": True, "topk": 4}}, r"graft\.tree: drop the preset"),
+        ({"preset": "auto", "tree": {"memory": 7}}, r"graft\.tree\.memory"),
+        ({"preset": "auto", "tree": True}, r"graft\.preset decides on"),
         ({"preset": "fast", "learn": {}}, r"graft\.preset: 'fast' is no preset\."),
         ({"preset": True}, r"graft\.preset: True is no preset\."),
     ],
@@ -833,6 +854,64 @@ def test_a_preset_decides_on_all_other_parts(
     config.additional_config = {"graft": section}
     with pytest.raises(ConfigError, match=words):
         activation.on_defaults(config)
+
+
+MEMORY = "--additional-config.graft.tree.memory"
+
+
+@pytest.mark.parametrize("memory", [True, "true", {"bytes": "128MiB"}])
+@pytest.mark.parametrize("drafted", [True, False])
+def test_a_memory_may_stand_beside_a_preset(config: Any, drafted: bool, memory: object) -> None:
+    """Only the user knows whether requests may learn of each other."""
+    if not drafted:
+        config.speculative_config = None
+    alone = copy.deepcopy(config)
+    config.additional_config = {"graft": {"preset": "auto", "tree": {"memory": memory}}}
+    decided = start(config)
+    assert decided.on["tree"] == f"{start(alone).on['tree']}, memory as given"
+    found, without = tree_of(config), tree_of(alone)
+    size = 128 << 20 if isinstance(memory, dict) else 64 << 20
+    assert MemoryConfig.model_validate(found.pop("memory")).bytes == size
+    assert found == without
+    assert decided.asked == ["tree"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("speculative_config.method", "suffix", "is 'suffix', and a preset has trees for"),
+        ("speculative_config.method", "draft_model", "graft.tree.ngram is not"),
+        ("model_config.max_model_len", 1 << 23, "graft.tree.ngram is not"),
+    ],
+)
+def test_a_memory_that_a_preset_has_no_trees_for_is_refused(
+    config: Any, path: str, value: object, words: str
+) -> None:
+    change(config, {path: value})
+    config.additional_config = {"graft": {"preset": "auto", "tree": {"memory": True}}}
+    with pytest.raises(ConfigError, match=rf"{MEMORY} is given beside") as caught:
+        activation.on_defaults(config)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith(f"Change that, or drop {MEMORY}.")
+
+
+def test_a_memory_that_is_ruled_out_late_is_refused(config: Any) -> None:
+    config.additional_config = {"graft": {"preset": "auto", "tree": {"memory": True}}}
+    activation.on_defaults(config)
+    config.use_v2_model_runner = False
+    with pytest.raises(ConfigError, match=rf"{MEMORY} is given beside.*Model Runner V1"):
+        activation.on_config(config)
+
+
+@pytest.mark.parametrize("tree", [{}, {"tree": {"memory": True}}])
+def test_a_worker_does_not_leave_out_what_was_given_beside_a_preset(
+    config: Any, tree: dict[str, Any]
+) -> None:
+    config.additional_config = {"graft": {"preset": "auto", **tree}}
+    start(config)
+    late = NotActiveError("no trees here")
+    with pytest.raises(NotActiveError) if tree else contextlib.nullcontext():
+        decline_or_raise("tree", late, config)
 
 
 def test_a_preset_below_a_misspelt_key_is_refused(config: Any) -> None:

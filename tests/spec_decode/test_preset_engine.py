@@ -130,18 +130,24 @@ def test_without_a_draft_model_auto_grows_trees_of_n_grams(pair: Pair) -> None:
     others = [Request(text, {"max_tokens": 12, **each}) for text in texts for each in ALSO]
     with pair.engine() as llm:
         right = answer_all(llm, COPIED), answer_all(llm, others)
-    auto: dict[str, Any] = {"additional_config": {"graft": "auto"}, "async_scheduling": True}
+    # Only the user knows whether requests may learn of each other.
+    asked = {"preset": "auto", "tree": {"memory": True}}
+    auto: dict[str, Any] = {"additional_config": {"graft": asked}, "async_scheduling": True}
     with pair.engine(max_num_seqs=4, **auto) as llm:
         assert differing(answer_all(llm, COPIED), right[0]) == []
         accepted = spec_metrics(llm).accepted_tokens
         assert differing(answer_all(llm, others), right[1]) == []
+        # The same prompts again: what was answered before is found in others' texts.
+        assert differing(answer_all(llm, COPIED), right[0]) == []
         [told] = llm.collective_rpc("graft_info")
         config = llm.llm_engine.vllm_config
         assert type(model_runner(llm).speculator).__name__ == "NgramTrees"
     assert accepted > 24
     assert told["parts"] == ["tree"]
     assert "nodes of n-grams, and none where they don't pay" in told["preset"]["on"]["tree"]
-    assert told["counters"]["tree"]["ngrams"]["nodes_accepted"] >= accepted
+    ngrams = told["counters"]["tree"]["ngrams"]
+    assert ngrams["nodes_accepted"] >= accepted
+    assert ngrams["memory"]["nodes_accepted"] > 0
     assert config.scheduler_config.async_scheduling
     assert config.speculative_config.method == "ngram_gpu"
 

@@ -99,6 +99,17 @@ def test_answers_are_the_target_s(
     assert counted["level_bytes"] > 0
 
 
+def test_a_preset_chooses_the_nodes_of_its_trees(erring: Pair, alone: list[Answer]) -> None:
+    preset = {"graft": "auto"}
+    with erring.engine(chain=4, max_num_seqs=4, additional_config=preset, **OWN) as llm:
+        assert type(model_runner(llm).speculator).__name__ == "DraftModelTrees"
+        assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
+        [info] = llm.collective_rpc("graft_info")
+        metrics = spec_metrics(llm)
+    assert info["preset"]["on"]["tree"].startswith("trees of up to 15 nodes: topk 4, steps 4")
+    assert metrics.accepted_tokens > metrics.drafts / 2
+
+
 SIZES = [2, 6, 8, 12, 24, 30]
 """Rows: a level has two per request, the target six, the draft's first pass seven."""
 

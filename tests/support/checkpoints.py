@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_graft.testing.models.llama import write_checkpoint
-from vllm_graft.train.draft_head import Head
-from vllm_graft.train.target import SINGLE
 
 _BARE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -104,12 +102,3 @@ def write_configs(folder: Path) -> tuple[Path, Path]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     return folder / "target", folder / "draft"
-
-
-def load_head(folder: Path) -> tuple[Head, torch.Tensor]:
-    """Read a head in float32, and the target's tokens that it drafts."""
-    head = Head(json.loads((folder / "config.json").read_text()))
-    weights = load_file(folder / SINGLE)
-    offsets, _ = weights.pop("d2t"), weights.pop("t2d")
-    head.load_state_dict({name: each.float() for name, each in weights.items()})
-    return head, offsets + torch.arange(len(offsets))

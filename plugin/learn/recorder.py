@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
+from vllm_graft.base.metric import Kind, Metric, Numbers, Origin
 from vllm_graft.base.values import reason_of
 from vllm_graft.learn.learn_config import LearnConfig
 from vllm_graft.learn.records import Records
@@ -28,7 +28,7 @@ LEFT_OUT = ("salted", "adapter", "not_text", "long", "behind", "failed")
 is not of token ids alone; they do not fit into a segment; the thread was behind; writing failed."""
 
 _C, _ENGINE = Kind.COUNTER, Origin.ENGINE
-_ROWS = (
+ROWS = (
     Metric("recorded_requests", _C, "Finished requests that were recorded.", origin=_ENGINE),
     Metric("recorded_tokens", _C, "Tokens of these, prompts and answers.", origin=_ENGINE),
     Metric(
@@ -50,6 +50,7 @@ class Recorder:
     """
 
     def __init__(self, config: LearnConfig) -> None:
+        assert config.record is not None
         folder = Path(config.record).absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._salted = config.record_salted
@@ -73,7 +74,7 @@ class Recorder:
         self._rows.put((prompt, answer))
 
     def numbers(self) -> Numbers:
-        """What was counted since the start, by the names of `METRICS`."""
+        """What was counted since the start, by the names of `ROWS`."""
         return {
             "recorded_requests": self._requests,
             "recorded_tokens": self._tokens,
@@ -108,27 +109,9 @@ class Recorder:
                 self._waiting -= tokens
 
 
-_current: list[Recorder] = []
-"""The recorder of the scheduler that this process has built last."""
-
-
-class _Watch:
-    """Counts of this process's recorder."""
-
-    def step(self, stats: Any) -> None:
-        """Nothing of it is counted."""
-
-    def numbers(self) -> Numbers:
-        return _current[0].numbers() if _current else {}
-
-
-METRICS = PartMetrics(_ROWS, watch=_Watch)
-
-
-def record(scheduler: Scheduler, config: LearnConfig) -> None:
+def record(scheduler: Scheduler, config: LearnConfig) -> Recorder:
     """Let `scheduler` hand over each request that it finishes by itself; aborted ones are not."""
     recorder = Recorder(config)
-    _current[:] = [recorder]
 
     # Only this scheduler is changed: others in the process may have other configurations.
     @around(scheduler, "update_from_output")
@@ -140,3 +123,5 @@ def record(scheduler: Scheduler, config: LearnConfig) -> None:
             if request is not None and request.is_finished():
                 recorder.take(request)
         return found
+
+    return recorder

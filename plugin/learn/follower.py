@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,14 +269,16 @@ class Follower:
                 self._shelf.judge(number, verdict)
             del self._verdicts[number]
 
-    def watch(self) -> None:
-        """Look again and again, in a thread of its own."""
-        while True:
-            try:
-                self.look()
-            except Exception as error:
-                warning_once(f"{FLAG}: {reason_of(error)}")
-            time.sleep(LOOK_SECONDS)
+
+def watch(follower: weakref.ref[Follower]) -> None:
+    """Let a follower look again and again, as long as its engine is there."""
+    while (made := follower()) is not None:
+        try:
+            made.look()
+        except Exception as error:
+            warning_once(f"{FLAG}: {reason_of(error)}")
+        del made
+        time.sleep(LOOK_SECONDS)
 
 
 def _number(head: Publication | None) -> int:
@@ -326,5 +329,5 @@ def follow(core: EngineCore, config: LearnConfig) -> Follower:
         made.count(scheduler_output, model_runner_output)
         return stock(scheduler_output, model_runner_output)
 
-    threading.Thread(target=made.watch, name="graft-heads", daemon=True).start()
+    threading.Thread(target=watch, args=(weakref.ref(made),), daemon=True).start()
     return made

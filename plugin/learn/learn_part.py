@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.errors import NotActiveError
@@ -110,8 +111,9 @@ def _problem(folder: Path) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else "which can't be written"
 
 
-_current: dict[str, recorder.Recorder | follower.Follower] = {}
-"""What records for, and follows for, the engine that this process has built last."""
+_current = WeakValueDictionary[str, recorder.Recorder | follower.Follower]()
+"""What records for, and follows for, the engine that this process has built last. Its scheduler
+has them, and they have all of it."""
 
 
 class _Watch:
@@ -121,7 +123,9 @@ class _Watch:
         """Nothing of it is counted."""
 
     def numbers(self) -> Numbers:
-        return {name: found for each in _current.values() for name, found in each.numbers().items()}
+        return {
+            name: found for each in [*_current.values()] for name, found in each.numbers().items()
+        }
 
 
 class LearnPart(Part):

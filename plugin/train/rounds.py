@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from vllm_graft.base.errors import ConfigError, GraftError
-from vllm_graft.base.locks import try_lock
+from vllm_graft.base.locks import locked
 from vllm_graft.base.values import reason_of
 from vllm_graft.learn.publications import (
     REFUSED,
@@ -70,13 +70,14 @@ def main(arguments: Sequence[str]) -> int:
     read, more = make_parser().parse_known_args(arguments)
     try:
         learner = Learner(read, more)
-        lock = try_lock(learner.folder / LOCK)
-        if lock is None:
-            raise ConfigError(
-                f"--publish {read.publish} has a trainer that runs: stop it, or give another one."
-            )
-        learner.learn()
-    except (GraftError, OSError) as error:
+        with locked(learner.folder / LOCK) as alone:
+            if not alone:
+                raise ConfigError(
+                    f"--publish {read.publish} has a trainer that runs: give another folder, or "
+                    "stop that one."
+                )
+            learner.learn()
+    except GraftError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("stopped: published heads stay, and the same command goes on from the best")
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 class Learner:
     """Rounds of training. `more`: options of ``train`` and of ``vllm serve``. Raises `ConfigError`
-    if an option is wrong, and `OSError` if the folder can't be made."""
+    if an option is wrong, or the folder can't be made."""
 
     def __init__(self, read: argparse.Namespace, more: Sequence[str]) -> None:
         for name, low in (("minutes_per_round", 0.01), ("rounds", 0), ("margin", 0)):
@@ -101,7 +102,12 @@ class Learner:
         self.read, self.more, self.base = read, list(more), base
         self.digest = digest(base)
         self.folder = Path(read.publish).resolve()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--publish {read.publish} can't be made: {reason_of(error)}. Give another folder."
+            ) from None
         self.shelf = Publications(self.folder)
 
     def learn(self) -> None:
@@ -162,4 +168,7 @@ class Learner:
     def _newest(self) -> float:
         """When the newest record was written, in seconds since 1970; 0 without one."""
         files = Path(self.read.from_traffic).glob(PATTERN)
-        return max((each.stat().st_mtime for each in files), default=0.0)
+        try:
+            return max((each.stat().st_mtime for each in files), default=0.0)
+        except OSError:  # The server makes room.
+            return 0.0

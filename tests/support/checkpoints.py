@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,3 +102,22 @@ def write_configs(folder: Path) -> tuple[Path, Path]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
     return folder / "target", folder / "draft"
+
+
+def with_noise(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix that is still a little like what it was."""
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).to(weight)
+    return weight + 0.7 * weight.float().std().to(weight) * noise
+
+
+def write_changed(
+    source: Path, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Path:
+    """Copy a checkpoint of one file with other matrices."""
+    shutil.copytree(source, folder)
+    weights = load_file(source / "model.safetensors")
+    for name, each in weights.items():
+        if each.is_floating_point() and each.ndim == 2:
+            weights[name] = change(each)
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -1,5 +1,5 @@
 """The trained pair."""
 
-from tests.support.engines.pair_fixtures import expected, pair, samples
+from tests.support.engines.pair_fixtures import device, pair, samples
 
-__all__ = ["expected", "pair", "samples"]
+__all__ = ["device", "pair", "samples"]

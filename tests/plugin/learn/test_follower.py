@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 
 from tests.plugin.learn.test_recorder import problems_of
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.learn.follower import LOOK_SECONDS, Follower
+from vllm_graft.learn import follower
+from vllm_graft.learn.follower import LOOK_SECONDS, Follower, watch
 from vllm_graft.learn.publications import KEPT, REFUSED, WEIGHTS, Facts, Publications
 
 SIZE = 100
@@ -192,6 +195,19 @@ def test_a_server_begins_with_the_newest_head_that_was_kept(tmp_path: Path) -> N
     # One that nobody has judged is swapped in while serving, to be compared.
     second.serve(2, 12)
     assert second.workers.swaps == [2, 4]
+
+
+def test_the_thread_ends_with_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "LOOK_SECONDS", 0.001)
+    (tmp_path / "heads").write_text("not a folder, which is told")
+    made = Follower(Publications(tmp_path), "base", Workers().ask, SIZE)
+    thread = threading.Thread(target=watch, args=(weakref.ref(made),), daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    del made
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_base_that_can_t_be_read_is_told(tmp_path: Path) -> None:

@@ -1,55 +1,30 @@
 """A real engine follows a folder of heads: better ones stay, worse ones go, answers are one."""
 
-import contextlib
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.support.engines.pairs import Answer, Pair, Request, answer_all
+from tests.support.checkpoints import with_noise, write_changed
+from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.learn import follower
 from vllm_graft.learn.learn_part import LEARNING
 from vllm_graft.learn.publications import FACTS, WEIGHTS, Facts, Publications, digest
 from vllm_graft.spec_decode.heads.fp8_head import quantize
-from vllm_graft.testing import cpu_engine, model_runner, spec_metrics
+from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
-Change = Callable[[torch.Tensor], torch.Tensor]
 
-
-def with_noise(weight: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(weight.shape, generator=generator).to(weight)
-    return weight + 0.7 * weight.float().std().to(weight) * noise
-
-
-def changed(source: Path, folder: Path, change: Change) -> Path:
-    """Copy a head with other matrices."""
-    shutil.copytree(source, folder)
-    weights = load_file(source / WEIGHTS)
-    for name, each in weights.items():
-        if each.is_floating_point() and each.ndim == 2:
-            weights[name] = change(each)
-    save_file(weights, folder / WEIGHTS)
-    return folder
-
-
-@contextlib.contextmanager
-def following(pair: Pair, base: Path, folder: Path, **tree: Any) -> Iterator[Any]:
+def following(pair: Pair, base: Path, folder: Path, **tree: Any) -> Any:
     """An engine whose head follows a folder."""
-    drafts = {"method": "eagle3", "model": str(base), "num_speculative_tokens": 7}
     learn = {"follow": str(folder), "follow_trees": 100}
-    graft = {"tree": {"topk": 4, "steps": 4, **tree}, "learn": learn}
-    options: dict[str, Any] = {"speculative_config": drafts, "additional_config": {"graft": graft}}
-    with cpu_engine(pair.target, **options) as llm:
-        yield llm
+    return pair.engine(nodes=7, draft=str(base), tree=tree, graft={"learn": learn})
 
 
 def numbers() -> Any:
@@ -61,15 +36,18 @@ def numbers() -> Any:
 def test_heads_are_swapped_while_answers_stay_the_same(
     pair: Pair,
     samples: list[Request],
-    expected: list[Answer],
+    device: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pair = pair.on(device)
+    with pair.engine() as llm:
+        expected = answer_all(llm, samples)
     monkeypatch.setattr(follower, "LOOK_SECONDS", 0.01)
     good, folder = Path(pair.draft), tmp_path / "published"
-    base = changed(good, tmp_path / "base", with_noise)
-    none = changed(good, tmp_path / "none", lambda each: each * float("nan"))
-    zero = changed(good, tmp_path / "zero", torch.zeros_like)
+    base = write_changed(good, tmp_path / "base", with_noise)
+    none = write_changed(good, tmp_path / "none", lambda each: each * float("nan"))
+    zero = write_changed(good, tmp_path / "zero", torch.zeros_like)
     shelf, key = Publications(folder), digest(base / WEIGHTS)
 
     def publish(head: Path) -> None:
@@ -88,7 +66,9 @@ def test_heads_are_swapped_while_answers_stay_the_same(
 
     with following(pair, base, folder, head_dtype="fp8", hot_tokens=256) as llm:
         runner = model_runner(llm)
-        rows, copies = runner.speculator.model.lm_head, runner.speculator.head.fp8.weight
+        draft, counters = runner.speculator.model, runner.speculator.context.counters
+        rows, copies = draft.lm_head, runner.speculator.head.fp8.weight
+        places = {name: each.data_ptr() for name, each in draft.named_parameters()}
         serve(llm, lambda: spec_metrics(llm).drafts > 50)
         old = copies.view(torch.uint8).clone()
         publish(good)
@@ -100,6 +80,13 @@ def test_heads_are_swapped_while_answers_stay_the_same(
         assert runner.speculator.head.fp8.weight is copies
         assert torch.equal(copies.view(torch.uint8), whole.view(torch.uint8))
         assert not torch.equal(copies.view(torch.uint8), old)
+        if device == "cuda":
+            # The graphs that were captured read them there.
+            found = {name: each.data_ptr() for name, each in draft.named_parameters()}
+            assert found == places
+            replays = counters.draft_replays
+            assert answer_all(llm, samples) == expected
+            assert counters.draft_replays > replays
         assert numbers()["head_yield"] > numbers()["head_yield_before"] + 0.1
         publish(none)
         serve(llm, lambda: verdict(2) == "refused", 2)
@@ -112,6 +99,7 @@ def test_heads_are_swapped_while_answers_stay_the_same(
             1,
         )
         assert torch.equal(copies.view(torch.uint8), whole.view(torch.uint8))
+        del runner, draft, counters, rows, copies
     # A head of another base, and one that was not written to its end, are passed over.
     shelf.publish([good / WEIGHTS], Facts("another", 0, 1.0, 2.0, 1.0))
     (folder / "heads" / "000009").mkdir()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import logger, warning_once
-from vllm_graft.base.metric import Kind, Metric, Numbers, Origin
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.base.values import reason_of, shown
 from vllm_graft.learn.learn_config import NAME, LearnConfig
@@ -38,42 +38,6 @@ START_SECONDS = 600.0
 """Within which the head of a start has to be read."""
 
 FLAG = flag(NAME, "follow")
-
-_C, _G, _ENGINE = Kind.COUNTER, Kind.GAUGE, Origin.ENGINE
-ROWS = (
-    Metric(
-        "head",
-        _G,
-        "Number of the published head that drafts; 0: that of the start (graft.learn.follow).",
-        origin=_ENGINE,
-    ),
-    Metric(
-        "head_trained_seconds",
-        _G,
-        "Seconds that this head was trained for behind that of the start.",
-        origin=_ENGINE,
-    ),
-    Metric("head_swaps", _C, "Heads that were swapped in while serving.", origin=_ENGINE),
-    Metric(
-        "head_rollbacks",
-        _C,
-        "How many of them yielded less and were swapped out again.",
-        origin=_ENGINE,
-    ),
-    Metric(
-        "unfit_heads",
-        _C,
-        "Published heads that can't be read or don't fit, and were not swapped in.",
-        origin=_ENGINE,
-    ),
-    Metric("head_yield_before", _G, "Tokens per tree before the last swap.", origin=_ENGINE),
-    Metric(
-        "head_yield",
-        _G,
-        "Tokens per tree since then, or of the last graft.learn.follow_trees.",
-        origin=_ENGINE,
-    ),
-)
 
 Ask = Callable[..., list[Any]]
 """Calls a method of `vllm_graft.spec_decode.heads.head_weights.HeadWeights` in all workers."""
@@ -246,7 +210,7 @@ class Follower:
                 self._recent.add(len(nodes), 1, tokens)
 
     def numbers(self) -> Numbers:
-        """What was counted since the start, by the names of `ROWS`."""
+        """What was counted since the start, by the names of the part's metrics."""
         serving = self._serving
         return {
             "head": _number(serving),

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from weakref import WeakValueDictionary
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.errors import NotActiveError
-from vllm_graft.base.metric import Numbers, PartMetrics
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.refusal import Found, Refusal, Refusals, setting
 from vllm_graft.base.values import reason_of, shown
-from vllm_graft.learn import follower, recorder
+from vllm_graft.learn.follower import follow
 from vllm_graft.learn.learn_config import NAME, LearnConfig
+from vllm_graft.learn.learn_metrics import CURRENT, METRICS
 from vllm_graft.learn.publications import weights_of
+from vllm_graft.learn.recorder import record
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import around
 
@@ -111,23 +111,6 @@ def _problem(folder: Path) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else "which can't be written"
 
 
-_current = WeakValueDictionary[str, recorder.Recorder | follower.Follower]()
-"""What records for, and follows for, the engine that this process has built last. Its scheduler
-has them, and they have all of it."""
-
-
-class _Watch:
-    """Counts of this process's recorder and follower."""
-
-    def step(self, stats: Any) -> None:
-        """Nothing of it is counted."""
-
-    def numbers(self) -> Numbers:
-        return {
-            name: found for each in [*_current.values()] for name, found in each.numbers().items()
-        }
-
-
 class LearnPart(Part):
     """Records of finished requests, and heads that learned from them."""
 
@@ -135,7 +118,7 @@ class LearnPart(Part):
     asks_for = "records of requests, or heads that learned from them"
     flag = flag(NAME)
     refusals: Sequence[Refusal] = REFUSALS
-    metrics = PartMetrics((*recorder.ROWS, *follower.ROWS), watch=_Watch)
+    metrics = METRICS
 
     def install(self) -> None:
         after_import("vllm.v1.core.sched.scheduler", _hook_scheduler)
@@ -169,10 +152,10 @@ def _hook_scheduler(module: ModuleType) -> None:
     @around(module.Scheduler, "__init__")
     def then_record(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _current.clear()
+        CURRENT.clear()
         config = LearnConfig.from_vllm(self.vllm_config)
         if config is not None and config.record is not None:
-            _current["record"] = recorder.record(self, config)
+            CURRENT["record"] = record(self, config)
 
 
 def _hook_engine(module: ModuleType) -> None:
@@ -182,7 +165,7 @@ def _hook_engine(module: ModuleType) -> None:
         original(self)
         config = LearnConfig.from_vllm(self.vllm_config)
         if config is not None and config.follow is not None:
-            _current["follow"] = follower.follow(self, config)
+            CURRENT["follow"] = follow(self, config)
 
 
 LEARNING = LearnPart()

@@ -9,9 +9,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.metric import Kind, Metric, Numbers, Origin
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.values import reason_of
 from vllm_graft.learn.learn_config import LearnConfig
+from vllm_graft.learn.learn_metrics import LEFT_OUT
 from vllm_graft.learn.records import Records
 from vllm_graft.seams.wrap import around
 
@@ -22,24 +23,6 @@ if TYPE_CHECKING:
 WAITING_TOKENS = 2**20
 """Tokens that wait for the thread at most. Raised, bursts are recorded whole, and take 8 bytes of
 host memory more for each."""
-
-LEFT_OUT = ("salted", "adapter", "not_text", "long", "behind", "failed")
-"""Why requests were not recorded: they have a ``cache_salt``; they are an adapter's; their prompt
-is not of token ids alone; they do not fit into a segment; the thread was behind; writing failed."""
-
-_C, _ENGINE = Kind.COUNTER, Origin.ENGINE
-ROWS = (
-    Metric("recorded_requests", _C, "Finished requests that were recorded.", origin=_ENGINE),
-    Metric("recorded_tokens", _C, "Tokens of these, prompts and answers.", origin=_ENGINE),
-    Metric(
-        "left_out_requests",
-        _C,
-        "Finished requests that were not recorded, by reason.",
-        origin=_ENGINE,
-        label="reason",
-        values=LEFT_OUT,
-    ),
-)
 
 
 class Recorder:
@@ -74,7 +57,7 @@ class Recorder:
         self._rows.put((prompt, answer))
 
     def numbers(self) -> Numbers:
-        """What was counted since the start, by the names of `ROWS`."""
+        """What was counted since the start, by the names of the part's metrics."""
         return {
             "recorded_requests": self._requests,
             "recorded_tokens": self._tokens,

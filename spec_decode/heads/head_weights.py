@@ -100,21 +100,19 @@ class HeadWeights:
 
     def _checked(self, file: str) -> list[tuple[str, torch.Tensor]]:
         """The tensors of a file, which are some of the base's."""
+        tensors = []
         with safe_open(self._base, "pt") as base, safe_open(file, "pt") as new:
-            known, tensors = {*base.keys()}, [(name, new.get_tensor(name)) for name in new.keys()]  # noqa: SIM118
-            for name, each in tensors:
-                if name not in known:
-                    raise ValueError(f"it has {shown(name)}, and the head that serves has not")
-                old = base.get_tensor(name)
-                if each.shape != old.shape or each.is_floating_point() != old.is_floating_point():
-                    raise ValueError(
-                        f"{name} is {each.dtype} {list(each.shape)}, and that of the head that "
-                        f"serves is {old.dtype} {list(old.shape)}"
-                    )
-                if not each.is_floating_point() and not torch.equal(each, old):
-                    raise ValueError(f"{name} is not that of the head that serves")
+            for name in new.keys():  # noqa: SIM118
+                if name not in base.keys():  # noqa: SIM118
+                    raise ValueError(f"it has {shown(name)}, and the head of the start has not")
+                old, each = base.get_slice(name), new.get_tensor(name)
+                if [*each.shape] != (shape := old.get_shape()):
+                    raise ValueError(f"{name} is {[*each.shape]}, and that of the start is {shape}")
+                if not each.is_floating_point() and not torch.equal(each, base.get_tensor(name)):
+                    raise ValueError(f"{name} is not that of the head of the start")
                 if not each.isfinite().all():
                     raise ValueError(f"{name} has numbers that are infinite or none")
+                tensors.append((name, each))
         return tensors
 
     def _shadow(self, module: nn.Module, found: Tensors) -> Any:

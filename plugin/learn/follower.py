@@ -148,14 +148,17 @@ class Follower:
             self._unfits(new, problem)
             return
         self._before, self._earlier = self._serving, self._recent
+        began = time.perf_counter()
         self._swap(new)
+        took = time.perf_counter() - began
         self._swaps += 1
         self._recent = Window(self._size)
         self._told = self._earlier.sum.mean
         logger.info(
-            "%s: %s drafts from now on. Trees yielded %.3f tokens before.",
+            "%s: %s drafts from now on. The swap took %.1f ms. Trees yielded %.3f tokens before.",
             FLAG,
             _told(new),
+            1000 * took,
             self._told,
         )
 

@@ -80,23 +80,28 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    # A signal ends us as Ctrl-C would: processes that work for us are told.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begin()
     until = time.time()
     read, flags = make_parser().parse_known_args(arguments)
     try:
-        return run(read, flags, until + 60 * read.minutes)
+        print(run(read, flags, until + 60 * read.minutes))
     except GraftError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("stopped: give the same command again, and it goes on")
+    return 0
 
 
-def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
-    """Check what was asked for, and do it; returns the exit status. Raises `GraftError` if
-    something about it is wrong."""
+def begin() -> None:
+    """Have this process and its own ones say little, and end them at a signal as Ctrl-C would."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> str:
+    """Check what was asked for, and do it; returns lines on it. Raises `GraftError` if something
+    about it is wrong."""
     _require_options(read)
     out = _folder_of(read.out)
     if read.from_traffic is not None:
@@ -121,8 +126,7 @@ def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
         shutil.rmtree(job.states, ignore_errors=True)
         shutil.rmtree(job.work, ignore_errors=True)
     report = json.loads((out / REPORT).read_text())
-    print(_summary(job, report, copied))
-    return 0
+    return _summary(job, report, copied)
 
 
 def tell(*lines: str) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,8 +21,8 @@ from vllm_graft.learn.publications import (
     weights_of,
 )
 from vllm_graft.learn.records import PATTERN
+from vllm_graft.train.command import begin, run, tell
 from vllm_graft.train.command import make_parser as train_parser
-from vllm_graft.train.command import run, tell
 from vllm_graft.train.job import BEFORE, REPORT
 
 ABOUT = """Go on training the head of a server from what it records, round after round, on a GPU
@@ -66,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begin()
     read, more = make_parser().parse_known_args(arguments)
     try:
         learner = Learner(read, more)

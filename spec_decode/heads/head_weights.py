@@ -7,7 +7,6 @@ that the draft has written stays: running requests' drafts are accepted less oft
 
 from __future__ import annotations
 
-import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -118,7 +117,9 @@ class HeadWeights:
     def _shadow(self, module: nn.Module, found: Tensors) -> Any:
         """A module with parameters on the host, empty ones, in the place of its own; they are added
         to `found`. Those of the target have no numbers at all."""
-        shadow = copy.copy(module)
+        # Not as `copy` does: classes of vLLM's may have a say in that.
+        shadow = object.__new__(type(module))
+        shadow.__dict__.update(module.__dict__)
         as_loaded = get_layerwise_info(module).restore_metadata[0]
         shadow._parameters = {}
         for name, parameter in module._parameters.items():

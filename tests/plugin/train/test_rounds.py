@@ -40,7 +40,7 @@ class Run:
         self.asked: list[argparse.Namespace] = []
         self.flags: list[Sequence[str]] = []
 
-    def __call__(self, read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
+    def __call__(self, read: argparse.Namespace, flags: Sequence[str], until: float) -> str:
         self.asked.append(read)
         self.flags.append(flags)
         result = self.results.pop(0)
@@ -55,7 +55,7 @@ class Run:
         shutil.copy(HEAD / WEIGHTS, out)
         report = {"held out": measured(result, result + 0.2), BEFORE: measured(2.0, 2.2)}
         (out / REPORT).write_text(json.dumps(report))
-        return 0
+        return ""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def learn(
     Records(tmp_path / "traffic", 2**20).write([1], [2])
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
     monkeypatch.setattr(rounds, "REST", 0.0)
-    monkeypatch.setattr(rounds.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(rounds, "begin", lambda: None)
 
     def run(*results: float | BaseException, more: Sequence[str] = ()) -> tuple[Run, Publications]:
         made = Run(tmp_path / "traffic", *results)

@@ -25,7 +25,7 @@ from vllm_graft.learn.publications import (
     digest,
     weights_of,
 )
-from vllm_graft.learn.yields import PARTS, Window, is_worse
+from vllm_graft.learn.yields import PARTS, Window, Yields, is_worse
 from vllm_graft.seams.wrap import around
 
 if TYPE_CHECKING:
@@ -207,10 +207,11 @@ class Follower:
         sampled = model_runner_output.sampled_token_ids
         if not drafts or not sampled:
             return
-        rows = model_runner_output.req_id_to_index
+        rows, step = model_runner_output.req_id_to_index, Yields()
         for name, nodes in drafts.items():
             if (row := rows.get(name)) is not None and (tokens := len(sampled[row])):
-                self._recent.add(len(nodes), 1, tokens)
+                step.add(len(nodes), 1, tokens)
+        self._recent.add(step)
 
     def numbers(self) -> Numbers:
         """What was counted since the start, by the names of the part's metrics."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 
 PARTS = 10
 """Parts of a window. It is looked at once per part."""
@@ -17,15 +16,17 @@ class Yields:
     """Trees and the tokens that they yielded, by their number of nodes, which follows the batch:
     with more requests trees are smaller, whatever the head."""
 
-    def __init__(self, parts: Iterable[Yields] = ()) -> None:
+    def __init__(self) -> None:
         self.by_nodes: dict[int, tuple[int, int]] = {}
-        for part in parts:
-            for nodes, counts in part.by_nodes.items():
-                self.add(nodes, *counts)
 
     def add(self, nodes: int, trees: int, tokens: int) -> None:
         before = self.by_nodes.get(nodes, (0, 0))
         self.by_nodes[nodes] = before[0] + trees, before[1] + tokens
+
+    def take(self, others: Yields) -> None:
+        """Add others to these."""
+        for nodes, counts in others.by_nodes.items():
+            self.add(nodes, *counts)
 
     @property
     def trees(self) -> int:
@@ -53,14 +54,18 @@ class Window:
         self.size = size
         self._parts: deque[Yields] = deque([Yields()], maxlen=PARTS + 1)
 
-    def add(self, nodes: int, trees: int, tokens: int) -> None:
+    def add(self, step: Yields) -> None:
+        """Add a step's trees."""
         if self._parts[-1].trees * PARTS >= self.size:
             self._parts.append(Yields())
-        self._parts[-1].add(nodes, trees, tokens)
+        self._parts[-1].take(step)
 
     @property
     def sum(self) -> Yields:
-        return Yields(self._parts)
+        found = Yields()
+        for part in self._parts:
+            found.take(part)
+        return found
 
 
 def is_worse(after: Yields, before: Yields, size: int) -> bool | None:

@@ -91,11 +91,14 @@ class HeadWeights:
         found: Tensors = []
         shadow = self._shadow(self._draft, found)
         shadow.load_weights(self._checked(file))
-        return [
-            (module, name, each.data.pin_memory() if self._device.type == "cuda" else each.data)
-            for module, name, each in found
-            if _is_filled(name, each)
-        ]
+        on_cuda, taken = self._device.type == "cuda", []
+        for module, name, each in found:
+            if not _is_filled(name, each):
+                continue
+            if on_cuda and getattr(module, name).shape != each.shape:
+                raise ValueError(f"vLLM keeps {name} in another form")
+            taken.append((module, name, each.data.pin_memory() if on_cuda else each.data))
+        return taken
 
     def _checked(self, file: str) -> list[tuple[str, torch.Tensor]]:
         """The tensors of a file, which are some of the base's."""

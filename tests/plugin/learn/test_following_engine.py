@@ -104,7 +104,8 @@ def test_heads_are_swapped_while_answers_stay_the_same(
     shelf.publish([good / WEIGHTS], Facts("another", 0, 1.0, 2.0, 1.0))
     (folder / "heads" / "000009").mkdir()
     (folder / "heads" / "000009" / FACTS).write_text(json.dumps({"base": key})[:-3])
-    with following(pair, base, folder) as llm:
+    graft = {"preset": "auto", "learn": {"follow": str(folder)}}
+    with pair.engine(chain=7, draft=str(base), additional_config={"graft": graft}) as llm:
         assert (numbers()["head"], numbers()["head_trained_seconds"]) == (1, 60.0)
         rows = model_runner(llm).speculator.model.lm_head.weight
         assert torch.equal(rows, load_file(good / WEIGHTS)["lm_head.weight"].to(rows))

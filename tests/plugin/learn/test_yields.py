@@ -49,7 +49,7 @@ def test_a_window_forgets_what_is_older() -> None:
     window = Window(SIZE)
     for mean in (1, 3):
         for _ in range(2 * SIZE):
-            window.add(7, 1, mean)
+            window.add(yields(1, mean))
     assert window.sum.mean == 3.0
     assert SIZE <= window.sum.trees <= SIZE + SIZE // PARTS
 

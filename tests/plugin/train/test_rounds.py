@@ -5,17 +5,22 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import with_noise, write_changed
 from tests.support.engines.pair_server import require_cpu_server, server_settings
+from tests.support.engines.pairs import Pair, Request, answer_all
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.processes import finished
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.locks import locked
+from vllm_graft.learn import follower
+from vllm_graft.learn.learn_part import LEARNING
 from vllm_graft.learn.publications import KEPT, REFUSED, WEIGHTS, Publications, digest
 from vllm_graft.learn.records import Records
 from vllm_graft.train import rounds
@@ -148,31 +153,45 @@ def test_what_is_wrong_from_the_start_ends_the_command(learn: Any, tmp_path: Pat
 
 @pytest.mark.engine
 @pytest.mark.nightly
-@pytest.mark.timeout(500)
-def test_a_round_publishes_a_head(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_a_head_learns_from_what_its_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole circle: a server records, a trainer publishes, and the server drafts by that."""
     require_cpu_server()
-    from transformers import AutoTokenizer
-
-    encode = AutoTokenizer.from_pretrained(str(SHIPPED / "target")).encode
-    (tmp_path / "traffic").mkdir()
-    records = Records(tmp_path / "traffic", 2**20)
-    for prompt in json.loads((SHIPPED / "prompts.json").read_text())[:40]:
-        ids = encode(prompt)
-        records.write(ids[: len(ids) // 2], ids[len(ids) // 2 :])
+    monkeypatch.setattr(follower, "LOOK_SECONDS", 0.1)
+    pair = Pair.load(SHIPPED)
+    traffic, shelf = tmp_path / "traffic", tmp_path / "shelf"
+    base = write_changed(HEAD, tmp_path / "base", with_noise)
+    learn = {"record": str(traffic), "follow": str(shelf), "follow_trees": 300}
     flags, environment = server_settings(SHIPPED, cuda=False)
     environment |= {"OMP_NUM_THREADS": "1"}
-    own = ["--rounds", "1", "--minutes-per-round", "5", "--answer-minutes", "0.1", "--steps", "4"]
-    own += ["--max-tokens", "12", "--longest", "96", "--batch-tokens", "512", "--passes", "2"]
-    # Four steps make no head that is better: what is published is not measured here.
-    own += ["--margin", "0", "--rate", "1e-9"]
-    finished(
-        *(sys.executable, "-m", "vllm_graft", "learn", flags[0], *own, "--head", HEAD),
-        *("--from-traffic", tmp_path / "traffic", "--publish", tmp_path / "shelf"),
-        *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
-        env={**os.environ, **environment},
-    )
-    [head] = Publications(tmp_path / "shelf").each(digest(HEAD / WEIGHTS))
-    assert 0 < head.facts.before <= head.facts.after
-    assert head.facts.seconds > 0
-    assert os.listdir(tmp_path / "shelf" / "heads") == ["000001"]
-    assert not (tmp_path / "shelf" / ROUND).exists()
+    own = ["--rounds", "1", "--minutes-per-round", "9", "--answer-minutes", "0.5", "--steps", "60"]
+    own += ["--max-tokens", "40", "--longest", "128", "--batch-tokens", "512", "--passes", "3"]
+    asked = [Request(each, {"max_tokens": 40, "temperature": 0}) for each in pair.prompts[:40]]
+
+    def counted() -> Any:
+        assert LEARNING.metrics.watch is not None
+        return LEARNING.metrics.watch().numbers()
+
+    with pair.engine(nodes=7, draft=str(base), graft={"learn": learn}) as llm:
+        expected = answer_all(llm, asked)
+        # A thread writes them.
+        assert counted()["recorded_requests"] > 30
+        finished(
+            *(sys.executable, "-m", "vllm_graft", "learn", flags[0], *own, "--rate", "3e-3"),
+            *("--head", base, "--from-traffic", traffic, "--publish", shelf),
+            *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
+            env={**os.environ, **environment},
+        )
+        [head] = Publications(shelf).each(digest(base / WEIGHTS))
+        assert head.facts.after > head.facts.before + 0.1 > 0.1
+        end = time.monotonic() + 120
+        while counted()["head_swaps"] == 0 and time.monotonic() < end:
+            assert answer_all(llm, asked[:8]) == expected[:8]
+        assert answer_all(llm, asked) == expected
+        found = counted()
+    assert (found["head"], found["head_rollbacks"]) == (1, 0)
+    assert found["head_yield"] > found["head_yield_before"] + 0.1
+    assert os.listdir(shelf / "heads") == ["000001"]
+    assert not (shelf / ROUND).exists()

@@ -99,6 +99,12 @@ def begin() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def check(read: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Raise `GraftError` if options, the model, or the head to go on with can't be had."""
+    _require_options(read)
+    _target_of(read, _configured(read.model, flags)[1])
+
+
 def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> str:
     """Check what was asked for, and do it; returns lines on it. Raises `GraftError` if something
     about it is wrong."""

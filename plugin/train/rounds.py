@@ -21,7 +21,7 @@ from vllm_graft.learn.publications import (
     weights_of,
 )
 from vllm_graft.learn.records import PATTERN
-from vllm_graft.train.command import begin, run, tell
+from vllm_graft.train.command import begin, check, run, tell
 from vllm_graft.train.command import make_parser as train_parser
 from vllm_graft.train.job import BEFORE, REPORT
 
@@ -110,8 +110,9 @@ class Learner:
         self.shelf = Publications(self.folder)
 
     def learn(self) -> None:
-        """Train until all rounds are over. A round that fails is told, and another one begins; if
-        the first one is refused, all would be. Raises `ConfigError` then."""
+        """Train until all rounds are over. A round that fails is told, and another one begins.
+        Raises `GraftError` if none could be one."""
+        check(*self._asked(self.base.parent))
         done, seen = 0, 0.0
         while not self.read.rounds or done < self.read.rounds:
             newest = self._newest()
@@ -122,8 +123,6 @@ class Learner:
             try:
                 tell(f"Round {done}: {self.round()}")
             except (Exception, SystemExit) as error:
-                if done == 1 and isinstance(error, ConfigError):
-                    raise
                 tell(f"Round {done} failed: {reason_of(error)}. Nothing is published.")
                 time.sleep(REST if done != self.read.rounds else 0)
             finally:
@@ -136,14 +135,7 @@ class Learner:
         shutil.rmtree(out, ignore_errors=True)
         serving = self._serving()
         head = self.base.parent if serving is None else serving.folder
-        read, flags = train_parser().parse_known_args(
-            [
-                *(self.read.model, "--from-traffic", self.read.from_traffic, "--newest", NEWEST),
-                *("--minutes", str(self.read.minutes_per_round), *self.more),
-                *("--start-from", str(head), "--out", str(out)),
-            ]
-        )
-        run(read, flags, began + 60 * self.read.minutes_per_round)
+        run(*self._asked(head), began + 60 * self.read.minutes_per_round)
         report = json.loads((out / REPORT).read_text())
         before, after = (
             fmean(each["length"] for each in report[name].values()) for name in (BEFORE, "held out")
@@ -158,6 +150,13 @@ class Learner:
         published = self.shelf.publish(files, facts)
         self.shelf.trim(self.digest)
         return f"{told}: head {published.number} is published in {published.folder}."
+
+    def _asked(self, head: Path) -> tuple[argparse.Namespace, list[str]]:
+        """What a round asks of ``train``, to go on with a head."""
+        words = [self.read.model, "--from-traffic", self.read.from_traffic, "--newest", NEWEST]
+        words += ["--minutes", str(self.read.minutes_per_round), *self.more]
+        words += ["--start-from", str(head), "--out", str(self.folder / ROUND)]
+        return train_parser().parse_known_args(words)
 
     def _serving(self) -> Publication | None:
         """The newest head that no server has refused; None for the base."""

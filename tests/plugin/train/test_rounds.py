@@ -73,6 +73,7 @@ def learn(
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
     monkeypatch.setattr(rounds, "REST", 0.0)
     monkeypatch.setattr(rounds, "begin", lambda: None)
+    monkeypatch.setattr(rounds, "check", lambda read, flags: None)
 
     def run(*results: float | BaseException, more: Sequence[str] = ()) -> tuple[Run, Publications]:
         made = Run(tmp_path / "traffic", *results)
@@ -138,7 +139,6 @@ def ended(learn: Any, *results: Any, more: Sequence[str] = ()) -> str:
 
 
 def test_what_is_wrong_from_the_start_ends_the_command(learn: Any, tmp_path: Path) -> None:
-    assert "MODEL is refused" in ended(learn, ConfigError("MODEL is refused"))
     assert ended(learn, KeyboardInterrupt()).startswith("stopped: published heads stay")
     assert "--margin is -1.0: give a number from 0 on" in ended(learn, more=["--margin", "-1"])
     assert "--minutes-per-round is 0.0" in ended(learn, more=["--minutes-per-round", "0"])
@@ -149,6 +149,14 @@ def test_what_is_wrong_from_the_start_ends_the_command(learn: Any, tmp_path: Pat
     with locked(tmp_path / "shelf" / LOCK) as held:
         assert held
         assert "has a trainer that runs: give another" in ended(learn)
+
+
+def test_a_model_that_no_round_could_train_for_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "traffic").mkdir()
+    words = ["nothing/here", "--from-traffic", str(tmp_path / "traffic"), "--head", str(HEAD)]
+    read, more = rounds.make_parser().parse_known_args([*words, "--publish", str(tmp_path / "p")])
+    with pytest.raises(ConfigError, match="MODEL nothing/here"):
+        rounds.Learner(read, more).learn()
 
 
 @pytest.mark.engine

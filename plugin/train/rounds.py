@@ -21,7 +21,7 @@ from vllm_graft.learn.publications import (
     weights_of,
 )
 from vllm_graft.learn.records import PATTERN
-from vllm_graft.train.command import begin, check, run, tell
+from vllm_graft.train.command import begin, check, run
 from vllm_graft.train.command import make_parser as train_parser
 from vllm_graft.train.job import BEFORE, REPORT
 
@@ -121,9 +121,10 @@ class Learner:
                 continue
             done, seen = done + 1, newest
             try:
-                tell(f"Round {done}: {self.round()}")
+                print(f"Round {done}: {self.round()}", flush=True)
             except (Exception, SystemExit) as error:
-                tell(f"Round {done} failed: {reason_of(error)}. Nothing is published.")
+                why = reason_of(error)
+                print(f"Round {done} failed: {why}. Nothing is published.", flush=True)
                 time.sleep(REST if done != self.read.rounds else 0)
             finally:
                 # It has copies of what users asked.

@@ -123,7 +123,7 @@ def test_a_round_that_fails_is_told_and_another_begins(
 ) -> None:
     full, ended = OSError(28, "No space left on device"), SystemExit(1)
     _, shelf = learn(full, ended, ConfigError("--states has no room"), 2.5)
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     assert "Round 1 failed: OSError: [Errno 28] No space left" in said
     assert "Round 2 failed: SystemExit: 1. Nothing is published." in said
     assert "Round 3 failed: ConfigError: --states has no room" in said
@@ -175,7 +175,7 @@ def test_a_head_learns_from_what_its_server_answers(
     flags, environment = server_settings(SHIPPED, cuda=False)
     environment |= {"OMP_NUM_THREADS": "1"}
     own = ["--rounds", "1", "--minutes-per-round", "9", "--answer-minutes", "0.5", "--steps", "60"]
-    own += ["--max-tokens", "40", "--longest", "128", "--batch-tokens", "512", "--passes", "3"]
+    own += ["--max-tokens", "40", "--longest", "256", "--batch-tokens", "512", "--passes", "3"]
     asked = [Request(each, {"max_tokens": 40, "temperature": 0}) for each in pair.prompts[:40]]
 
     def counted() -> Any:
@@ -186,12 +186,13 @@ def test_a_head_learns_from_what_its_server_answers(
         expected = answer_all(llm, asked)
         # A thread writes them.
         assert counted()["recorded_requests"] > 30
-        finished(
+        told = finished(
             *(sys.executable, "-m", "vllm_graft", "learn", flags[0], *own, "--rate", "3e-3"),
             *("--head", base, "--from-traffic", traffic, "--publish", shelf),
             *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"),
             env={**os.environ, **environment},
         )
+        assert "head 1 is published" in told, told
         [head] = Publications(shelf).each(digest(base / WEIGHTS))
         assert head.facts.after > head.facts.before + 0.1 > 0.1
         end = time.monotonic() + 120

@@ -1,8 +1,8 @@
 """Other weights for a draft that serves: they are read beside the steps, and swapped in between.
 
 A swap copies numbers to where the old ones are, so that captured graphs stay right, and allocates
-nothing on a device, so that it can't fail half way. Each rank reads its own part of a file. K/V
-that the draft has written stays: running requests' drafts are accepted less often for a while.
+nothing on a device but what copies in FP8 take while they are made. Each rank reads its own part
+of a file. K/V that the draft has written stays: running requests accept less for a while.
 """
 
 from __future__ import annotations

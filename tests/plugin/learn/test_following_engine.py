@@ -27,6 +27,14 @@ def following(pair: Pair, base: Path, folder: Path, **tree: Any) -> Any:
     return pair.engine(nodes=7, draft=str(base), tree=tree, graft={"learn": learn})
 
 
+def restarted(pair: Pair, base: Path, folder: Path) -> Any:
+    """Another engine of the same, whose trees a preset decides on where they are interpreted."""
+    if pair.device == "cuda":
+        return following(pair, base, folder)
+    graft = {"preset": "auto", "learn": {"follow": str(folder)}}
+    return pair.engine(chain=7, draft=str(base), additional_config={"graft": graft})
+
+
 def numbers() -> Any:
     """What the engine of this process counts."""
     assert LEARNING.metrics.watch is not None
@@ -104,8 +112,7 @@ def test_heads_are_swapped_while_answers_stay_the_same(
     shelf.publish([good / WEIGHTS], Facts("another", 0, 1.0, 2.0, 1.0))
     (folder / "heads" / "000009").mkdir()
     (folder / "heads" / "000009" / FACTS).write_text(json.dumps({"base": key})[:-3])
-    graft = {"preset": "auto", "learn": {"follow": str(folder)}}
-    with pair.engine(chain=7, draft=str(base), additional_config={"graft": graft}) as llm:
+    with restarted(pair, base, folder) as llm:
         assert (numbers()["head"], numbers()["head_trained_seconds"]) == (1, 60.0)
         rows = model_runner(llm).speculator.model.lm_head.weight
         assert torch.equal(rows, load_file(good / WEIGHTS)["lm_head.weight"].to(rows))

@@ -23,6 +23,7 @@ ABOUT = (
 
 APART = {
     "bench": "vllm_graft.bench",
+    "learn": "vllm_graft.train.rounds",
     "plan": "vllm_graft.plan.command",
     "prove": "vllm_graft.proof.command",
     "train": "vllm_graft.train.command",
@@ -97,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("prove", told)
     told = "train a draft head for a model that has none, from texts that it answers"
     add("train", told)
+    add("learn", "go on training a server's head from what it records, and publish what is better")
     told = "ask a running server which parts are on; status 1: one is not as asked, 3: no answer"
     info = add("info", told, _info)
     told = "address of the server (default: %(default)s)"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from benchmarks.real_pair import conversations, widening
 from benchmarks.tests.small_targets import with_norms, write_target
-from tests.support.checkpoints import load_head
-from vllm_graft.train.draft_head import Head, save_head
+from vllm_graft.train.draft_head import Head, read_head, save_head
 
 CPU = torch.device("cpu")
 
@@ -94,7 +93,7 @@ def logits_of(folder: Path, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(str(folder / "target"), dtype=torch.float32).eval()
-    head, _ = load_head(folder / "eagle3")
+    head, _ = read_head(folder / "eagle3")
     with torch.no_grad():
         found = model(tokens, output_hidden_states=True)
         aux = torch.cat([found.hidden_states[layer][:, :-1] for layer in (2, 3, 3)], -1)
@@ -143,8 +142,8 @@ def test_the_wide_pair_is_compared_for_real(widened: tuple[Path, Path]) -> None:
 
 
 def test_added_tokens_of_the_draft_stand_for_added_tokens(widened: tuple[Path, Path]) -> None:
-    small, ids = load_head(widened[0] / "eagle3")
-    wide, wide_ids = load_head(widened[1] / "eagle3")
+    small, ids = read_head(widened[0] / "eagle3")
+    wide, wide_ids = read_head(widened[1] / "eagle3")
     assert torch.equal(wide_ids[: len(ids)], ids)
     added = wide_ids[len(ids) :].tolist()
     assert added == list(range(SMALL.vocab, SMALL.vocab + len(added)))

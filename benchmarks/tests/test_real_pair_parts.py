@@ -18,9 +18,8 @@ from benchmarks.real_pair.conversations import is_held_out
 from benchmarks.real_pair.packing import expand_head, pack_head
 from benchmarks.real_pair.quantised import FLOATS, Source
 from benchmarks.real_pair.targets import Target
-from tests.support.checkpoints import load_head
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.train.draft_head import Head, save_head
+from vllm_graft.train.draft_head import Head, read_head, save_head
 
 SHAPES = {"model.embed_tokens.weight": (40, 6), "model.norm.weight": (6,), "x.weight": (5, 8)}
 
@@ -118,7 +117,7 @@ def test_a_head_comes_back_nearly_as_it_was(tmp_path: Path) -> None:
     save_head(head, torch.arange(0, 80, 2), tmp_path / "eagle3")
     pack_head(tmp_path / "eagle3", tmp_path / "head.safetensors")
     expand_head(tmp_path / "head.safetensors", tmp_path / "back")
-    assert load_head(tmp_path / "back")[0].config == head.config
+    assert read_head(tmp_path / "back")[0].config == head.config
     sent, found = (
         load_file(tmp_path / folder / "model.safetensors") for folder in ("eagle3", "back")
     )

@@ -1,1 +1,1 @@
-"""The part `graft.learn`: records of finished requests, for a head to learn from."""
+"""The part `graft.learn`: records of finished requests, and heads that learn from them."""

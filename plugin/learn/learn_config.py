@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
-from vllm_graft.base.options import Bytes, GraftSection
+from vllm_graft.base.options import Bytes, Count, GraftSection
 
 NAME = "learn"
 
 
 class LearnConfig(GraftSection):
-    """Records of finished requests, which ``vllm-graft train --from-traffic`` learns from. It may
-    stand beside a preset: ``{"preset": "auto", "learn": {...}}``."""
+    """Records of finished requests, which ``vllm-graft train --from-traffic`` and ``vllm-graft
+    learn`` learn from, and heads that the latter publishes. It may stand beside a preset:
+    ``{"preset": "auto", "learn": {...}}``."""
 
     NAME = NAME
 
-    record: Annotated[str, Field(min_length=1)]
+    record: Annotated[str, Field(min_length=1)] | None = None
     """Folder for the token ids of finished requests, prompts and answers. It is made with rights
     for its owner alone. Several engines may share it."""
 
@@ -26,3 +27,17 @@ class LearnConfig(GraftSection):
 
     record_salted: bool = False
     """Whether requests with a ``cache_salt``, which keeps a tenant's K/V apart, are recorded."""
+
+    follow: Annotated[str, Field(min_length=1)] | None = None
+    """Folder in which ``vllm-graft learn`` publishes heads that went on learning from the one that
+    is served. Each new one is swapped in between two steps, and out again if trees yield less."""
+
+    follow_trees: Annotated[Count, Field(ge=100)] = 50_000
+    """Trees, one per request and step, before and after a swap whose tokens are compared. A head
+    that is much worse is swapped out after a tenth of them."""
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Self:
+        if self.record is None and self.follow is None:
+            raise ValueError("give record, follow, or both")
+        return self

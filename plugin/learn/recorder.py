@@ -9,9 +9,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.base.log import warning_once
-from vllm_graft.base.metric import Kind, Metric, Numbers, Origin, PartMetrics
+from vllm_graft.base.metric import Numbers
 from vllm_graft.base.values import reason_of
 from vllm_graft.learn.learn_config import LearnConfig
+from vllm_graft.learn.learn_metrics import LEFT_OUT
 from vllm_graft.learn.records import Records
 from vllm_graft.seams.wrap import around
 
@@ -23,24 +24,6 @@ WAITING_TOKENS = 2**20
 """Tokens that wait for the thread at most. Raised, bursts are recorded whole, and take 8 bytes of
 host memory more for each."""
 
-LEFT_OUT = ("salted", "adapter", "not_text", "long", "behind", "failed")
-"""Why requests were not recorded: they have a ``cache_salt``; they are an adapter's; their prompt
-is not of token ids alone; they do not fit into a segment; the thread was behind; writing failed."""
-
-_C, _ENGINE = Kind.COUNTER, Origin.ENGINE
-_ROWS = (
-    Metric("recorded_requests", _C, "Finished requests that were recorded.", origin=_ENGINE),
-    Metric("recorded_tokens", _C, "Tokens of these, prompts and answers.", origin=_ENGINE),
-    Metric(
-        "left_out_requests",
-        _C,
-        "Finished requests that were not recorded, by reason.",
-        origin=_ENGINE,
-        label="reason",
-        values=LEFT_OUT,
-    ),
-)
-
 
 class Recorder:
     """Takes finished requests, and writes those that a head may learn from.
@@ -50,6 +33,7 @@ class Recorder:
     """
 
     def __init__(self, config: LearnConfig) -> None:
+        assert config.record is not None
         folder = Path(config.record).absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._salted = config.record_salted
@@ -73,7 +57,7 @@ class Recorder:
         self._rows.put((prompt, answer))
 
     def numbers(self) -> Numbers:
-        """What was counted since the start, by the names of `METRICS`."""
+        """What was counted since the start, by the names of the part's metrics."""
         return {
             "recorded_requests": self._requests,
             "recorded_tokens": self._tokens,
@@ -108,27 +92,9 @@ class Recorder:
                 self._waiting -= tokens
 
 
-_current: list[Recorder] = []
-"""The recorder of the scheduler that this process has built last."""
-
-
-class _Watch:
-    """Counts of this process's recorder."""
-
-    def step(self, stats: Any) -> None:
-        """Nothing of it is counted."""
-
-    def numbers(self) -> Numbers:
-        return _current[0].numbers() if _current else {}
-
-
-METRICS = PartMetrics(_ROWS, watch=_Watch)
-
-
-def record(scheduler: Scheduler, config: LearnConfig) -> None:
+def record(scheduler: Scheduler, config: LearnConfig) -> Recorder:
     """Let `scheduler` hand over each request that it finishes by itself; aborted ones are not."""
     recorder = Recorder(config)
-    _current[:] = [recorder]
 
     # Only this scheduler is changed: others in the process may have other configurations.
     @around(scheduler, "update_from_output")
@@ -140,3 +106,5 @@ def record(scheduler: Scheduler, config: LearnConfig) -> None:
             if request is not None and request.is_finished():
                 recorder.take(request)
         return found
+
+    return recorder

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, shown
-from vllm_graft.train.job import FILE, FOLDER, Job, flag_of
+from vllm_graft.train.job import BEFORE, FILE, FOLDER, REPORT, Job, flag_of
 from vllm_graft.train.target import Target, copy_tokenizer
 from vllm_graft.train.texts import read_texts, require_tokens
 from vllm_graft.train.traffic import snapshot
@@ -61,6 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--texts", nargs="+", default=[], metavar="FILE", help=told)
     told = "what a server recorded: the folder of its --additional-config.graft.learn.record"
     add("--from-traffic", metavar="FOLDER", help=told)
+    told = "of what was recorded, the newest only, as 64MiB, which are some 10 million tokens"
+    add("--newest", metavar="SIZE", help=told)
+    told = "go on with this head instead of a new one; it keeps its draft vocabulary"
+    add("--start-from", default="", metavar="HEAD", help=told)
     add("--out", required=True, metavar="HEAD", help="folder of the head, which is made")
     for each in _NUMBERS:
         told = f"{each.metadata['help']} (default: %(default)g)"
@@ -76,32 +80,45 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    # A signal ends us as Ctrl-C would: processes that work for us are told.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begin()
     until = time.time()
     read, flags = make_parser().parse_known_args(arguments)
     try:
-        return run(read, flags, until + 60 * read.minutes)
+        print(run(read, flags, until + 60 * read.minutes))
     except GraftError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("stopped: give the same command again, and it goes on")
+    return 0
 
 
-def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
-    """Check what was asked for, and do it; returns the exit status. Raises `GraftError` if
-    something about it is wrong."""
+def begin() -> None:
+    """Have this process and its own ones say little, and end them at a signal as Ctrl-C would."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def check(read: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Raise `GraftError` if options, the model, or the head to go on with can't be had."""
+    _require_options(read)
+    _target_of(read, _configured(read.model, flags)[1])
+
+
+def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> str:
+    """Check what was asked for, and do it; returns lines on it. Raises `GraftError` if something
+    about it is wrong."""
     _require_options(read)
     out = _folder_of(read.out)
     if read.from_traffic is not None:
-        read.texts = [*read.texts, str(snapshot(Path(read.from_traffic), out / FOLDER))]
+        newest = None if read.newest is None else _size("--newest", read.newest)
+        copy = snapshot(Path(read.from_traffic), out / FOLDER, newest)
+        read.texts = [*read.texts, str(copy)]
     texts, notes = read_texts(read.texts, read.longest)
     tell(f"{len(texts)} questions of {len(read.texts)} files", *notes)
     tell(f"Reading the configuration of {read.model} with vLLM, whose import takes some time.")
     engine, model_config = _configured(read.model, flags)
-    target = Target.of(model_config)
+    target = _target_of(read, model_config)
     require_tokens(texts, target.vocab, read.model)
     job = _job_of(read, flags, out, target, model_config.max_model_len)
     continues = job.continues()
@@ -114,9 +131,8 @@ def run(read: argparse.Namespace, flags: Sequence[str], until: float) -> int:
     if not job.keep:
         shutil.rmtree(job.states, ignore_errors=True)
         shutil.rmtree(job.work, ignore_errors=True)
-    report = json.loads((out / "training.json").read_text())
-    print(_summary(job, report, copied))
-    return 0
+    report = json.loads((out / REPORT).read_text())
+    return _summary(job, report, copied)
 
 
 def tell(*lines: str) -> None:
@@ -178,6 +194,31 @@ def _configured(model: str, flags: Sequence[str]) -> tuple[Any, Any]:
         raise ConfigError(f"MODEL {model}: {refused(error, '', model).refused}") from None
 
 
+def _target_of(read: argparse.Namespace, model_config: Any) -> Target:
+    """The target, with the layers that the head to go on with reads. Raises `ConfigError` if that
+    is another model's."""
+    target = Target.of(model_config)
+    if not read.start_from:
+        return target
+    from vllm_graft.train.draft_head import layer_of, read_head
+
+    config = read_head(Path(read.start_from))[0].config
+    for name in ("hidden_size", "vocab_size"):
+        if (found := layer_of(config)[name]) != target.layer[name]:
+            raise ConfigError(
+                f"--start-from {read.start_from} has a {name} of {found}, and MODEL {read.model} "
+                f"has {target.layer[name]}: give a head that was trained for it."
+            )
+    return replace(target, aux=tuple(config["eagle_aux_hidden_state_layer_ids"]))
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise ConfigError(f"{option} is {shown(text)}: give a size, as 200GiB.") from None
+
+
 def _job_of(
     read: argparse.Namespace, flags: Sequence[str], out: Path, target: Target, longest: int
 ) -> Job:
@@ -194,10 +235,7 @@ def _job_of(
     taken = sum(file.stat().st_size for file in states.iterdir() if file.is_file())
     most = int(DISK_SHARE * (shutil.disk_usage(states).free + taken))
     if read.disk is not None:
-        try:
-            most = min(most, TypeAdapter(ByteSize).validate_python(read.disk))
-        except ValidationError:
-            raise ConfigError(f"--disk is {shown(read.disk)}: give a size, as 200GiB.") from None
+        most = min(most, _size("--disk", read.disk))
     if most < (least := LEAST_TOKENS * target.token_bytes):
         raise ConfigError(
             f"--states {states} has {human(most)} for states, and {LEAST_TOKENS} tokens take "
@@ -209,6 +247,7 @@ def _job_of(
         "model": str(Path(read.model).resolve()) if Path(read.model).exists() else read.model,
         "texts": tuple(str(Path(each).resolve()) for each in read.texts),
         "out": str(out),
+        "start_from": str(Path(read.start_from).resolve()) if read.start_from else "",
         "states": str(states),
         "target": asdict(target),
         "disk_bytes": most,
@@ -306,11 +345,13 @@ def _finished(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
 
 def _summary(job: Job, report: Mapping[str, Any], copied: Sequence[str]) -> str:
     lines = [f"{job.out}: {report['steps']} steps on {report['tokens']} tokens"]
-    for name, found in report["held out"].items():
+    measured = {f"held out, {name}": each for name, each in report["held out"].items()}
+    measured |= {f"before, {name}": each for name, each in report.get(BEFORE, {}).items()}
+    for name, found in measured.items():
         drafts = " ".join(f"{each:.2f}" for each in found["agree"])
         overlap = found["overlap"][0]
         lines.append(
-            f"held out, {name}: acceptance length {found['length']:.2f} of a greedy chain of "
+            f"{name}: acceptance length {found['length']:.2f} of a greedy chain of "
             f"{job.passes}; by depth {drafts}; first sampled draft accepted {overlap:.2f}"
         )
     if not copied:

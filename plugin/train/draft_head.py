@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.values import reason_of, shown
 from vllm_graft.train.lessons import Lesson
 from vllm_graft.train.target import SINGLE as WEIGHTS
 from vllm_graft.train.target import Target
@@ -186,6 +188,28 @@ def save_head(head: Head, ids: Tensor, folder: Path) -> None:
     # Some versions of safetensors write a file for its owner alone.
     (folder / WEIGHTS).chmod(0o644)
     (folder / "config.json").write_text(json.dumps(head.config, indent=1) + "\n")
+
+
+def read_head(folder: Path) -> tuple[Head, Tensor]:
+    """Read a head in float32, and the target's tokens that it drafts, int64 ``[draft_vocab]``.
+    Raises `ConfigError` if there is none, or one of a form that `Head` does not have."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        weights = load_file(folder / WEIGHTS)
+        rope = layer_of(config).get("rope_parameters") or {}
+        if config.get("norm_before_residual") or rope.get("rope_type", "default") != "default":
+            raise ValueError("its layer has norm_before_residual or a rope_type of its own")
+        # The target's embedding is the head's too.
+        weights = {name: each for name, each in weights.items() if "embed_tokens" not in name}
+        offsets, _ = weights.pop("d2t"), weights.pop("t2d", None)
+        head = Head(config)
+        head.load_state_dict({name: each.float() for name, each in weights.items()})
+    except Exception as error:  # Of files, JSON, safetensors, missing keys and wrong shapes.
+        raise ConfigError(
+            f"{shown(str(folder))} has no head that training can go on with: {reason_of(error)}. "
+            "Give the folder of one that `vllm-graft train` made."
+        ) from None
+    return head, offsets + torch.arange(len(offsets))
 
 
 @dataclass(frozen=True)

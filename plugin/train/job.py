@@ -14,6 +14,10 @@ FOLDER = ".train"
 FILE = "job.json"
 """The job in that folder."""
 
+REPORT, BEFORE = "training.json", "held out, before"
+"""File of a head that says how it was trained, and its key for the head that training went on
+with."""
+
 _ANEW = ("minutes", "answer_minutes", "save_seconds", "disk_bytes", "batch_tokens", "flags", "keep")
 """Settings that a run that goes on may have anew: none of them says what is learned of what."""
 
@@ -37,6 +41,7 @@ class Job:
     Attributes:
         out: folder of the head.
         flags: of ``vllm serve``, for the engine that answers.
+        start_from: folder of a head to go on with; empty for a new one.
         disk_bytes: most that states may take.
         target: `vllm_graft.train.target.Target` as a dictionary.
     """
@@ -48,6 +53,7 @@ class Job:
     target: dict[str, Any]
     disk_bytes: int
     flags: tuple[str, ...] = ()
+    start_from: str = ""
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     keep: bool = False
     minutes: float = _number(60.0, 0.01, "for all of it")

@@ -142,13 +142,15 @@ class Lessons:
         return wanted, self.places[logits.argmax(-1)]
 
 
-def frequent_tokens(
-    folder: Path, entries: Sequence[Entry], vocab: int, most: int
-) -> tuple[Tensor, float]:
-    """The `most` most frequent tokens of answers, which ascend, and the share that they cover."""
+def token_counts(folder: Path, entries: Sequence[Entry], vocab: int) -> Tensor:
+    """How often answers have each token, int64 ``[vocab]``."""
     counts = torch.zeros(vocab, dtype=torch.int64)
     for entry in entries:
         counts += torch.bincount(states.tokens(folder, entry)[entry.prompt :], minlength=vocab)
+    return counts
+
+
+def frequent_tokens(counts: Tensor, most: int) -> Tensor:
+    """The `most` most frequent tokens, which ascend."""
     # Where counts are equal, the first ids: tokenizers number their merges by frequency.
-    ids = counts.argsort(descending=True, stable=True)[:most].sort().values
-    return ids, (counts[ids].sum() / counts.sum().clamp(min=1)).item()
+    return counts.argsort(descending=True, stable=True)[:most].sort().values

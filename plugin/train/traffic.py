@@ -11,8 +11,9 @@ from vllm_graft.learn.records import PATTERN
 _NAME = "traffic.jsonl"
 
 
-def snapshot(folder: Path, work: Path) -> Path:
+def snapshot(folder: Path, work: Path, most: int | None = None) -> Path:
     """Copy the whole rows of a folder's records into a run's folder, for the run to go on with.
+    `most`: bytes of the newest files, of which the last one may go over it; None takes all.
 
     Raises:
         ConfigError: there are none, or they can't be read.
@@ -23,7 +24,9 @@ def snapshot(folder: Path, work: Path) -> Path:
     part, rows = work / f"{_NAME}.part", 0
     try:
         with part.open("wb") as written:
-            for file in sorted(folder.glob(PATTERN)):
+            for file in sorted(folder.glob(PATTERN), key=_age):
+                if most is not None and written.tell() >= most:
+                    break
                 with file.open("rb") as lines:
                     # A server that is writing, or was killed, may leave half a row.
                     for line in lines:
@@ -40,3 +43,8 @@ def snapshot(folder: Path, work: Path) -> Path:
         )
     part.rename(copy)
     return copy
+
+
+def _age(file: Path) -> tuple[float, str]:
+    """What sorts the newest first."""
+    return -file.stat().st_mtime, file.name

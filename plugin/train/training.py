@@ -23,9 +23,24 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.train import states
-from vllm_graft.train.draft_head import Agreement, Head, agreement, head_config, save_head
-from vllm_graft.train.job import Job, progress_bar, show
-from vllm_graft.train.lessons import Lesson, Lessons, batches, endless, frequent_tokens, useful
+from vllm_graft.train.draft_head import (
+    Agreement,
+    Head,
+    agreement,
+    head_config,
+    read_head,
+    save_head,
+)
+from vllm_graft.train.job import BEFORE, REPORT, Job, progress_bar, show
+from vllm_graft.train.lessons import (
+    Lesson,
+    Lessons,
+    batches,
+    endless,
+    frequent_tokens,
+    token_counts,
+    useful,
+)
 from vllm_graft.train.output_layers import OutputLayers
 from vllm_graft.train.target import Target
 
@@ -41,8 +56,9 @@ LOOKS = 20
 MEASURE_SECONDS = 20
 """Kept for the measure of the finished head."""
 
-RATE, RATE_HIDDEN = 1e-3, 1536
-"""A learning rate, and the hidden size up to which it does."""
+RATE, RATE_HIDDEN, RATE_ON = 1e-3, 1536, 0.1
+"""A learning rate, the hidden size up to which it does, and the share of it for a head that goes
+on: raised, it forgets more of what it knew."""
 
 FORM_TEXTS = 8
 """Answers at a temperature that say of which form the target's last norm is."""
@@ -51,9 +67,6 @@ CHECKPOINT = "checkpoint.pt"
 """File with parameters, the optimizer's state, steps, seconds that are over, and those in all."""
 
 _CLOCK = ("step", "passed", "whole")
-
-REPORT = "training.json"
-"""File of a head that says how it was trained."""
 
 
 class Learner(nn.Module):
@@ -110,19 +123,25 @@ class Training:
         drawn = [each for each in self.shown if each.temperature > 0][:FORM_TEXTS]
         layers.find_form(self.folder, greedy + drawn)
         own = [each for each in self.learned if each.temperature >= 0] or self.learned
-        most = min(job.draft_vocab, self.target.vocab // 2)
-        ids, self.covered = frequent_tokens(self.folder, own, self.target.vocab, most)
-        self.lessons = Lessons(self.target, layers, self.folder, ids, job.passes)
+        counts = token_counts(self.folder, own, self.target.vocab)
         torch.manual_seed(job.seed)
-        config = head_config(self.target, job.model, len(ids), job.passes)
-        self.head = Head(config).to(device)
-        begin_like_the_target(self.head, layers, self.lessons.ids)
+        if job.start_from:
+            head, ids = read_head(Path(job.start_from))
+            self.head = head.to(device)
+        else:
+            ids = frequent_tokens(counts, min(job.draft_vocab, self.target.vocab // 2))
+            config = head_config(self.target, job.model, len(ids), job.passes)
+            self.head = Head(config).to(device)
+            begin_like_the_target(self.head, layers, ids.to(device))
+        self.covered = (counts[ids].sum() / counts.sum().clamp(min=1)).item()
+        self.lessons = Lessons(self.target, layers, self.folder, ids, job.passes)
         learner = Learner(self.head, job.passes)
         self.learner: nn.Module = DistributedDataParallel(learner) if self.ranks > 1 else learner
         self.optimizer = torch.optim.AdamW(
             self.head.parameters(), betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.rate = job.rate or RATE * min(1.0, RATE_HIDDEN / self.target.hidden)
+        rate = RATE * min(1.0, RATE_HIDDEN / self.target.hidden)
+        self.rate = job.rate or rate * (RATE_ON if job.start_from else 1.0)
         # Seconds that are over, and those of the whole run.
         self.step, self.before, self.seconds = 0, 0.0, math.inf
         self.losses: list[float] = []
@@ -206,23 +225,34 @@ class Training:
                 f"{error}. Make room, and give the same command again: it goes on."
             ) from None
 
-    def measured(self, temperature: float = 0.0, *, quick: bool = False) -> Agreement:
-        """How the head does on held-out answers, or on a batch of them."""
+    def measured(
+        self, temperature: float = 0.0, *, quick: bool = False, head: Head | None = None
+    ) -> Agreement:
+        """How the head, or another, does on held-out answers, or on a batch of them."""
         self.learner.eval()
         shown = [each for each in self.shown if each.temperature == temperature] or self.shown
         found = batches(shown, self.job.batch_tokens, self.job.seed)[: 1 if quick else None]
-        measured: Agreement = agreement(self.head, self.lessons.each(iter(found)), self.job.passes)
+        lessons = self.lessons.each(iter(found))
+        measured: Agreement = agreement(head or self.head, lessons, self.job.passes)
         return measured
 
-    def finish(self) -> None:
-        job, out = self.job, Path(self.job.out)
-        measured = {
-            f"temperature {each:g}": asdict(self.measured(each))
+    def _by_temperature(self, head: Head) -> dict[str, Any]:
+        return {
+            f"temperature {each:g}": asdict(self.measured(each, head=head))
             for each in sorted({entry.temperature for entry in self.shown})
         }
+
+    def finish(self) -> None:
+        """Write the head and the report. Raises `ConfigError` if the head's numbers are none."""
+        job, out = self.job, Path(self.job.out)
+        if not all(each.isfinite().all() for each in self.head.parameters()):
+            raise ConfigError(
+                f"--rate: at {self.rate:g} the head became infinite or no number within "
+                f"{self.step} steps, and nothing is written: give a lower one, and another --out."
+            )
         save_head(self.head, self.lessons.ids, out)
         report = {
-            "held out": measured,
+            "held out": self._by_temperature(self.head),
             "texts": len(self.learned),
             "tokens": sum(each.tokens for each in self.learned),
             "draft vocabulary": len(self.lessons.ids),
@@ -232,6 +262,9 @@ class Training:
             "losses": [round(each, 4) for each in self.losses[:: max(1, len(self.losses) // 50)]],
             "job": asdict(job),
         }
+        if job.start_from:
+            before = read_head(Path(job.start_from))[0].to(self.device)
+            report[BEFORE] = self._by_temperature(before)
         (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
 
 

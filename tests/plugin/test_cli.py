@@ -17,6 +17,7 @@ ORDER = [
     "plan",
     "prove",
     "train",
+    "learn",
     "info",
     "bench",
     "new-plugin",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import with_noise, write_changed
 from tests.support.engines import rank_answers
 from tests.support.engines import rank_families as families
 from tests.support.engines.cache_engines import transfer
@@ -14,6 +15,7 @@ from tests.support.engines.rank_answers import Questions
 from tests.support.engines.rank_families import Family
 from tests.support.models.mtp_targets import write_glm4_moe
 from vllm_graft.bench.common.told_lengths import DRAFTS, SCHEDULER
+from vllm_graft.learn.publications import WEIGHTS, Facts, Publications, digest
 from vllm_graft.spec_decode.trees.tree import CHECK_RANKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -80,6 +82,31 @@ def test_two_ranks_answer_as_one(
     drafts = found.metrics["vllm:spec_decode_num_drafts"]
     assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > drafts
     assert compared_trees(found) >= drafts / ASKED
+
+
+@pytest.mark.nightly
+def test_two_ranks_swap_a_head_between_the_same_steps(
+    pair: Pair, samples: list[Request], expected: list[Answer], tmp_path: Path
+) -> None:
+    """Trees of both are compared after each step, and ranks with other heads would differ."""
+    base = write_changed(Path(pair.draft), tmp_path / "base", with_noise)
+    folder = tmp_path / "published"
+    facts = Facts(digest(base / WEIGHTS), 0, 1.0, 2.0, 60.0)
+    Publications(folder).publish([Path(pair.draft) / WEIGHTS], facts)
+    tree = {"topk": 3, "steps": 4, "hot_tokens": 1000, "head_dtype": "fp8"}
+    engine = two_ranks(pair, tree)
+    engine["speculative_config"]["model"] = str(base)
+    engine["additional_config"]["graft"]["learn"] = {"follow": str(folder), "follow_trees": 100}
+    asked = Questions(engine, samples[:ASKED], rounds=12)
+    found = rank_answers.ask(tmp_path, asked, cuda=False, hurried=True)
+    assert found.rounds == [expected[:ASKED]] * 12
+    assert found.metrics["vllm:graft_learn_head"] == 1
+    assert found.metrics["vllm:graft_learn_head_swaps"] == 1
+    before, after = (
+        found.metrics[f"vllm:graft_learn_head_yield{each}"] for each in ("_before", "")
+    )
+    assert after > before + 0.1
+    assert compared_trees(found) >= found.metrics["vllm:spec_decode_num_drafts"] / ASKED
 
 
 @pytest.mark.nightly

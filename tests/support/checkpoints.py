@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_graft.testing.models.llama import write_checkpoint
-from vllm_graft.train.draft_head import Head
-from vllm_graft.train.target import SINGLE
 
 _BARE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -106,10 +104,20 @@ def write_configs(folder: Path) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def load_head(folder: Path) -> tuple[Head, torch.Tensor]:
-    """Read a head in float32, and the target's tokens that it drafts."""
-    head = Head(json.loads((folder / "config.json").read_text()))
-    weights = load_file(folder / SINGLE)
-    offsets, _ = weights.pop("d2t"), weights.pop("t2d")
-    head.load_state_dict({name: each.float() for name, each in weights.items()})
-    return head, offsets + torch.arange(len(offsets))
+def with_noise(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix that is still a little like what it was."""
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)).to(weight)
+    return weight + 0.7 * weight.float().std().to(weight) * noise
+
+
+def write_changed(
+    source: Path, folder: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Path:
+    """Copy a checkpoint of one file with other matrices."""
+    shutil.copytree(source, folder)
+    weights = load_file(source / "model.safetensors")
+    for name, each in weights.items():
+        if each.is_floating_point() and each.ndim == 2:
+            weights[name] = change(each)
+    save_file(weights, folder / "model.safetensors")
+    return folder

@@ -12,6 +12,18 @@ _FINISHED = "a hook for finished requests that is no KV connector"
 LEARN = (
     *seams("learn", _FINISHED, "v1.core.sched.scheduler.Scheduler",
         ("update_from_output", "order", "num_scheduled_tokens = scheduler_output.num_scheduled_tokens, in num_scheduled_tokens.items(), self.requests.get(req_id)", "wrapped on a scheduler, whose requests are those of the step before it, and finished behind it"),
+        ("schedule", "name", "present", "wrapped on a scheduler: heads are swapped before it, when all of the step before has been sent to the workers"),
+    ),
+    *seams("learn", "vLLM swaps the weights of a draft between two steps", "",
+        ("v1.engine.core.EngineCore", "has", "_initialize_effective_attention_block_size(self, no other), collective_rpc(self, method, args=), scheduler, vllm_config", "_initialize_effective_attention_block_size: wrapped: the first that is called when there is a scheduler, and the workers have captured their graphs; orders to workers"),
+        ("v1.engine.core.EngineCore.step_with_batch_queue", "order", "self.scheduler.schedule(, self.model_executor.execute_model(, self.model_executor.sample_tokens(, self.scheduler.update_from_output(, self.model_executor.sample_tokens(", "a step has been sent when the next one is scheduled"),
+        ("v1.worker.gpu.model_runner.GPUModelRunner", "has", "get_draft_model(self), get_model(self)", "whose weights are others, and whose are not"),
+        ("model_executor.model_loader.reload.layerwise.get_layerwise_info", "call", "layer", "parameters as they were before they were packed"),
+        ("model_executor.model_loader.reload.types.LayerReloadingInfo", "has", "restore_metadata", "likewise"),
+        ("model_executor.model_loader.reload.meta", "has", "materialize_meta_tensor(meta_tensor), to_meta_tensor(tensor)", "parameters on the host that vLLM's loader fills"),
+        ("model_executor.model_loader.reload.sanitize.restore_layer_refs", "call", "tensor, layer", "likewise"),
+        ("model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM.load_weights", "order", '(self, weights), "t2d" in name, "d2t" in name, AutoWeightsLoader(self)', "fills them, each rank's part"),
+        ("model_executor.layers.utils.dispatch_cpu_unquantized_gemm", "order", "(layer, remove_weight), layer.cpu_linear =", "a CPU multiplies by packed copies, which are packed anew"),
     ),
 )
 PLAN = (

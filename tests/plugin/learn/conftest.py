@@ -1,5 +1,5 @@
 """The trained pair."""
 
-from tests.support.engines.pair_fixtures import pair, samples
+from tests.support.engines.pair_fixtures import device, pair, samples
 
-__all__ = ["pair", "samples"]
+__all__ = ["device", "pair", "samples"]

@@ -112,20 +112,23 @@ def test_a_scheduler_hands_over_what_it_finishes(tmp_path: Path) -> None:
         requests[name] = asked = request((number,), (number,), done=False)
         asked.is_finished = lambda asked=asked: asked.done
     scheduler: Any = Scheduler(dict(requests), {"ends"})
-    recorder.record(scheduler, section(tmp_path))
+    made = recorder.record(scheduler, section(tmp_path))
     ran = SimpleNamespace(num_scheduled_tokens={"goes on": 1, "ends": 1, "aborted": 1})
     assert scheduler.update_from_output(ran, None) == "outputs"
-    watch = LEARNING.metrics.watch
-    assert watch is not None
-    assert until(lambda: watch().numbers()["recorded_requests"] == 1)
+    assert until(lambda: recorded(made) == 1)
     [file] = tmp_path.iterdir()
     assert json.loads(file.read_text()) == {"prompt_token_ids": [1], "token_ids": [1]}
 
 
-def problems(folder: Path, runner: str = "generate") -> list[str]:
+def problems_of(values: Any, speculative: Any, runner: str = "generate") -> list[str]:
+    """What rules a section out."""
     model = SimpleNamespace(runner_type=runner)
-    config = SimpleNamespace(model_config=model, speculative_config=None)
-    return [*LEARNING.refuses(section(folder), config)]
+    config = SimpleNamespace(model_config=model, speculative_config=speculative)
+    return [*LEARNING.refuses(GraftConfig.parse({"learn": values}).learn, config)]
+
+
+def problems(folder: Path, runner: str = "generate") -> list[str]:
+    return problems_of({"record": str(folder)}, None, runner)
 
 
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:

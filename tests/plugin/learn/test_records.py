@@ -103,6 +103,16 @@ def test_a_run_keeps_the_rows_that_were_whole_when_it_began(tmp_path: Path) -> N
         require_tokens(texts, 6, "M")
 
 
+def test_a_run_may_keep_the_newest_rows_alone(tmp_path: Path) -> None:
+    for number in range(4):
+        Records(tmp_path, MOST).write([number], [number])
+        [new] = [each for each in tmp_path.glob("*.jsonl") if each.stat().st_mtime > 1000]
+        os.utime(new, (number, number))
+    (work := tmp_path / "work").mkdir()
+    copy = snapshot(tmp_path, work, 2 * new.stat().st_size)
+    assert [json.loads(line)["token_ids"] for line in copy.read_text().splitlines()] == [[3], [2]]
+
+
 def test_a_folder_without_records_is_told(tmp_path: Path) -> None:
     (tmp_path / "killed.jsonl").write_text('{"prompt')
     for folder in (tmp_path, tmp_path / "none"):

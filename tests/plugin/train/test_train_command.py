@@ -57,6 +57,7 @@ def refusal(*arguments: str) -> str:
         (["--temperatures", "0.7"], "--temperatures is 0.7: give numbers from 0 to 2, 0 among"),
         (["--batch-tokens", "100"], "--batch-tokens is 100, and a text may have --longest 1024"),
         (["--disk", "much"], "--disk is 'much': give a size, as 200GiB"),
+        (["--from-traffic", ".", "--newest", "few"], "--newest is 'few': give a size, as 200GiB"),
         (["--disk", "1KiB"], "has 1.0 KiB for states, and 20000 tokens take"),
         (["--speculative-config", "{}"], "--speculative-config is given, and training sets it"),
         (["--states", "/dev/null/x"], "can't be made"),
@@ -65,6 +66,24 @@ def refusal(*arguments: str) -> str:
 def test_wrong_options_are_refused(tmp_path: Path, texts: str, more: list[str], says: str) -> None:
     out = str(tmp_path / "head")
     assert says in refusal(TARGET, "--texts", texts, "--out", out, *more)
+
+
+def test_a_head_that_training_can_t_go_on_with_is_refused(tmp_path: Path, texts: str) -> None:
+    def said(head: Path) -> str:
+        given = ["--texts", texts, "--out", str(tmp_path / "head"), "--start-from", str(head)]
+        return refusal(TARGET, *given)
+
+    assert "has no head that training can go on with: FileNotFoundError" in said(tmp_path)
+    config = json.loads((SHIPPED / "eagle3" / "config.json").read_text())
+    for name, change, says in (
+        ("residual", {"norm_before_residual": True}, "norm_before_residual or a rope_type"),
+        ("rope", {"rope_parameters": {"rope_type": "llama3"}}, "norm_before_residual or a rope"),
+        ("size", {"hidden_size": 64}, "size mismatch"),
+        ("vocabulary", {"vocab_size": 4096}, "has a vocab_size of 4096, and MODEL"),
+    ):
+        other = shutil.copytree(SHIPPED / "eagle3", tmp_path / name)
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+        assert says in said(other)
 
 
 def test_folders_of_something_else_are_refused(tmp_path: Path, texts: str) -> None:

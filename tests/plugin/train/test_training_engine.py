@@ -14,18 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from tests.plugin.train.small_runs import answered, begun, job_of, one_thread, weights
-from tests.support.checkpoints import load_head
 from tests.support.models.window_models import write_gemma4, write_gpt_oss
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.testing import cpu_engine, greedy, spec_metrics
 from vllm_graft.testing.models.llama import write_tokenizer
 from vllm_graft.train import states
-from vllm_graft.train.draft_head import Agreement, Head, agreement, save_head
-from vllm_graft.train.job import Job
+from vllm_graft.train.draft_head import Agreement, Head, agreement, read_head, save_head
+from vllm_graft.train.job import BEFORE, REPORT, Job
 from vllm_graft.train.lessons import batches
 from vllm_graft.train.output_layers import FORMS
 from vllm_graft.train.target_answers import answer_all, engine_options
-from vllm_graft.train.training import CHECKPOINT, REPORT, Training, begin_like_the_target
+from vllm_graft.train.training import CHECKPOINT, Training, begin_like_the_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(400)]
 
@@ -127,7 +126,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(job: Job, trained: Train
 
 
 def test_a_saved_head_computes_the_same(trained: Training, job: Job) -> None:
-    head, ids = load_head(Path(job.out))
+    head, ids = read_head(Path(job.out))
     assert torch.equal(ids, trained.lessons.ids)
     torch.manual_seed(1)
     aux, embeds = torch.randn(1, 9, 3 * 128), torch.randn(1, 9, 128)
@@ -150,6 +149,31 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(job: Job, trained: Trai
     assert all(torch.equal(each, whole[name]) for name, each in weights(second).items())
     # Negative control: before it went on, it was another head.
     assert not torch.equal(weights(first)["fc.weight"], whole["fc.weight"])
+
+
+def test_a_run_goes_on_with_a_head(job: Job, trained: Training) -> None:
+    out = Path(job.out).with_name("on")
+    on = dataclasses.replace(job, start_from=job.out, draft_vocab=50, steps=30)
+    with one_thread():
+        training = begun(on, out)
+        assert torch.equal(training.lessons.ids, trained.lessons.ids)
+        begins = training.measured()
+        assert begins.length == pytest.approx(trained.measured().length, abs=0.05)
+        assert training.run()
+        training.finish()
+    assert sum(training.losses[:5]) < 0.7 * sum(trained.losses[:5])
+    report = json.loads((out / REPORT).read_text())
+    assert report[BEFORE]["temperature 0"] == dataclasses.asdict(begins)
+    assert report["held out"]["temperature 0"] == dataclasses.asdict(training.measured())
+    assert not torch.equal(*(read_head(Path(each))[0].fc.weight for each in (out, job.out)))
+
+
+def test_a_head_that_is_no_number_is_not_written(job: Job) -> None:
+    training = begun(job, Path(job.out).with_name("infinite"))
+    training.head.fc.weight.data[0, 0] = float("inf")
+    with pytest.raises(ConfigError, match="the head became infinite or no number"):
+        training.finish()
+    assert not (Path(job.out).with_name("infinite") / REPORT).exists()
 
 
 @pytest.mark.slow

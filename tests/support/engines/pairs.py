@@ -44,6 +44,7 @@ class Pair:
         chain: int = 0,
         draft: str | None = None,
         tree: dict[str, Any] | None = None,
+        graft: dict[str, Any] | None = None,
         ranges: list[tuple[int, int, int]] | None = None,
         method: str = "eagle3",
         speculative: dict[str, Any] | None = None,
@@ -53,7 +54,7 @@ class Pair:
 
         With `graphs` on a CPU it is a `recorded_engine`. `ranges` is vLLM's
         ``num_speculative_tokens_per_batch_size``, one of the keys of ``speculative_config``, of
-        which `speculative` has others.
+        which `speculative` has others. `graft` has sections beside ``graft.tree``.
         """
         from tests.support.engines.gpu_engines import exact_engine
         from tests.support.engines.recorded_engine import recorded_engine
@@ -71,7 +72,7 @@ class Pair:
                 options["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
         if nodes:
             keys = {"topk": topk, "steps": steps, **(tree or {})}
-            options["additional_config"] = {"graft": {"tree": keys}}
+            options["additional_config"] = {"graft": {"tree": keys, **(graft or {})}}
         if self.device == "cuda":
             return exact_engine(self.target, drafts=tokens, **options)
         made = recorded_engine if options.get("graphs") else cpu_engine

@@ -51,15 +51,9 @@ def _from_e4m3(code):
 
 @triton.jit(do_not_specialize=["total", "begin", "end"])
 def _convert_kernel(
-    table,
-    total,
-    begin,
-    end,
-    DTYPE: tl.constexpr,
-    STORE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
+    table, total, begin, end,
+    DTYPE: tl.constexpr, STORE: tl.constexpr, ALIGNED: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """Convert the runs ``[begin, end)`` of a table. ``table`` is int64 ``[3, total]``: host
     addresses, device addresses, and numbers of elements."""
     for run in range(begin + tl.program_id(0), end, tl.num_programs(0)):
@@ -111,13 +105,6 @@ def launch(
         store = direction is Direction.STORE
         programs = STORE_PROGRAMS if store else PROGRAMS
         _convert_kernel[(min(programs, end - begin),)](
-            table,
-            table.shape[1],
-            begin,
-            end,
-            DTYPE=TYPES[dtype],
-            STORE=store,
-            ALIGNED=aligned,
-            ELEMENTS=ELEMENTS,
-            num_warps=8,
-        )
+            table, table.shape[1], begin, end,
+            DTYPE=TYPES[dtype], STORE=store, ALIGNED=aligned, ELEMENTS=ELEMENTS, num_warps=8,
+        )  # fmt: skip

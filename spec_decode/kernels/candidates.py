@@ -14,23 +14,11 @@ from vllm_graft.spec_decode.trees.tree import MAX_NODES, CandidateTable, TreeSta
 @Kernel
 @triton.jit
 def _seed_kernel(
-    logp,
-    root_tokens,
-    scores,
-    tokens,
-    parents,
-    frontier_scores,
-    frontier_candidates,
-    ancestors,
-    next_tokens,
-    logp_stride,
-    token_stride,
-    WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
+    logp, root_tokens, scores, tokens, parents, frontier_scores, frontier_candidates, ancestors,
+    next_tokens, logp_stride, token_stride,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr,
     HAS_NEXT: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, TOPK_PAD)
     inside = c < TOPK
@@ -49,28 +37,12 @@ def _seed_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["level"])
 def _expand_kernel(
-    child_logp,
-    child_tokens,
-    scores,
-    tokens,
-    parents,
-    frontier_scores,
-    frontier_candidates,
-    ancestors,
-    next_tokens,
-    parent_rows,
-    logp_stride,
-    logp_node_stride,
-    token_stride,
-    token_node_stride,
-    level,
-    WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    STEPS_PAD: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    CHILDREN_PAD: tl.constexpr,
-):
+    child_logp, child_tokens, scores, tokens, parents, frontier_scores, frontier_candidates,
+    ancestors, next_tokens, parent_rows,
+    logp_stride, logp_node_stride, token_stride, token_node_stride, level,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, STEPS_PAD: tl.constexpr, TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr, CHILDREN_PAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, CHILDREN_PAD)
     inside = child < TOPK * TOPK
@@ -127,24 +99,12 @@ def seed_frontier(
         return
     check_rows(logp, tokens)
     _seed_kernel[(num_reqs,)](
-        logp,
-        tokens,
-        table.scores,
-        table.tokens,
-        table.parents,
-        table.frontier_scores,
-        table.frontier_candidates,
-        table.ancestors,
-        next_tokens,
-        logp.stride(0),
-        tokens.stride(0),
-        WIDTH=table.scores.shape[1],
-        STEPS=table.steps,
-        TOPK=table.topk,
-        TOPK_PAD=next_power_of_2(table.topk),
-        HAS_NEXT=next_tokens is not None,
-        num_warps=1,
-    )
+        logp, tokens, table.scores, table.tokens, table.parents, table.frontier_scores,
+        table.frontier_candidates, table.ancestors, next_tokens,
+        logp.stride(0), tokens.stride(0),
+        WIDTH=table.scores.shape[1], STEPS=table.steps, TOPK=table.topk,
+        TOPK_PAD=next_power_of_2(table.topk), HAS_NEXT=next_tokens is not None, num_warps=1,
+    )  # fmt: skip
 
 
 def expand_frontier(
@@ -179,43 +139,22 @@ def expand_frontier(
         for each in (child_logp, child_tokens)
     )
     _expand_kernel[(num_reqs,)](
-        logp,
-        ids,
-        table.scores,
-        table.tokens,
-        table.parents,
-        table.frontier_scores,
-        table.frontier_candidates,
-        table.ancestors,
-        next_tokens,
-        parent_rows,
-        logp.stride(0),
-        logp.stride(1),
-        ids.stride(0),
-        ids.stride(1),
-        level,
-        WIDTH=table.scores.shape[1],
-        STEPS=table.steps,
-        STEPS_PAD=next_power_of_2(table.steps),
-        TOPK=table.topk,
-        TOPK_PAD=next_power_of_2(table.topk),
-        CHILDREN_PAD=next_power_of_2(table.topk**2),
-        num_warps=1 if table.topk <= 8 else 4,
-    )
+        logp, ids, table.scores, table.tokens, table.parents, table.frontier_scores,
+        table.frontier_candidates, table.ancestors, next_tokens, parent_rows,
+        logp.stride(0), logp.stride(1), ids.stride(0), ids.stride(1), level,
+        WIDTH=table.scores.shape[1], STEPS=table.steps, STEPS_PAD=next_power_of_2(table.steps),
+        TOPK=table.topk, TOPK_PAD=next_power_of_2(table.topk),
+        CHILDREN_PAD=next_power_of_2(table.topk**2), num_warps=1 if table.topk <= 8 else 4,
+    )  # fmt: skip
 
 
 @Kernel
 @triton.jit
 def _rank_kernel(
-    scores,
-    chosen,
-    WIDTH: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    NODES: tl.constexpr,
-    NODES_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
+    scores, chosen,
+    WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
     """Write each candidate of one block to the node of its rank; the best candidate is node 1. A
     single program would do all comparisons serially."""
     row = tl.program_id(0).to(tl.int64)
@@ -238,27 +177,12 @@ def _rank_kernel(
 @Kernel
 @triton.jit
 def _finish_kernel(
-    best,
-    tokens,
-    parents,
-    idx_mapping,
-    tree_parents,
-    tree_depths,
-    tree_masks,
-    draft_tokens,
-    extra_nodes,
-    of_memory,
-    tree_stride,
-    draft_stride,
-    WIDTH: tl.constexpr,
-    DRAFTED: tl.constexpr,
-    NODES: tl.constexpr,
-    NODES_PAD: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    PATHS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    best, tokens, parents, idx_mapping, tree_parents, tree_depths, tree_masks, draft_tokens,
+    extra_nodes, of_memory,
+    tree_stride, draft_stride,
+    WIDTH: tl.constexpr, DRAFTED: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr,
+    ROUNDS: tl.constexpr, HAS_EXTRA: tl.constexpr, PATHS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tokens += row * WIDTH
     parents += row * WIDTH
@@ -351,35 +275,17 @@ def finish_tree(
     best = torch.empty(num_reqs, nodes_pad, dtype=torch.int32, device=table.scores.device)
     block, others = rank_block(candidates + num_extra)
     _rank_kernel[(num_reqs, cdiv(candidates + num_extra, block))](
-        table.scores,
-        best,
-        WIDTH=table.scores.shape[1],
-        CANDIDATES=candidates + num_extra,
-        NODES=num_nodes,
-        NODES_PAD=nodes_pad,
-        BLOCK=block,
-        OTHERS=others,
-    )
+        table.scores, best,
+        WIDTH=table.scores.shape[1], CANDIDATES=candidates + num_extra, NODES=num_nodes,
+        NODES_PAD=nodes_pad, BLOCK=block, OTHERS=others,
+    )  # fmt: skip
     _finish_kernel[(num_reqs,)](
-        best,
-        table.tokens,
-        table.parents,
-        idx_mapping,
-        tree.parents,
-        tree.depths,
-        tree.masks,
-        draft_tokens,
-        extra_nodes,
-        None if of_memory is None else of_memory[0],
-        tree.width,
+        best, table.tokens, table.parents, idx_mapping, tree.parents, tree.depths, tree.masks,
+        draft_tokens, extra_nodes, None if of_memory is None else of_memory[0], tree.width,
         draft_tokens.stride(0),
-        WIDTH=table.scores.shape[1],
-        DRAFTED=candidates,
-        NODES=num_nodes,
-        NODES_PAD=nodes_pad,
+        WIDTH=table.scores.shape[1], DRAFTED=candidates, NODES=num_nodes, NODES_PAD=nodes_pad,
         # A path of other candidates may be deeper than the levels.
         ROUNDS=max(steps_done, min(num_nodes, steps_done + num_extra)).bit_length(),
-        HAS_EXTRA=num_extra > 0,
-        PATHS=0 if of_memory is None else of_memory[1],
+        HAS_EXTRA=num_extra > 0, PATHS=0 if of_memory is None else of_memory[1],
         SLOTS=0 if of_memory is None or extra_nodes is None else extra_nodes.shape[1],
-    )
+    )  # fmt: skip

@@ -72,18 +72,10 @@ def _common_unit(cache: torch.Tensor) -> int:
 @Kernel
 @triton.jit
 def _compact_kernel(
-    bases,
-    layouts,
-    path,
-    num_sampled,
-    query_start_loc,
-    num_draft_tokens,
-    slot_mappings,
-    path_stride,
-    slot_stride,
-    UNIT: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-):
+    bases, layouts, path, num_sampled, query_start_loc, num_draft_tokens, slot_mappings,
+    path_stride, slot_stride,
+    UNIT: tl.constexpr, WIDTH_PAD: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     head = tl.program_id(2)
@@ -138,20 +130,11 @@ def compact_kv(
     if num_reqs == 0:
         return
     _compact_kernel[(num_reqs, table.bases.shape[0], table.max_heads)](
-        table.bases,
-        table.layout,
-        path,
-        num_sampled,
-        query_start_loc,
-        num_draft_tokens,
-        slot_mappings,
-        path.stride(0),
-        slot_mappings.stride(0),
-        UNIT=_UNITS[table.unit],
-        WIDTH_PAD=next_power_of_2(table.max_width),
-        num_warps=1,
-        num_stages=1,
-    )
+        table.bases, table.layout, path, num_sampled, query_start_loc, num_draft_tokens,
+        slot_mappings, path.stride(0), slot_mappings.stride(0),
+        UNIT=_UNITS[table.unit], WIDTH_PAD=next_power_of_2(table.max_width),
+        num_warps=1, num_stages=1,
+    )  # fmt: skip
 
 
 class TokenRows(NamedTuple):
@@ -166,26 +149,11 @@ class TokenRows(NamedTuple):
 @Kernel
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def _follow_kernel(
-    path,
-    num_sampled,
-    query_start_loc,
-    num_draft_tokens,
-    ids,
-    positions,
-    states,
-    moved_ids,
-    moved_positions,
-    moved_states,
-    num_reqs,
-    num_tokens,
-    path_stride,
-    states_stride,
-    moved_stride,
-    WIDTH: tl.constexpr,
-    REQS_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    path, num_sampled, query_start_loc, num_draft_tokens, ids, positions, states, moved_ids,
+    moved_positions, moved_states, num_reqs, num_tokens,
+    path_stride, states_stride, moved_stride,
+    WIDTH: tl.constexpr, REQS_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Move a block of rows and columns; the first block of a row also moves ids and positions."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < num_tokens
@@ -238,20 +206,8 @@ def follow_path(
         return
     block_rows, columns = moved_block(width)
     _follow_kernel[(cdiv(num_tokens, block_rows), cdiv(width, columns))](
-        path,
-        num_sampled,
-        query_start_loc,
-        num_draft_tokens,
-        *rows,
-        *moved,
-        num_reqs,
-        num_tokens,
-        path.stride(0),
-        rows.states.stride(0),
-        moved.states.stride(0),
-        WIDTH=width,
-        REQS_PAD=next_power_of_2(max_reqs),
-        ROWS=block_rows,
-        COLUMNS=columns,
+        path, num_sampled, query_start_loc, num_draft_tokens, *rows, *moved, num_reqs, num_tokens,
+        path.stride(0), rows.states.stride(0), moved.states.stride(0),
+        WIDTH=width, REQS_PAD=next_power_of_2(max_reqs), ROWS=block_rows, COLUMNS=columns,
         num_warps=4,
-    )
+    )  # fmt: skip

@@ -58,16 +58,9 @@ def path_tokens(
     lengths = torch.empty(rows, dtype=torch.int32, device=ids.device)
     if rows:
         _path_kernel[(rows,)](
-            ids,
-            nodes,
-            slots,
-            tree.parents,
-            tree.depths,
-            tokens,
-            lengths,
-            WIDTH=tree.width,
-            num_warps=1,
-        )
+            ids, nodes, slots, tree.parents, tree.depths, tokens, lengths,
+            WIDTH=tree.width, num_warps=1,
+        )  # fmt: skip
     return PathTokens(tokens, lengths)
 
 
@@ -96,22 +89,10 @@ class Penalties(NamedTuple):
 @Kernel
 @triton.jit
 def _penalties_kernel(
-    logits,
-    slots,
-    path_tokens,
-    path_lengths,
-    repetitions,
-    frequencies,
-    presences,
-    prompt_bits,
-    counts,
-    logits_stride,
-    bits_stride,
-    counts_stride,
-    vocab,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, slots, path_tokens, path_lengths, repetitions, frequencies, presences, prompt_bits,
+    counts, logits_stride, bits_stride, counts_stride, vocab,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     repetition = tl.load(repetitions + slot)
@@ -144,17 +125,10 @@ def penalize(
     if not rows:
         return
     _penalties_kernel[(rows, cdiv(vocab, BLOCK))](
-        logits,
-        slots,
-        *paths,
-        *penalties,
-        logits.stride(0),
-        penalties.prompt_bits.stride(0),
-        penalties.counts.stride(0),
-        vocab,
-        WIDTH=paths.width,
-        BLOCK=BLOCK,
-    )
+        logits, slots, *paths, *penalties,
+        logits.stride(0), penalties.prompt_bits.stride(0), penalties.counts.stride(0), vocab,
+        WIDTH=paths.width, BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 class BadWords(NamedTuple):
@@ -178,22 +152,11 @@ class BadWords(NamedTuple):
 @Kernel
 @triton.jit
 def _bad_words_kernel(
-    logits,
-    slots,
-    path_tokens,
-    path_lengths,
-    numbers,
-    offsets,
-    word_tokens,
-    all_tokens,
-    prompt_lens,
-    total_lens,
-    logits_stride,
-    offsets_stride,
-    words_stride,
-    tokens_stride,
+    logits, slots, path_tokens, path_lengths, numbers, offsets, word_tokens, all_tokens,
+    prompt_lens, total_lens,
+    logits_stride, offsets_stride, words_stride, tokens_stride,
     WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -227,17 +190,11 @@ def forbid_bad_words(
     if not rows or not most:
         return
     _bad_words_kernel[(rows, most)](
-        logits,
-        slots,
-        *paths,
-        *words,
-        logits.stride(0),
-        words.offsets.stride(0),
-        words.tokens.stride(0),
+        logits, slots, *paths, *words,
+        logits.stride(0), words.offsets.stride(0), words.tokens.stride(0),
         words.all_tokens.stride(0),
-        WIDTH=paths.width,
-        num_warps=1,
-    )
+        WIDTH=paths.width, num_warps=1,
+    )  # fmt: skip
 
 
 FORCED = 1.0e9
@@ -293,26 +250,12 @@ def _last_marker(tokens, path, total, history, marker, length, last):
 @Kernel
 @triton.jit
 def _thinking_kernel(
-    logits,
-    slots,
-    path_tokens,
-    path_lengths,
-    budgets,
-    starts,
-    ends,
-    all_tokens,
-    total_lens,
-    start_marker,
-    end_marker,
-    forced,
-    logits_stride,
-    tokens_stride,
-    start_len,
-    end_len,
-    forced_len,
-    WIDTH: tl.constexpr,
-    FORCED: tl.constexpr,
-):
+    logits, slots, path_tokens, path_lengths, budgets, starts, ends, all_tokens, total_lens,
+    start_marker, end_marker, forced,
+    logits_stride, tokens_stride,
+    start_len, end_len, forced_len,
+    WIDTH: tl.constexpr, FORCED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     budget = tl.load(budgets + slot)
@@ -345,16 +288,8 @@ def end_reasoning(
     if not rows:
         return
     _thinking_kernel[(rows,)](
-        logits,
-        slots,
-        *paths,
-        *thinking,
-        logits.stride(0),
-        thinking.all_tokens.stride(0),
-        thinking.start_marker.shape[0],
-        thinking.end_marker.shape[0],
-        thinking.forced.shape[0],
-        WIDTH=paths.width,
-        FORCED=FORCED,
-        num_warps=1,
-    )
+        logits, slots, *paths, *thinking,
+        logits.stride(0), thinking.all_tokens.stride(0),
+        thinking.start_marker.shape[0], thinking.end_marker.shape[0], thinking.forced.shape[0],
+        WIDTH=paths.width, FORCED=FORCED, num_warps=1,
+    )  # fmt: skip

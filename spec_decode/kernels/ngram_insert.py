@@ -61,33 +61,12 @@ def keep_note(note, used, start, n, total):
 @Kernel
 @triton.jit
 def _insert_kernel(
-    total_len,
-    idx_mapping,
-    history,
-    notes,
-    pending,
-    rates,
-    keys,
-    memory,
-    segments,
-    sources,
-    scores,
-    tokens,
-    parents,
-    history_stride,
-    vocab_size,
-    WIDTH: tl.constexpr,
-    TOPK: tl.constexpr,
-    LEVELS: tl.constexpr,
-    FIRST: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_PAD: tl.constexpr,
-    CHILDREN_PAD: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-):
+    total_len, idx_mapping, history, notes, pending, rates, keys, memory, segments, sources, scores,
+    tokens, parents, history_stride, vocab_size,
+    WIDTH: tl.constexpr, TOPK: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    DEPTH: tl.constexpr, DEPTH_PAD: tl.constexpr, CHILDREN_PAD: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH
     tokens += row * WIDTH
@@ -189,21 +168,13 @@ def insert_ngrams(
         return
     blocks = state.keys.shape[1]
     _insert_kernel[(num_reqs,)](
-        *read_and_written(table, state, total_len, idx_mapping),
-        vocab_size,
-        WIDTH=width,
-        TOPK=topk,
-        LEVELS=levels,
-        FIRST=first,
-        DEPTH=depth,
+        *read_and_written(table, state, total_len, idx_mapping), vocab_size,
+        WIDTH=width, TOPK=topk, LEVELS=levels, FIRST=first, DEPTH=depth,
         DEPTH_PAD=next_power_of_2(depth),
-        CHILDREN_PAD=next_power_of_2(topk if levels == 1 else topk**2),
-        BLOCKS=blocks,
-        BLOCKS_PAD=next_power_of_2(blocks),
-        REFERENCE=state.reference,
-        LENGTHS=state.lengths,
+        CHILDREN_PAD=next_power_of_2(topk if levels == 1 else topk**2), BLOCKS=blocks,
+        BLOCKS_PAD=next_power_of_2(blocks), REFERENCE=state.reference, LENGTHS=state.lengths,
         num_warps=1 if topk <= 8 else 4,
-    )
+    )  # fmt: skip
 
 
 def read_and_written(
@@ -301,32 +272,12 @@ UNLIKELY = tl.constexpr(-1e20)
 @Kernel
 @triton.jit
 def _paths_kernel(
-    total_len,
-    idx_mapping,
-    history,
-    notes,
-    pending,
-    rates,
-    keys,
-    memory,
-    segments,
-    sources,
-    scores,
-    tokens,
-    parents,
-    history_stride,
-    vocab_size,
-    WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    PATHS: tl.constexpr,
-    PATHS_PAD: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_PAD: tl.constexpr,
-    KEYS: tl.constexpr,
-    KEYS_PAD: tl.constexpr,
-    REFERENCE: tl.constexpr,
-    LENGTHS: tl.constexpr,
-):
+    total_len, idx_mapping, history, notes, pending, rates, keys, memory, segments, sources, scores,
+    tokens, parents, history_stride, vocab_size,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, PATHS: tl.constexpr, PATHS_PAD: tl.constexpr,
+    DEPTH: tl.constexpr, DEPTH_PAD: tl.constexpr, KEYS: tl.constexpr, KEYS_PAD: tl.constexpr,
+    REFERENCE: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scores += row * WIDTH + FIRST
     tokens += row * WIDTH + FIRST
@@ -349,9 +300,8 @@ def _paths_kernel(
     start = (key & PLACE_MASK) + 1
     later, found = tl.arange(0, ALIKE)[None, :], (key > 0)[:, None]
     following = tokens_behind(
-        text, memory, segments, start[:, None], later, total, history_stride, found,
-        REFERENCE,
-    )  # fmt: skip
+        text, memory, segments, start[:, None], later, total, history_stride, found, REFERENCE
+    )
     key = in_order(key, rates, memory, history_stride, REFERENCE, LENGTHS)
     path = tl.arange(0, PATHS_PAD)
     kept = tl.zeros([PATHS_PAD], tl.int32)
@@ -380,9 +330,8 @@ def _paths_kernel(
     ended = ~is_match
     for depth in range(DEPTH):
         token = tokens_behind(
-            text, memory, segments, start, depth, total, history_stride, is_match,
-            REFERENCE,
-        )  # fmt: skip
+            text, memory, segments, start, depth, total, history_stride, is_match, REFERENCE
+        )
         ended = ended | (token < 0) | (token >= vocab_size)
         # A path that has ended is no longer one with a path that goes on, whatever its token.
         token = tl.where(ended, -1, token)
@@ -432,20 +381,11 @@ def insert_paths(
         return
     count = state.keys.shape[1]
     _paths_kernel[(num_reqs,)](
-        *read_and_written(table, state, total_len, idx_mapping),
-        vocab_size,
-        WIDTH=width,
-        FIRST=first,
-        PATHS=paths,
-        PATHS_PAD=next_power_of_2(paths),
-        DEPTH=depth,
-        DEPTH_PAD=next_power_of_2(depth),
-        KEYS=count,
-        KEYS_PAD=next_power_of_2(count),
-        REFERENCE=state.reference,
-        LENGTHS=state.lengths,
-        num_warps=warps(count),
-    )
+        *read_and_written(table, state, total_len, idx_mapping), vocab_size,
+        WIDTH=width, FIRST=first, PATHS=paths, PATHS_PAD=next_power_of_2(paths), DEPTH=depth,
+        DEPTH_PAD=next_power_of_2(depth), KEYS=count, KEYS_PAD=next_power_of_2(count),
+        REFERENCE=state.reference, LENGTHS=state.lengths, num_warps=warps(count),
+    )  # fmt: skip
 
 
 def warps(keys: int) -> int:

@@ -133,21 +133,11 @@ def _clear(keys, MATCHES: tl.constexpr):
 @Kernel
 @triton.jit
 def _match_kernel(
-    source,
-    total_len,
-    idx_mapping,
-    history,
-    notes,
-    keys,
-    source_stride,
-    history_stride,
-    keys_stride,
-    MIN_N: tl.constexpr,
-    MAX_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MATCHES: tl.constexpr,
+    source, total_len, idx_mapping, history, notes, keys,
+    source_stride, history_stride, keys_stride,
+    MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr, MATCHES: tl.constexpr,
     REFERENCE: tl.constexpr,
-):
+):  # fmt: skip
     """Write the keys of the best matches that end in one block of one request's history."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -235,19 +225,8 @@ def match_ngrams(
     columns = state.history.shape[1]
     block = scan_block(columns)
     _match_kernel[(num_reqs, cdiv(columns, block))](
-        source,
-        total_len,
-        idx_mapping,
-        state.history,
-        state.notes,
-        state.keys,
-        source.stride(0),
-        columns,
-        state.keys.shape[1],
-        MIN_N=state.min_n,
-        MAX_N=state.max_n,
-        BLOCK=block,
-        MATCHES=state.matches,
-        REFERENCE=state.reference,
-        num_warps=4 if block > 512 else 1,
-    )
+        source, total_len, idx_mapping, state.history, state.notes, state.keys, source.stride(0),
+        columns, state.keys.shape[1],
+        MIN_N=state.min_n, MAX_N=state.max_n, BLOCK=block, MATCHES=state.matches,
+        REFERENCE=state.reference, num_warps=4 if block > 512 else 1,
+    )  # fmt: skip

@@ -95,33 +95,14 @@ def gumbel_noise(seed, position, token, FP64: tl.constexpr):
 @Kernel
 @triton.jit
 def _block_kernel(
-    logits,
-    biases,
-    target_ids,
-    temperature,
-    seeds,
-    idx_mapping,
-    positions,
-    peaks,
-    sums,
-    best_orders,
-    best_tokens,
-    logits_stride,
-    bias_stride,
-    vocab_size,
-    sharpness,
-    BLOCKS: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NOISY: tl.constexpr,
-    ROWS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    NODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FP64: tl.constexpr,
-):
+    logits, biases, target_ids, temperature, seeds, idx_mapping, positions, peaks, sums,
+    best_orders, best_tokens,
+    logits_stride, bias_stride,
+    vocab_size, sharpness,
+    BLOCKS: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    NOISY: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr, NODES: tl.constexpr,
+    GROUP: tl.constexpr, MAPPED: tl.constexpr, FP64: tl.constexpr,
+):  # fmt: skip
     """One block of ``GROUP`` rows, which share their logits but for a bias. What the rows share is
     read once, and their noise, which depends on the position, drawn once."""
     first = tl.program_id(0).to(tl.int64) * GROUP
@@ -168,20 +149,10 @@ def _block_kernel(
 @Kernel
 @triton.jit
 def _merge_kernel(
-    peaks,
-    sums,
-    best_orders,
-    best_tokens,
-    target_ids,
-    logp,
-    tokens,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    ENTRIES_PAD: tl.constexpr,
-    MAPPED: tl.constexpr,
-):
+    peaks, sums, best_orders, best_tokens, target_ids, logp, tokens,
+    BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, TOPK: tl.constexpr, TOPK_PAD: tl.constexpr,
+    ENTRIES_PAD: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
     """One row: merge the sums of its blocks, and choose the best of their best tokens."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, ENTRIES_PAD)
@@ -251,41 +222,20 @@ def topk_logprobs(
         *torch.empty(2, num_rows, blocks, topk, dtype=torch.int32, device=rows.device),
     )
     _block_kernel[(num_rows // group, blocks)](
-        logits,
-        biases,
-        target_ids,
-        *(noise[:4] if noise is not None else (None, None, None, None)),
-        *parts,
-        logits.stride(0),
-        0 if biases is None else biases.stride(0),
-        vocab_size,
-        sharpness,
-        BLOCKS=blocks,
-        TOPK=topk,
-        TOPK_PAD=next_power_of_2(topk),
-        BLOCK=block,
-        NOISY=noise is not None,
-        ROWS=1 if noise is None else noise.rows,
-        OFFSET=0 if noise is None else noise.offset,
-        NODES=nodes,
-        GROUP=group,
-        MAPPED=target_ids is not None,
-        FP64=noise is not None and noise.fp64,
-        num_warps=block_warps,
-    )
+        logits, biases, target_ids, *(noise[:4] if noise is not None else (None, None, None, None)),
+        *parts, logits.stride(0), 0 if biases is None else biases.stride(0),
+        vocab_size, sharpness,
+        BLOCKS=blocks, TOPK=topk, TOPK_PAD=next_power_of_2(topk), BLOCK=block,
+        NOISY=noise is not None, ROWS=1 if noise is None else noise.rows,
+        OFFSET=0 if noise is None else noise.offset, NODES=nodes, GROUP=group,
+        MAPPED=target_ids is not None, FP64=noise is not None and noise.fp64, num_warps=block_warps,
+    )  # fmt: skip
     _merge_kernel[(num_rows,)](
-        *parts,
-        target_ids,
-        logp,
-        tokens,
-        BLOCKS=blocks,
-        BLOCKS_PAD=next_power_of_2(blocks),
-        TOPK=topk,
-        TOPK_PAD=next_power_of_2(topk),
-        ENTRIES_PAD=next_power_of_2(blocks * topk),
-        MAPPED=target_ids is not None,
-        num_warps=topk_merge_warps(blocks * topk),
-    )
+        *parts, target_ids, logp, tokens,
+        BLOCKS=blocks, BLOCKS_PAD=next_power_of_2(blocks), TOPK=topk,
+        TOPK_PAD=next_power_of_2(topk), ENTRIES_PAD=next_power_of_2(blocks * topk),
+        MAPPED=target_ids is not None, num_warps=topk_merge_warps(blocks * topk),
+    )  # fmt: skip
     return logp, tokens
 
 

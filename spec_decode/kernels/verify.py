@@ -63,27 +63,11 @@ class TreeRows:
 @Kernel
 @triton.jit(do_not_specialize=["num_reqs", "max_rows"])
 def _rows_kernel(
-    tree_parents,
-    tree_depths,
-    tree_masks,
-    idx_mapping,
-    query_start_loc,
-    cu_num_logits,
-    num_computed,
-    num_drafts,
-    positions,
-    row_masks,
-    row_depths,
-    row_parents,
-    num_rows,
-    prefix_lens,
-    plain_lens,
-    num_reqs,
-    max_rows,
-    tree_stride,
-    PLAIN_ROWS: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-):
+    tree_parents, tree_depths, tree_masks, idx_mapping, query_start_loc, cu_num_logits,
+    num_computed, num_drafts, positions, row_masks, row_depths, row_parents, num_rows, prefix_lens,
+    plain_lens, num_reqs, max_rows, tree_stride,
+    PLAIN_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0)
     if req >= num_reqs:
         tl.store(num_rows + req, 0)
@@ -156,60 +140,24 @@ def prepare_rows(
     if batch.num_reqs_after_padding == 0:
         return
     _rows_kernel[(batch.num_reqs_after_padding,)](
-        tree.parents,
-        tree.depths,
-        tree.masks,
-        batch.idx_mapping,
-        batch.query_start_loc,
-        batch.cu_num_logits,
-        num_computed,
-        rows.num_drafts,
-        batch.positions,
-        rows.row_masks,
-        rows.row_depths,
-        rows.row_parents,
-        rows.num_rows,
-        rows.prefix_lens,
-        rows.plain_lens,
-        batch.num_reqs,
-        max_rows,
-        tree.width,
-        PLAIN_ROWS=plain_rows,
-        ROWS_PAD=next_power_of_2(max(tree.width, max_rows)),
-        num_warps=1,
-    )
+        tree.parents, tree.depths, tree.masks, batch.idx_mapping, batch.query_start_loc,
+        batch.cu_num_logits, num_computed, rows.num_drafts, batch.positions, rows.row_masks,
+        rows.row_depths, rows.row_parents, rows.num_rows, rows.prefix_lens, rows.plain_lens,
+        batch.num_reqs, max_rows, tree.width,
+        PLAIN_ROWS=plain_rows, ROWS_PAD=next_power_of_2(max(tree.width, max_rows)), num_warps=1,
+    )  # fmt: skip
 
 
 @Kernel
 @triton.jit
 def _walk_kernel(
-    target_tokens,
-    draft_tokens,
-    cu_num_logits,
-    idx_mapping,
-    tree_parents,
-    positions,
-    prefill_len,
-    seq_lens,
-    sampled,
-    path,
-    num_sampled,
-    num_rejected,
-    emitted,
-    extra_nodes,
-    extra_counts,
-    teaches,
-    tree_stride,
-    sampled_width,
-    sampled_stride,
-    path_stride,
-    HAS_PREFILL: tl.constexpr,
-    COUNTED: tl.constexpr,
-    EXTRAS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SOME_TEACH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-):
+    target_tokens, draft_tokens, cu_num_logits, idx_mapping, tree_parents, positions, prefill_len,
+    seq_lens, sampled, path, num_sampled, num_rejected, emitted, extra_nodes, extra_counts, teaches,
+    tree_stride, sampled_width,
+    sampled_stride, path_stride,
+    HAS_PREFILL: tl.constexpr, COUNTED: tl.constexpr, EXTRAS: tl.constexpr, SLOTS: tl.constexpr,
+    SOME_TEACH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0).to(tl.int64)
     first = tl.load(cu_num_logits + req).to(tl.int64)
     rows = (tl.load(cu_num_logits + req + 1) - first).to(tl.int32)
@@ -308,31 +256,13 @@ def walk_tree(
     if num_reqs <= 0:
         return
     _walk_kernel[(num_reqs,)](
-        target_tokens,
-        draft_tokens_at_rows,
-        cu_num_logits,
-        idx_mapping,
-        tree.parents,
-        positions,
-        prefill_len,
-        seq_lens,
-        sampled,
-        path,
-        num_sampled,
-        num_rejected,
-        emitted,
-        extra_nodes,
-        extra_counts,
-        teaches,
-        tree.width,
-        sampled.shape[1],
-        sampled.stride(0),
-        path.stride(0),
-        HAS_PREFILL=positions is not None,
-        COUNTED=emitted is not None,
+        target_tokens, draft_tokens_at_rows, cu_num_logits, idx_mapping, tree.parents, positions,
+        prefill_len, seq_lens, sampled, path, num_sampled, num_rejected, emitted, extra_nodes,
+        extra_counts, teaches, tree.width, sampled.shape[1],
+        sampled.stride(0), path.stride(0),
+        HAS_PREFILL=positions is not None, COUNTED=emitted is not None,
         EXTRAS=0 if extra_nodes is None else extra_nodes.numel() // extra_nodes.shape[-1],
         SLOTS=0 if extra_nodes is None else extra_nodes.shape[-1],
         SOME_TEACH=emitted is not None and teaches is not None,
-        WIDTH_PAD=next_power_of_2(tree.width),
-        num_warps=1,
-    )
+        WIDTH_PAD=next_power_of_2(tree.width), num_warps=1,
+    )  # fmt: skip

@@ -92,16 +92,9 @@ def _layer_norm_store(
 
 @triton.jit
 def _layer_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    out_ptr,
-    eps,
-    WIDTH: tl.constexpr,
-    THREADS: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, eps,
+    WIDTH: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     # The three steps are written out, so that all loads are in flight at once and the values stay
     # in registers.
     row = tl.program_id(0).to(tl.int64)
@@ -145,16 +138,9 @@ def _layer_norm_kernel(
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    eps,
-    share,
-    ROUND: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, share,
+    ROUND: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first_columns = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     sums = tl.zeros((32, 4), tl.float32)
@@ -191,18 +177,9 @@ def add_layer_norm(
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
     _layer_norm_kernel[(x.numel() // width,)](
-        x,
-        residual,
-        weight,
-        bias,
-        total,
-        out,
-        eps,
-        WIDTH=width,
-        THREADS=THREADS,
-        num_warps=THREADS // 32,
-        **NO_FUSION,
-    )
+        x, residual, weight, bias, total, out, eps,
+        WIDTH=width, THREADS=THREADS, num_warps=THREADS // 32, **NO_FUSION,
+    )  # fmt: skip
     return out, total
 
 
@@ -215,16 +192,7 @@ def add_rms_norm(
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     width = x.shape[-1]
     _rms_norm_kernel[(x.numel() // width,)](
-        x,
-        residual,
-        weight,
-        total,
-        out,
-        eps,
-        1.0 / width,
-        ROUND=rounded,
-        WIDTH=width,
-        num_warps=1,
-        **NO_FUSION,
-    )
+        x, residual, weight, total, out, eps, 1.0 / width,
+        ROUND=rounded, WIDTH=width, num_warps=1, **NO_FUSION,
+    )  # fmt: skip
     return out, total

@@ -32,17 +32,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotate_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    rows,
-    qkv_stride,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-):
+    qkv_ptr, cos_ptr, sin_ptr, out_ptr, rows, qkv_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     head = tl.arange(0, HEADS_PAD)[:, None]
@@ -69,16 +61,8 @@ def rotate_qk(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: in
     rows, size = qkv.shape[0], qkv.shape[1] // (3 * heads)
     out = qkv.new_empty(2, rows, heads, size)
     _rotate_kernel[(rows, 2)](
-        qkv,
-        cos,
-        sin,
-        out,
-        rows,
-        qkv.stride(0),
-        HEADS=heads,
-        SIZE=size,
-        HEADS_PAD=triton.next_power_of_2(heads),
-        HALF_PAD=triton.next_power_of_2(size // 2),
-        num_warps=4,
-    )
+        qkv, cos, sin, out, rows, qkv.stride(0),
+        HEADS=heads, SIZE=size, HEADS_PAD=triton.next_power_of_2(heads),
+        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=4,
+    )  # fmt: skip
     return out

@@ -262,8 +262,7 @@ class ChainSpeculator(FirstPassGraphs):
             functools.partial(
                 super()._multi_step_decode,
                 input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp,
-            ),
-            lambda: [self.draft_tokens[:num_reqs, 1:].clone()],
+            ), lambda: [self.draft_tokens[:num_reqs, 1:].clone()],
         )  # fmt: skip
         self.counters.replays += 1
         self.counters.padding_rows += desc.num_reqs - num_reqs

@@ -99,26 +99,14 @@ class AttentionCall(ABC):
         heads, size = self.query.shape[1:]
         width = min(width or self.head_pad, self.head_pad)
         combine_kernel[(self.num_reqs, self.max_rows, heads * cdiv(size, width))](
-            out,
-            *partial_results(workspace),
-            self.query_start_loc,
-            self.num_rows,
-            used.kv_lens if used else None,
-            parts,
-            self.level,
-            *out.stride()[:2],
-            **self.shared(),
-            HEAD=size,
-            WIDTH=width,
-            PARTS_PAD=next_power_of_2(parts),
-            BLOCK_N=used.keys if used else 1,
-            WINDOW=used.window if used else 0,
-            CHUNKED=used.chunked if used else False,
-            OVERLAPPED=overlapped,
-            num_warps=warps,
+            out, *partial_results(workspace), self.query_start_loc, self.num_rows,
+            used.kv_lens if used else None, parts, self.level, *out.stride()[:2],
+            **self.shared(), HEAD=size, WIDTH=width, PARTS_PAD=next_power_of_2(parts),
+            BLOCK_N=used.keys if used else 1, WINDOW=used.window if used else 0,
+            CHUNKED=used.chunked if used else False, OVERLAPPED=overlapped, num_warps=warps,
             # Other devices than NVIDIA's don't know the option.
             **({"launch_pdl": True} if overlapped else {}),
-        )
+        )  # fmt: skip
 
 
 class UsedSplits(NamedTuple):

@@ -28,14 +28,9 @@ def _key_value_scales(scale, k_scale, v_scale, FP8: tl.constexpr):
 
 @triton.jit
 def _logits(
-    q,
-    k,
-    scale,
-    soft_cap,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FOLDED: tl.constexpr = False,
-):
+    q, k, scale, soft_cap,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr = False,
+):  # fmt: skip
     """Logits in units of log 2, for ``exp2``. With FOLDED, the scale is in these units."""
     if q.dtype == tl.float8e4nv:
         summed: tl.constexpr = _SUMMED if q.shape[1] > _SUMMED else q.shape[1]
@@ -97,62 +92,19 @@ def _split_length(keys, num_splits, BLOCK_N: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["level", "num_splits", "soft_cap", "ancestors_stride"])
 def split_kernel(
-    query,
-    kv_cache,
-    out,
-    partial_acc,
-    partial_peak,
-    partial_total,
-    query_start_loc,
-    kv_lens,
-    block_table,
-    row_masks,
-    row_depths,
-    num_rows,
-    scratch,
-    ancestors,
-    sinks,
-    q_scale,
-    k_scale,
-    v_scale,
-    scale,
-    soft_cap,
-    level,
-    num_splits,
-    query_row_stride,
-    query_head_stride,
-    out_row_stride,
-    out_head_stride,
-    cache_block_stride,
-    cache_head_stride,
-    cache_slot_stride,
-    table_stride,
-    scratch_req_stride,
-    scratch_slot_stride,
-    scratch_head_stride,
-    ancestors_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PARTIAL_ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DRAFT: tl.constexpr,
-    TOPK: tl.constexpr,
-    FP8: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EDGES: tl.constexpr,
-    SKIP_EMPTY: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    query, kv_cache, out, partial_acc, partial_peak, partial_total,
+    query_start_loc, kv_lens, block_table, row_masks, row_depths, num_rows,
+    scratch, ancestors, sinks, q_scale, k_scale, v_scale, scale, soft_cap, level, num_splits,
+    query_row_stride, query_head_stride, out_row_stride, out_head_stride,
+    cache_block_stride, cache_head_stride, cache_slot_stride, table_stride,
+    scratch_req_stride, scratch_slot_stride, scratch_head_stride, ancestors_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PARTIAL_ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DRAFT: tl.constexpr, TOPK: tl.constexpr,
+    FP8: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, EDGES: tl.constexpr,
+    SKIP_EMPTY: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """One tile, of a request's rows x the heads of one KV head, over one split of its keys. With a
     window, a row at position p sees keys after p - WINDOW; with chunks, keys from the last multiple
     of WINDOW on that is at most p. Blocks before the first key that any row sees may be the null
@@ -299,29 +251,12 @@ def split_kernel(
 @Kernel
 @triton.jit(do_not_specialize=["num_splits", "level"])
 def combine_kernel(
-    out,
-    partial_acc,
-    partial_peak,
-    partial_total,
-    query_start_loc,
-    num_rows,
-    kv_lens,
-    num_parts,
-    level,
-    out_row_stride,
-    out_head_stride,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTIAL_ROWS: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
-    DRAFT: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
+    out, partial_acc, partial_peak, partial_total, query_start_loc, num_rows, kv_lens, num_parts,
+    level, out_row_stride, out_head_stride,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
+    PARTS_PAD: tl.constexpr, DRAFT: tl.constexpr, TOPK: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Combine the parts of WIDTH numbers of one row and head into the output. With ``kv_lens`` only
     those that have keys are read, which are the first ones of the prefix."""
     req = tl.program_id(0).to(tl.int64)

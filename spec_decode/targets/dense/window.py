@@ -40,20 +40,10 @@ def table_width(window: int, max_rows: int, block_size: int) -> int:
 @Kernel
 @triton.jit(do_not_specialize=["window", "table_stride", "table_blocks", "out_stride", "out_width"])
 def _window_kernel(
-    table,
-    kv_lens,
-    query_start_loc,
-    out_table,
-    out_lens,
-    window,
-    table_stride,
-    table_blocks,
-    out_stride,
-    out_width,
-    BLOCK_SIZE: tl.constexpr,
-    SINK: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    table, kv_lens, query_start_loc, out_table, out_lens, window, table_stride, table_blocks,
+    out_stride, out_width,
+    BLOCK_SIZE: tl.constexpr, SINK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0).to(tl.int64)
     kv_len = tl.load(kv_lens + req)
     rows = 0
@@ -101,21 +91,10 @@ def windowed_table(
     lens = kv_lens.new_empty(num_reqs)
     if num_reqs:
         _window_kernel[(num_reqs,)](
-            block_table,
-            kv_lens,
-            query_start_loc,
-            table,
-            lens,
-            window,
-            block_table.stride(0),
-            table_blocks,
-            table.stride(0),
-            width,
-            BLOCK_SIZE=block_size,
-            SINK=SINK_BLOCKS,
-            PIECE=_PIECE,
-            num_warps=1,
-        )
+            block_table, kv_lens, query_start_loc, table, lens, window, block_table.stride(0),
+            table_blocks, table.stride(0), width,
+            BLOCK_SIZE=block_size, SINK=SINK_BLOCKS, PIECE=_PIECE, num_warps=1,
+        )  # fmt: skip
     return table, lens
 
 

@@ -27,52 +27,16 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 @Kernel
 @triton.jit(do_not_specialize=["level", "num_splits", "ancestors_stride"])
 def latent_kernel(
-    query,
-    query_rope,
-    latents,
-    out,
-    partial_acc,
-    partial_peak,
-    partial_total,
-    query_start_loc,
-    prefix_lens,
-    block_table,
-    row_masks,
-    num_rows,
-    scratch,
-    ancestors,
-    k_scale,
-    scale,
-    level,
-    num_splits,
-    query_row_stride,
-    query_head_stride,
-    rope_row_stride,
-    rope_head_stride,
-    out_row_stride,
-    out_head_stride,
-    cache_block_stride,
-    cache_slot_stride,
-    table_stride,
-    scratch_req_stride,
-    scratch_slot_stride,
-    ancestors_stride,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PARTIAL_ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DRAFT: tl.constexpr,
-    TOPK: tl.constexpr,
-    FP8: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, query_rope, latents, out, partial_acc, partial_peak, partial_total, query_start_loc,
+    prefix_lens, block_table, row_masks, num_rows, scratch, ancestors, k_scale, scale, level,
+    num_splits, query_row_stride, query_head_stride, rope_row_stride, rope_head_stride,
+    out_row_stride, out_head_stride, cache_block_stride, cache_slot_stride, table_stride,
+    scratch_req_stride, scratch_slot_stride, ancestors_stride,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DRAFT: tl.constexpr,
+    TOPK: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One tile, of a request's rows x heads, over one split of its keys. A latent is loaded once as
     key and value. Rows to verify see keys of the cache alone. Rows of a draft's level see all keys
     of the cache and their ancestors in the scratch."""
@@ -182,16 +146,10 @@ def _latent_logits(q, q_rope, k, k_rope, scale, PRECISION: tl.constexpr):
 @Kernel
 @triton.jit
 def copy_rows_kernel(
-    source,
-    target,
-    query_start_loc,
-    num_rows,
-    source_stride,
-    target_stride,
-    WIDTH: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, target, query_start_loc, num_rows,
+    source_stride, target_stride,
+    WIDTH: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Copy one row of a tree; other rows of the target stay as they are."""
     req = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
@@ -297,45 +255,21 @@ def _launch(
     tiles = cdiv(rows, tile.rows)
     splits = call.num_splits(tiles, workspace, num_splits)
     latent_kernel[(call.num_reqs * tiles, call.parts(splits))](
-        query,
-        call.query_rope,
-        latents.view(torch.uint8) if fp8 else latents,
-        out,
-        *partial_results(workspace),
-        call.query_start_loc,
-        call.prefix_lens,
-        call.block_table,
-        call.row_masks,
-        call.num_rows,
-        scratch,
-        call.ancestors,
-        call.k_scale,
-        call.scale,
-        call.level,
-        splits,
-        *query.stride()[:2],
-        *call.query_rope.stride()[:2],
-        *out.stride()[:2],
-        *latents.stride()[:2],
-        call.block_table.stride(0),
+        query, call.query_rope, latents.view(torch.uint8) if fp8 else latents, out,
+        *partial_results(workspace), call.query_start_loc, call.prefix_lens, call.block_table,
+        call.row_masks, call.num_rows, scratch, call.ancestors, call.k_scale, call.scale,
+        call.level, splits,
+        *query.stride()[:2], *call.query_rope.stride()[:2], *out.stride()[:2],
+        *latents.stride()[:2], call.block_table.stride(0),
         *(scratch.stride()[:2] if scratch is not None else (0, 0)),
         # Trees of all depths share the compiled kernel.
         call.ancestors.stride(1) if call.ancestors is not None else 0,
-        **call.shared(),
-        RANK=rank,
-        RANK_PAD=rank_pad,
-        ROPE=rope,
-        ROPE_PAD=max(16, next_power_of_2(rope)),
-        BLOCK_SIZE=latents.shape[1],
-        TILES=tiles,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        FP8=fp8,
-        SPLIT=splits > 1,
+        **call.shared(), RANK=rank, RANK_PAD=rank_pad, ROPE=rope,
+        ROPE_PAD=max(16, next_power_of_2(rope)), BLOCK_SIZE=latents.shape[1], TILES=tiles,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, FP8=fp8, SPLIT=splits > 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     # All splits of a row are held at once.
     call.combine(out, workspace, splits, warps=8 if rank_pad > 256 else 4)
 
@@ -345,14 +279,7 @@ def copy_tree_rows(source: torch.Tensor, target: torch.Tensor, batch: LatentBatc
     Other rows of the target stay untouched. The host reads no device value."""
     width = source.shape[1]
     copy_rows_kernel[(batch.num_reqs, batch.max_rows, cdiv(width, _COPIED))](
-        source,
-        target,
-        batch.query_start_loc,
-        batch.num_rows,
-        source.stride(0),
-        target.stride(0),
-        WIDTH=width,
-        MAX_ROWS=batch.max_rows,
-        BLOCK=_COPIED,
-        num_warps=4,
-    )
+        source, target, batch.query_start_loc, batch.num_rows,
+        source.stride(0), target.stride(0),
+        WIDTH=width, MAX_ROWS=batch.max_rows, BLOCK=_COPIED, num_warps=4,
+    )  # fmt: skip

@@ -110,39 +110,13 @@ def _chunk_sizes(value: int, max_rows: int) -> dict[str, int]:
 @Kernel
 @triton.jit
 def _tree_chunk_kernel(
-    rows,
-    decays,
-    betas,
-    rates,
-    bias,
-    skips,
-    states,
-    columns,
-    num_accepted,
-    query_start_loc,
-    parents,
-    masks,
-    gates,
-    outputs,
-    scale,
-    lower_bound,
-    row_stride,
-    decay_stride,
-    beta_stride,
-    block_stride,
-    column_stride,
-    output_stride,
-    DECAY: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    PART: tl.constexpr,
-    VALUES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    rows, decays, betas, rates, bias, skips, states, columns, num_accepted, query_start_loc,
+    parents, masks, gates, outputs, scale, lower_bound,
+    row_stride, decay_stride, beta_stride, block_stride, column_stride, output_stride,
+    DECAY: tl.constexpr, BOUNDED: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, NUMBERS: tl.constexpr, PART: tl.constexpr,
+    VALUES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     first, num_rows, columns, before = request_of(
@@ -288,9 +262,6 @@ def tree_chunk(
     given = arguments_of(rows, gates, states, which, outputs, groups)
     value, sizes = given["VALUE"], _chunk_sizes(given["VALUE"], max_rows)
     _tree_chunk_kernel[(cdiv(value, sizes["VALUES"]), which.num_reqs * given["HEADS"])](
-        **given,
-        masks=kept.masks,
-        gates=kept_gates,
-        NUMBERS=numbers_of(Decay(given["DECAY"]), given["KEY"]),
-        **sizes,
-    )
+        **given, masks=kept.masks, gates=kept_gates,
+        NUMBERS=numbers_of(Decay(given["DECAY"]), given["KEY"]), **sizes,
+    )  # fmt: skip

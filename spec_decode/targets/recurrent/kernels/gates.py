@@ -151,16 +151,10 @@ def keep_rows(
     if which.num_reqs == 0:
         return
     _keep_rows_kernel[(which.num_reqs,)](
-        which.query_start_loc,
-        which.num_accepted,
-        which.parents,
-        batch_rows,
-        kept.firsts,
-        kept.accepted,
-        kept.masks,
-        ROWS=next_power_of_2(rows),
-        num_warps=1,
-    )
+        which.query_start_loc, which.num_accepted, which.parents, batch_rows, kept.firsts,
+        kept.accepted, kept.masks,
+        ROWS=next_power_of_2(rows), num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -320,12 +314,9 @@ def softplus(x):
 @triton.jit
 def places_of(
     head,
-    DECAY: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
+    DECAY: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr,
-):
+):  # fmt: skip
     """Where a row has a head's query, key and value. Queries, keys and values of all heads lie
     behind each other; of Mamba-2 values, keys, queries."""
     group = head // (HEADS // GROUPS)

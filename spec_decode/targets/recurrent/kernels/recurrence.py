@@ -29,28 +29,11 @@ _MAX_FEATURES, _MAX_TILE = 256, 4096
 @Kernel
 @triton.jit
 def _tree_conv_kernel(
-    inputs,
-    weights,
-    bias,
-    windows,
-    columns,
-    num_accepted,
-    query_start_loc,
-    parents,
-    outputs,
-    dim,
-    input_stride,
-    weight_stride,
-    block_stride,
-    token_stride,
-    feature_stride,
-    column_stride,
+    inputs, weights, bias, windows, columns, num_accepted, query_start_loc, parents, outputs, dim,
+    input_stride, weight_stride, block_stride, token_stride, feature_stride, column_stride,
     output_stride,
-    WIDTH: tl.constexpr,
-    SILU: tl.constexpr,
-    FEATURES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    WIDTH: tl.constexpr, SILU: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0)
     first = tl.load(query_start_loc + req).to(tl.int64)
     num_rows = tl.load(query_start_loc + req + 1) - first
@@ -135,29 +118,12 @@ def tree_conv(
     rows_padded = next_power_of_2(rows.columns.shape[1])
     features = min(max(_MAX_TILE // rows_padded, 1), _MAX_FEATURES, next_power_of_2(dim))
     _tree_conv_kernel[(rows.num_reqs, cdiv(dim, features))](
-        given,
-        weights,
-        bias,
-        windows,
-        rows.columns,
-        rows.num_accepted,
-        rows.query_start_loc,
-        rows.parents,
-        outputs,
-        dim,
-        given.stride(0),
-        weights.stride(0),
-        windows.stride(0),
-        windows.stride(2),
-        windows.stride(1),
-        rows.columns.stride(0),
-        outputs.stride(0),
-        WIDTH=width,
-        SILU=silu,
-        FEATURES=features,
-        ROWS=rows_padded,
-        num_warps=4,
-    )
+        given, weights, bias, windows, rows.columns, rows.num_accepted, rows.query_start_loc,
+        rows.parents, outputs, dim,
+        given.stride(0), weights.stride(0), windows.stride(0), windows.stride(2), windows.stride(1),
+        rows.columns.stride(0), outputs.stride(0),
+        WIDTH=width, SILU=silu, FEATURES=features, ROWS=rows_padded, num_warps=4,
+    )  # fmt: skip
     return outputs
 
 
@@ -187,35 +153,12 @@ def keep(state, row, states, columns, block_stride, place, mask):
 @Kernel
 @triton.jit
 def _tree_recurrence_kernel(
-    rows,
-    decays,
-    betas,
-    rates,
-    bias,
-    skips,
-    states,
-    columns,
-    num_accepted,
-    query_start_loc,
-    parents,
-    outputs,
-    scale,
-    lower_bound,
-    row_stride,
-    decay_stride,
-    beta_stride,
-    block_stride,
-    column_stride,
-    output_stride,
-    DECAY: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    rows, decays, betas, rates, bias, skips, states, columns, num_accepted, query_start_loc,
+    parents, outputs, scale, lower_bound,
+    row_stride, decay_stride, beta_stride, block_stride, column_stride, output_stride,
+    DECAY: tl.constexpr, BOUNDED: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
     first, num_rows, columns, before = request_of(

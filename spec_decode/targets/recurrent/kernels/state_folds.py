@@ -138,32 +138,13 @@ def _addresses(layer: FoldedLayer) -> list[int]:
 @Kernel
 @triton.jit
 def _fold_states_kernel(
-    layers,
-    tables,
-    firsts,
-    accepted,
-    query_start_loc,
-    path,
-    num_sampled,
-    seq_lens,
-    path_stride,
-    row_stride,
-    STATE: tl.constexpr,
-    ROW: tl.constexpr,
-    RATE: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALIGNED_BYTES: tl.constexpr,
-    ALIGNED_UNITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    BY_PREFIX: tl.constexpr,
-    DECAY: tl.constexpr,
-    NUMBERS: tl.constexpr,
-):
+    layers, tables, firsts, accepted, query_start_loc, path, num_sampled, seq_lens,
+    path_stride, row_stride,
+    STATE: tl.constexpr, ROW: tl.constexpr, RATE: tl.constexpr, BIAS: tl.constexpr,
+    ALIGNED_BYTES: tl.constexpr, ALIGNED_UNITS: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, BY_PREFIX: tl.constexpr, DECAY: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
     req = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
     layer = tl.program_id(2)
@@ -248,30 +229,10 @@ def fold_states(
     values, warps = tile_of(table.decay, value)
     state, row, rate, bias = (_TYPES[dtype] for dtype in table.dtypes)
     _fold_states_kernel[(cdiv(value, values), num_reqs * heads, len(table.layers))](
-        table.layers,
-        table.tables,
-        kept.firsts,
-        kept.accepted,
-        query_start_loc,
-        path,
-        num_sampled,
-        seq_lens,
-        path.stride(0),
-        table.row_stride,
-        STATE=state,
-        ROW=row,
-        RATE=rate,
-        BIAS=bias,
-        ALIGNED_BYTES=table.alignment,
-        ALIGNED_UNITS=table.alignment // table.dtypes[0].itemsize,
-        GROUPS=groups,
-        HEADS=heads,
-        KEY=key,
-        VALUE=value,
-        KEYS=next_power_of_2(key),
-        VALUES=values,
-        BY_PREFIX=table.by_prefix,
-        DECAY=int(table.decay),
-        NUMBERS=numbers_of(table.decay, key),
-        num_warps=warps,
-    )
+        table.layers, table.tables, kept.firsts, kept.accepted, query_start_loc, path, num_sampled,
+        seq_lens, path.stride(0), table.row_stride,
+        STATE=state, ROW=row, RATE=rate, BIAS=bias, ALIGNED_BYTES=table.alignment,
+        ALIGNED_UNITS=table.alignment // table.dtypes[0].itemsize, GROUPS=groups, HEADS=heads,
+        KEY=key, VALUE=value, KEYS=next_power_of_2(key), VALUES=values, BY_PREFIX=table.by_prefix,
+        DECAY=int(table.decay), NUMBERS=numbers_of(table.decay, key), num_warps=warps,
+    )  # fmt: skip

@@ -134,21 +134,10 @@ def columns_of(tables, layer, req, seq_lens, BY_PREFIX: tl.constexpr):
 @Kernel
 @triton.jit
 def _move_states_kernel(
-    bases,
-    tables,
-    path,
-    num_sampled,
-    num_drafts,
-    seq_lens,
-    query_start_loc,
-    firsts,
-    path_stride,
+    bases, tables, path, num_sampled, num_drafts, seq_lens, query_start_loc, firsts, path_stride,
     units,
-    UNIT: tl.constexpr,
-    UNIT_BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BY_PREFIX: tl.constexpr,
-):
+    UNIT: tl.constexpr, UNIT_BYTES: tl.constexpr, CHUNK: tl.constexpr, BY_PREFIX: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     count = tl.load(num_sampled + req)
@@ -182,18 +171,9 @@ def _move_states_kernel(
 @Kernel
 @triton.jit
 def _move_windows_kernel(
-    layouts,
-    tables,
-    path,
-    num_sampled,
-    num_drafts,
-    seq_lens,
-    path_stride,
-    UNIT: tl.constexpr,
-    UNIT_BYTES: tl.constexpr,
-    FEATURES: tl.constexpr,
-    BY_PREFIX: tl.constexpr,
-):
+    layouts, tables, path, num_sampled, num_drafts, seq_lens, path_stride,
+    UNIT: tl.constexpr, UNIT_BYTES: tl.constexpr, FEATURES: tl.constexpr, BY_PREFIX: tl.constexpr,
+):  # fmt: skip
     req = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     layout = layouts + layer * 6
@@ -249,28 +229,14 @@ def move_states(
     chunk = min(_MAX_CHUNK, next_power_of_2(units))
     arguments = (path, num_sampled, num_drafts, seq_lens)
     _move_states_kernel[(num_reqs, layers, cdiv(units, chunk))](
-        table.states,
-        table.tables,
-        *arguments,
-        query_start_loc,
-        None if kept is None else kept.firsts,
-        path.stride(0),
-        units,
-        UNIT=_UNITS[table.state_unit],
-        UNIT_BYTES=table.state_unit,
-        CHUNK=chunk,
-        BY_PREFIX=table.by_prefix,
-        num_warps=8,
-    )
+        table.states, table.tables, *arguments, query_start_loc,
+        None if kept is None else kept.firsts, path.stride(0), units,
+        UNIT=_UNITS[table.state_unit], UNIT_BYTES=table.state_unit, CHUNK=chunk,
+        BY_PREFIX=table.by_prefix, num_warps=8,
+    )  # fmt: skip
     features = min(_MAX_FEATURES, next_power_of_2(table.max_features))
     _move_windows_kernel[(num_reqs, layers, cdiv(table.max_features, features))](
-        table.windows,
-        table.tables,
-        *arguments,
-        path.stride(0),
-        UNIT=_UNITS[table.window_unit],
-        UNIT_BYTES=table.window_unit,
-        FEATURES=features,
-        BY_PREFIX=table.by_prefix,
-        num_warps=4,
-    )
+        table.windows, table.tables, *arguments, path.stride(0),
+        UNIT=_UNITS[table.window_unit], UNIT_BYTES=table.window_unit, FEATURES=features,
+        BY_PREFIX=table.by_prefix, num_warps=4,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files of this user, and ``flock`` locks on them that say that a process is alive.
+"""Files and folders of this user, and ``flock`` locks on them that say that a process is alive.
 
 Others may be able to write to the directory, so :func:`open_own` is the one way to open a file of
 ours. A lock belongs to the open file: a child that was forked shares it and keeps it until it has
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,38 @@ def foreign(status: os.stat_result) -> str | None:
     if status.st_uid == os.geteuid():
         return None
     return f"belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
+
+
+def unusable_folder(path: Path) -> str | None:
+    """What is wrong with a directory, or with its nearest existing parent; None if nothing."""
+    for folder in (path, *path.parents):
+        try:
+            status = folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if folder.is_symlink():
+                return f"{folder} is a link that leads nowhere"
+            continue
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{folder} is no directory"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            owner = foreign(status)
+            return f"{folder} may not be written to" + (f" ({owner})" if owner else "")
+        return None if folder == path else _refuses_folders(folder)
+    return None
+
+
+def _refuses_folders(folder: Path) -> str | None:
+    """Why no directory can be created in one that may be written to, as in ``/proc``; else None."""
+    # It is tried only in file systems without blocks, as a try changes the directory's time.
+    try:
+        if os.statvfs(folder).f_blocks:
+            return None
+        with tempfile.TemporaryDirectory(prefix=".vllm-graft-", dir=folder):
+            return None
+    except OSError as error:
+        return f"no directory can be created in {folder} ({error.strerror})"
 
 
 def try_lock(path: Path) -> int | None:

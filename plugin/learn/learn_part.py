@@ -3,7 +3,6 @@ that were trained on that."""
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 from vllm_graft.base.decision import Preset
 from vllm_graft.base.errors import NotActiveError
+from vllm_graft.base.locks import foreign, unusable_folder
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.refusal import Found, Refusal, Refusals, setting
-from vllm_graft.base.values import reason_of, shown
+from vllm_graft.base.values import shown
 from vllm_graft.learn.follower import follow
 from vllm_graft.learn.learn_config import NAME, LearnConfig
 from vllm_graft.learn.learn_metrics import CURRENT, METRICS
@@ -46,7 +46,7 @@ REFUSALS.append(
 )
 def _folder(asked: LearnConfig, vllm_config: Any) -> Iterator[Found]:
     if asked.record is not None and (problem := _problem(Path(asked.record))):
-        yield Found(f"{_FOLDER} is {shown(asked.record)}, {problem}")
+        yield Found(f"{_FOLDER} is {shown(asked.record)}: {problem}")
 
 
 @REFUSALS.row(
@@ -92,23 +92,15 @@ def _published(asked: LearnConfig, vllm_config: Any) -> Iterator[Found]:
         yield Found(f"{_FOLLOW} is {shown(asked.follow)}, which is a file")
 
 
-def _problem(folder: Path) -> str:
-    """What is wrong with a folder for records; empty if nothing is."""
-    try:
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a folder for records; None if nothing is."""
+    problem = unusable_folder(folder)
+    if problem is None and folder.exists():
         status = folder.stat()
-    except FileNotFoundError:
-        parent = next(each for each in folder.absolute().parents if each.exists())
-        usable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
-        return "" if usable else f"which can't be made in {parent}"
-    except OSError as error:
-        return f"which can't be read: {reason_of(error)}"
-    if not stat.S_ISDIR(status.st_mode):
-        return "which is a file"
-    if status.st_uid != os.geteuid():
-        return "which is another user's"
-    if status.st_mode & 0o077:
-        return f"whose mode is {stat.S_IMODE(status.st_mode):o}"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else "which can't be written"
+        problem = foreign(status)
+        if status.st_mode & 0o077:
+            problem = f"its mode is {stat.S_IMODE(status.st_mode):o}"
+    return problem
 
 
 class LearnPart(Part):

@@ -5,12 +5,11 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.locks import foreign, lock_patiently, locked
+from vllm_graft.base.locks import foreign, lock_patiently, locked, unusable_folder
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.config.connector_options import option_flag
 from vllm_graft.hicache.storage.segments.neighbours import (
@@ -129,7 +128,7 @@ def require_folder(path: Path, max_bytes: int) -> None:
     """Refuse a root, which may be missing, that a store could not use. It leaves nothing behind.
     Raises `ConfigError` if it cannot be created or written to, its lock file is another user's, or
     its file system is smaller than ``max_bytes``."""
-    if problem := _problem(path):
+    if problem := unusable_folder(path):
         raise ConfigError(
             f"{option_flag('storage', 'path')}: {str(path)!r} cannot be used: {problem}. Give a "
             "directory that the engine may write to."
@@ -188,35 +187,3 @@ def _lock_problem(lock: Path) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         problem = "is no regular file"
     return problem
-
-
-def _problem(path: Path) -> str | None:
-    """What is wrong with the directory, or with its nearest existing parent; None if nothing."""
-    for folder in (path, *path.parents):
-        try:
-            status = folder.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            if folder.is_symlink():
-                return f"{folder} is a link that leads nowhere"
-            continue
-        except OSError as error:
-            return f"{folder}: {error.strerror}"
-        if not stat.S_ISDIR(status.st_mode):
-            return f"{folder} is no directory"
-        if not os.access(folder, os.W_OK | os.X_OK):
-            owner = foreign(status)
-            return f"{folder} may not be written to" + (f" ({owner})" if owner else "")
-        return None if folder == path else _refuses_folders(folder)
-    return None
-
-
-def _refuses_folders(folder: Path) -> str | None:
-    """Why no directory can be created in one that may be written to, as in ``/proc``; else None."""
-    # It is tried only in file systems without blocks, as a try changes the directory's time.
-    try:
-        if os.statvfs(folder).f_blocks:
-            return None
-        with tempfile.TemporaryDirectory(prefix=".vllm-graft-", dir=folder):
-            return None
-    except OSError as error:
-        return f"no directory can be created in {folder} ({error.strerror})"

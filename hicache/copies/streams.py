@@ -111,15 +111,10 @@ class StreamCopyEngine(CopyEngine):
     to blocks in any order, and needs ``strided``."""
 
     def __init__(
-        self,
-        pools: Pools,
-        shard: HostShard,
-        batch_copy: BatchCopy = driver_copy,
-        run_copy: Callable[[Copies], RangeCopy] = load_runs,
-        convert: Convert | None = None,
-        strided: CudaDriver | None = None,
-        ring: StagingRing | None = None,
-    ) -> None:
+        self, pools: Pools, shard: HostShard, batch_copy: BatchCopy = driver_copy,
+        run_copy: Callable[[Copies], RangeCopy] = load_runs, convert: Convert | None = None,
+        strided: CudaDriver | None = None, ring: StagingRing | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(pools, shard, convert)
         self._rows = None
         if strided is not None and convert is None:

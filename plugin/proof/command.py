@@ -99,16 +99,9 @@ def prove(arguments: Sequence[str]) -> Any:
     seconds = round(time.monotonic() - began, 1)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Proof(
-        Machine.here(),
-        flags,
-        sorted(parts),
-        ours.rows,
-        wrong,
-        shown,
-        command_of(arguments),
-        now,
+        Machine.here(), flags, sorted(parts), ours.rows, wrong, shown, command_of(arguments), now,
         seconds,
-    )
+    )  # fmt: skip
 
 
 def _read(arguments: Sequence[str]) -> tuple[Any, Any, set[str], dict[str, Any]]:

@@ -204,12 +204,7 @@ class PasslessGrowth:
         for level in range(1, steps):
             logp, tokens = below(level)
             expand_frontier(
-                self.candidates,
-                level,
-                logp,
-                tokens,
-                num_reqs,
-                next_tokens=self.tokens,
+                self.candidates, level, logp, tokens, num_reqs, next_tokens=self.tokens,
                 parent_rows=self._parents,
-            )
+            )  # fmt: skip
         return steps

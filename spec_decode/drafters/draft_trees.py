@@ -260,16 +260,9 @@ def _capture(drafter: TreeDrafting, plan: TreePlan, num_reqs: int) -> None:
 
 
 def launch_growth(
-    drafter: TreeDrafting,
-    plan: TreePlan,
-    batch: InputBatch,
-    num_rejected: torch.Tensor,
-    *,
-    live: bool,
-    skip_attn: bool,
-    need_eager: bool,
-    dp_sync_state: DPSyncState | None,
-) -> None:
+    drafter: TreeDrafting, plan: TreePlan, batch: InputBatch, num_rejected: torch.Tensor,
+    *, live: bool, skip_attn: bool, need_eager: bool, dp_sync_state: DPSyncState | None,
+) -> None:  # fmt: skip
     """Grow the trees of a batch, by a graph if one fits."""
     num_reqs, width, growth = batch.num_reqs, drafter.graph_rows(plan), plan.growth
     runner = drafter.runner(plan)

@@ -243,14 +243,9 @@ class LevelGrowth:
             noise = drafter.noise(num_reqs, positions, rows=shape.topk, offset=1)
             logp, tokens = drafter.head.top(output, shape.topk, noise=noise, narrow=narrow)
             expand_frontier(
-                self.candidates,
-                level + 1,
-                logp,
-                tokens,
-                num_reqs,
-                next_tokens=self.tokens,
+                self.candidates, level + 1, logp, tokens, num_reqs, next_tokens=self.tokens,
                 parent_rows=self.parents,
-            )
+            )  # fmt: skip
         return steps
 
     def _states(self, feedback: torch.Tensor, num_reqs: int, level: int) -> torch.Tensor:

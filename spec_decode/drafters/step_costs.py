@@ -138,16 +138,10 @@ def draft_launches(
 
 def _pretend(runner: Any, tables: Any, desc: BatchExecutionDescriptor) -> None:
     prepare_inputs_to_capture(
-        desc.num_reqs or 0,
-        desc.num_tokens,
-        runner.model_state,
-        runner.input_buffers,
-        tables,
-        runner.attn_groups,
-        runner.kv_cache_config,
-        full_cudagraph=True,
+        desc.num_reqs or 0, desc.num_tokens, runner.model_state, runner.input_buffers, tables,
+        runner.attn_groups, runner.kv_cache_config, full_cudagraph=True,
         max_query_len=desc.uniform_token_count,
-    )
+    )  # fmt: skip
 
 
 def _give_rows(speculator: TreeDrafting, runner: Any, num_reqs: int) -> None:

@@ -145,15 +145,10 @@ class TreeDrafting(DraftModelSpeculator):
 
     def make_ngrams(self, config: NgramConfig, **options: Any) -> Ngrams:
         return Ngrams(
-            config,
-            self.max_num_reqs,
-            self.max_model_len,
-            self.vllm_config.model_config.get_vocab_size(),
-            self.device,
-            reference=config.room(self.max_model_len),
-            memory=self.config.memory,
-            **options,
-        )
+            config, self.max_num_reqs, self.max_model_len,
+            self.vllm_config.model_config.get_vocab_size(), self.device,
+            reference=config.room(self.max_model_len), memory=self.config.memory, **options,
+        )  # fmt: skip
 
     @property
     def extra_columns(self) -> int:
@@ -304,20 +299,13 @@ class TreeDrafting(DraftModelSpeculator):
 
     @torch.inference_mode()
     def propose(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
+        self, input_batch: InputBatch, attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor], last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None, num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        num_speculative_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        *args: Any, dummy_run: bool = False, skip_attn_for_dummy_run: bool = False,
+        num_speculative_tokens: int | None = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Draft a tree for each request. Returns draft tokens int64 ``[num_reqs, num_nodes]``, best
         cumulative score first. The topology stays in the context's `TreeState`. The engine keeps
         the first of these drafts."""
@@ -361,19 +349,12 @@ class TreeDrafting(DraftModelSpeculator):
         return drafts
 
     def first_pass(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
+        self, input_batch: InputBatch, attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor], last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None, num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
-        *args: Any,
-        dummy_run: bool,
-        samples: bool,
-        **kwargs: Any,
-    ) -> InputBatch:
+        *args: Any, dummy_run: bool, samples: bool, **kwargs: Any,
+    ) -> InputBatch:  # fmt: skip
         """Run the draft over the accepted rows, and leave what `draft_first_level` needs. By
         default it is vLLM's own propose, as for a chain of one token. `samples` says whether
         anybody will read the first level. Returns the batch whose rows the pass ran over."""
@@ -421,14 +402,9 @@ class TreeDrafting(DraftModelSpeculator):
         if not self.config.coupled:
             return None
         return Noise(
-            self.temperature,
-            self.seeds,
-            self.idx_mapping[:num_reqs],
-            positions,
-            rows,
-            offset,
+            self.temperature, self.seeds, self.idx_mapping[:num_reqs], positions, rows, offset,
             self.use_fp64_gumbel,
-        )
+        )  # fmt: skip
 
     def draft_tree(
         self, plan: TreePlan, batch: InputBatch, num_rejected: torch.Tensor, **step: Any
@@ -449,14 +425,8 @@ class TreeDrafting(DraftModelSpeculator):
         )
         num_extra = self.trees.sources.add(growth.candidates, self, num_reqs, levels, num_nodes)
         finish_tree(
-            growth.candidates,
-            num_reqs,
-            levels,
-            num_nodes,
-            self.idx_mapping[:num_reqs],
-            self.context.tree,
-            self.draft_tokens,
-            num_extra=num_extra,
+            growth.candidates, num_reqs, levels, num_nodes, self.idx_mapping[:num_reqs],
+            self.context.tree, self.draft_tokens, num_extra=num_extra,
             extra_nodes=self.context.extra_nodes if num_extra else None,
             of_memory=self.trees.sources.of_memory,
-        )
+        )  # fmt: skip

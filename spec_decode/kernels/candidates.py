@@ -224,18 +224,11 @@ def _finish_kernel(
 
 
 def finish_tree(
-    table: CandidateTable,
-    num_reqs: int,
-    steps_done: int,
-    num_nodes: int,
-    idx_mapping: torch.Tensor,
-    tree: TreeState,
-    draft_tokens: torch.Tensor,
-    *,
-    num_extra: int = 0,
-    extra_nodes: torch.Tensor | None = None,
+    table: CandidateTable, num_reqs: int, steps_done: int, num_nodes: int,
+    idx_mapping: torch.Tensor, tree: TreeState, draft_tokens: torch.Tensor,
+    *, num_extra: int = 0, extra_nodes: torch.Tensor | None = None,
     of_memory: tuple[torch.Tensor, int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Keep the best ``num_nodes`` candidates as the tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
     Nodes are ordered by score, highest first, ties by lower candidate index. Raises `ValueError` if

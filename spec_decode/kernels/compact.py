@@ -183,17 +183,10 @@ def _follow_kernel(
 
 
 def follow_path(
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
-    rows: TokenRows,
-    moved: TokenRows,
-    *,
-    num_reqs: int,
-    num_tokens: int,
-    max_reqs: int,
-) -> None:
+    path: torch.Tensor, num_sampled: torch.Tensor, query_start_loc: torch.Tensor,
+    num_draft_tokens: torch.Tensor, rows: TokenRows, moved: TokenRows,
+    *, num_reqs: int, num_tokens: int, max_reqs: int,
+) -> None:  # fmt: skip
     """Copy rows so that accepted nodes stand in order after their root, in one launch.
 
     Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is row

@@ -138,17 +138,10 @@ def _insert_kernel(
 
 
 def insert_ngrams(
-    table: CandidateTable,
-    state: NgramState,
-    total_len: torch.Tensor,
-    idx_mapping: torch.Tensor,
+    table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor,
     num_reqs: int,
-    *,
-    levels: int,
-    first: int,
-    depth: int,
-    vocab_size: int,
-) -> None:
+    *, levels: int, first: int, depth: int, vocab_size: int,
+) -> None:  # fmt: skip
     """Add each match's continuation to the candidates: one path down from the root.
 
     A match of n tokens predicts ``depth`` tokens, or fewer if the vocabulary or the end of a
@@ -354,16 +347,10 @@ def _paths_kernel(
 
 
 def insert_paths(
-    table: CandidateTable,
-    state: NgramState,
-    total_len: torch.Tensor,
-    idx_mapping: torch.Tensor,
+    table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor,
     num_reqs: int,
-    *,
-    first: int,
-    depth: int,
-    vocab_size: int,
-) -> None:
+    *, first: int, depth: int, vocab_size: int,
+) -> None:  # fmt: skip
     """Add the continuations of the best ``state.matches`` matches, as `insert_ngrams` does of one.
 
     Paths are one as far as their tokens are equal, as in the tries of SuffixDecoding (Oliaro et

@@ -206,23 +206,14 @@ def _walk_kernel(
 
 
 def walk_tree(
-    target_tokens: torch.Tensor,
-    draft_tokens_at_rows: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    tree: TreeState,
-    sampled: torch.Tensor,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    prefill_len: torch.Tensor | None = None,
-    emitted: torch.Tensor | None = None,
-    extra_nodes: torch.Tensor | None = None,
-    extra_counts: torch.Tensor | None = None,
-    teaches: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
+    target_tokens: torch.Tensor, draft_tokens_at_rows: torch.Tensor, cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor, tree: TreeState, sampled: torch.Tensor, path: torch.Tensor,
+    num_sampled: torch.Tensor, positions: torch.Tensor | None = None,
+    prefill_len: torch.Tensor | None = None, emitted: torch.Tensor | None = None,
+    extra_nodes: torch.Tensor | None = None, extra_counts: torch.Tensor | None = None,
+    teaches: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
     num_rejected: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Accept the path from the root on which each next node is the token that the target drew.
 
     An emitted token is always the target's own draw at a node, given the tokens before it. Drafts,

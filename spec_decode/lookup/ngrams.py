@@ -106,17 +106,10 @@ class Ngrams:
     """
 
     def __init__(
-        self,
-        config: NgramConfig,
-        max_reqs: int,
-        width: int,
-        vocab_size: int,
-        device: torch.device,
-        matches: int = 1,
-        reference: int = 0,
-        memory: MemoryConfig | None = None,
+        self, config: NgramConfig, max_reqs: int, width: int, vocab_size: int, device: torch.device,
+        matches: int = 1, reference: int = 0, memory: MemoryConfig | None = None,
         depth: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.references, self.depth = ReferenceCounts(), depth
         kept = None
         if memory is not None:

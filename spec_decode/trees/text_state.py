@@ -253,16 +253,9 @@ class NgramState:
 
     @classmethod
     def allocate(
-        cls,
-        min_n: int,
-        max_n: int,
-        max_reqs: int,
-        width: int,
-        device: torch.device | str,
-        matches: int = 1,
-        reference: int = 0,
-        memory: MemoryState | None = None,
-    ) -> NgramState:
+        cls, min_n: int, max_n: int, max_reqs: int, width: int, device: torch.device | str,
+        matches: int = 1, reference: int = 0, memory: MemoryState | None = None,
+    ) -> NgramState:  # fmt: skip
         """State for at most ``max_reqs`` requests of at most ``width`` tokens. Raises `ValueError`
         if a text with its reference has more than `MAX_PLACE` tokens."""
         columns = width + reference

@@ -232,16 +232,10 @@ def choose_target_kernels(
 
 
 def choose_kernels(
-    layers: Mapping[str, Any],
-    asked: Literal["auto", "triton", "flash"],
-    where: Collection[Point],
+    layers: Mapping[str, Any], asked: Literal["auto", "triton", "flash"], where: Collection[Point],
     workspace: AttentionWorkspace,
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    block_size: int,
-    device: torch.device,
-) -> list[KernelChoice]:
+    *, max_model_len: int, dtype: torch.dtype, block_size: int, device: torch.device,
+) -> list[KernelChoice]:  # fmt: skip
     """Give the target's layers, grafted already, the two passes besides the Triton kernel. Layers
     of one geometry share a choice between the two. All choices are returned. Raises `ConfigError`
     if ``flash`` was asked for and a layer can't have it."""

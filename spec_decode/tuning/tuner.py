@@ -125,16 +125,10 @@ class NodeTuner:
     """
 
     def __init__(
-        self,
-        schedule: list[int],
-        max_rows: int,
-        sizes: Sequence[int] | None = None,
+        self, schedule: list[int], max_rows: int, sizes: Sequence[int] | None = None,
         levels: Mapping[int, int] | None = None,
-        *,
-        cuts: bool = False,
-        experts: bool = False,
-        rests: bool = False,
-    ) -> None:
+        *, cuts: bool = False, experts: bool = False, rests: bool = False,
+    ) -> None:  # fmt: skip
         self._schedule = schedule
         self._rests = rests and 0 in schedule[1:]
         self._saved = self._grant = TRIAL
@@ -206,18 +200,10 @@ class NodeTuner:
         return history.choice
 
     def observe(
-        self,
-        nodes: int,
-        emitted: list[int],
-        seconds: float | None,
-        *,
-        batch: int | None = None,
-        prompts: int = 0,
-        verified: int | None = None,
-        same: bool = True,
-        temperature: float = 0.0,
-        context: int = 0,
-    ) -> None:
+        self, nodes: int, emitted: list[int], seconds: float | None,
+        *, batch: int | None = None, prompts: int = 0, verified: int | None = None,
+        same: bool = True, temperature: float = 0.0, context: int = 0,
+    ) -> None:  # fmt: skip
         """Learn from a step in which every decoding request had `nodes` drafts.
 
         Args:

@@ -282,16 +282,10 @@ class AcceptedRows:
             return batch, hidden
         num_tokens = batch.num_tokens_after_padding
         follow_path(
-            context.path,
-            step.num_sampled,
-            batch.query_start_loc,
-            step.num_drafts,
-            TokenRows(batch.input_ids, batch.positions, hidden),
-            self.rows,
-            num_reqs=batch.num_reqs,
-            num_tokens=num_tokens,
-            max_reqs=max_reqs,
-        )
+            context.path, step.num_sampled, batch.query_start_loc, step.num_drafts,
+            TokenRows(batch.input_ids, batch.positions, hidden), self.rows, num_reqs=batch.num_reqs,
+            num_tokens=num_tokens, max_reqs=max_reqs,
+        )  # fmt: skip
         moved = copy.copy(batch)
         moved.input_ids = self.rows.ids[:num_tokens]
         moved.positions = self.rows.positions[:num_tokens]

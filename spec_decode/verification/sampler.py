@@ -170,27 +170,16 @@ class TreeRejectionSampler(RejectionSampler):
         if not wants_processed and self.context.by_temperature[slots].all():
             logits, states = _part(rows.logits, mine), self.sampler.sampling_states
             tokens: torch.Tensor = gumbel_sample(
-                logits,
-                _part(batch.expanded_idx_mapping, mine),
-                states.temperature.gpu,
-                states.seeds.gpu,
-                _part(rows.positions, mine),
-                apply_temperature=True,
-                is_drafting=False,
-                use_fp64=self.sampler.use_fp64_gumbel,
-            )
+                logits, _part(batch.expanded_idx_mapping, mine), states.temperature.gpu,
+                states.seeds.gpu, _part(rows.positions, mine), apply_temperature=True,
+                is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
+            )  # fmt: skip
             return tokens, logits
         drawn: tuple[torch.Tensor, torch.Tensor] = self.sampler.sample(
-            rows.logits[mine],
-            batch.expanded_idx_mapping[mine],
-            batch.idx_mapping[requests],
-            slots,
-            rows.positions[mine],
-            rows.ids[mine],
-            batch.expanded_local_pos[mine],
-            batch.seq_lens_cpu_upper_bound.numpy()[requests],
-            return_logprobs=wants_processed,
-        )
+            rows.logits[mine], batch.expanded_idx_mapping[mine], batch.idx_mapping[requests], slots,
+            rows.positions[mine], rows.ids[mine], batch.expanded_local_pos[mine],
+            batch.seq_lens_cpu_upper_bound.numpy()[requests], return_logprobs=wants_processed,
+        )  # fmt: skip
         return drawn
 
     def walk(
@@ -372,15 +361,10 @@ def _end_reasoning(
         original(logits[:0], ctx)
         requests = state.req_states
         thinking = ThinkingBudgets(
-            state.thinking_token_budget.gpu,
-            state.cached_last_start,
-            state.cached_last_end,
-            requests.all_token_ids.gpu,
-            requests.total_len.gpu,
-            state.reasoning_start_token_ids,
-            state.natural_reasoning_end_token_ids,
-            state.reasoning_end_token_ids,
-        )
+            state.thinking_token_budget.gpu, state.cached_last_start, state.cached_last_end,
+            requests.all_token_ids.gpu, requests.total_len.gpu, state.reasoning_start_token_ids,
+            state.natural_reasoning_end_token_ids, state.reasoning_end_token_ids,
+        )  # fmt: skip
         end_reasoning(logits, ctx.expanded_idx_mapping, _paths(ctx, tree), thinking)
 
 

@@ -136,19 +136,12 @@ class NgramTrees(TreeDrafting, NgramGPUSpeculator):
         return self._note(input_batch, *args, dummy_run=dummy_run, **kwargs)
 
     def _note(
-        self,
-        input_batch: InputBatch,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        *args: Any,
-        dummy_run: bool,
-        **kwargs: Any,
-    ) -> InputBatch:
+        self, input_batch: InputBatch, attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor], last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None, num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor, last_sampled: torch.Tensor,
+        *args: Any, dummy_run: bool, **kwargs: Any,
+    ) -> InputBatch:  # fmt: skip
         if dummy_run:
             self.idx_mapping.fill_(-1)
         else:

@@ -205,16 +205,9 @@ class ChainSpeculator(FirstPassGraphs):
 
     def _prepare_loop(self, num_reqs: int) -> Callable[[], None]:
         metadata, _ = prepare_inputs_to_capture(
-            num_reqs,
-            num_reqs,
-            self.model_state,
-            self.input_buffers,
-            self.block_tables,
-            self.attn_groups,
-            self.kv_cache_config,
-            full_cudagraph=True,
-            max_query_len=1,
-        )
+            num_reqs, num_reqs, self.model_state, self.input_buffers, self.block_tables,
+            self.attn_groups, self.kv_cache_config, full_cudagraph=True, max_query_len=1,
+        )  # fmt: skip
         return functools.partial(self._run_loop, num_reqs, metadata)
 
     def _run_loop(self, num_reqs: int, metadata: Metadata) -> None:

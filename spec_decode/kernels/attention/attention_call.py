@@ -80,16 +80,9 @@ class AttentionCall(ABC):
         )
 
     def combine(
-        self,
-        out: torch.Tensor,
-        workspace: AttentionWorkspace | None,
-        splits: int,
-        warps: int = 4,
-        *,
-        width: int = 0,
-        overlapped: bool = False,
-        used: UsedSplits | None = None,
-    ) -> None:
+        self, out: torch.Tensor, workspace: AttentionWorkspace | None, splits: int, warps: int = 4,
+        *, width: int = 0, overlapped: bool = False, used: UsedSplits | None = None,
+    ) -> None:  # fmt: skip
         """Make the output of what the splits have left in the workspace, if there are several.
         Options are those of a `Plan`. `used` tells the splits without keys, which have written
         nothing; None if all have written."""

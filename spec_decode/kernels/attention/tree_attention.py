@@ -156,14 +156,9 @@ def _launch(
     _launch_splits(call, out, workspace, plan)
     used = UsedSplits(call.kv_lens, plan.tile.keys, call.window, call.chunked)
     call.combine(
-        out,
-        workspace,
-        plan.splits,
-        plan.combine_warps,
-        width=plan.combine_width,
-        overlapped=plan.overlapped,
-        used=used if plan.skip_empty else None,
-    )
+        out, workspace, plan.splits, plan.combine_warps, width=plan.combine_width,
+        overlapped=plan.overlapped, used=used if plan.skip_empty else None,
+    )  # fmt: skip
 
 
 def _launch_splits(

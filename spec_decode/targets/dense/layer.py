@@ -105,17 +105,10 @@ class TreeAttentionMixin:
     """What a draft's layer sees of a text; None for all of it."""
 
     def forward(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor,
+        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute attention into `output` ``[num_tokens, num_heads, head_size]``."""
         if isinstance(attn_metadata, DraftTreeMetadata):
             self._draft(layer, query, key, value, kv_cache, attn_metadata, output)
@@ -186,15 +179,9 @@ class TreeAttentionMixin:
         return two_pass if two_pass.takes(metadata, max_rows, alike=alike) else None
 
     def _draft(
-        self,
-        layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: DraftTreeMetadata,
-        output: torch.Tensor,
-    ) -> None:
+        self, layer: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, metadata: DraftTreeMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
         if metadata.level != NO_LEVEL:
             self.ops.write_scratch(
                 key, value, metadata.scratch, metadata.level, metadata.num_reqs, metadata.topk
@@ -326,14 +313,9 @@ class DenseState:
         """Move the accepted path's K/V to where a chain would have written it."""
         assert step.num_sampled is not None
         compact_kv(
-            self.table,
-            path,
-            step.num_sampled,
-            step.batch.query_start_loc,
-            step.num_drafts,
-            self.slot_mappings,
-            num_reqs=step.batch.num_reqs,
-        )
+            self.table, path, step.num_sampled, step.batch.query_start_loc, step.num_drafts,
+            self.slot_mappings, num_reqs=step.batch.num_reqs,
+        )  # fmt: skip
 
 
 class DenseFamily:

@@ -275,17 +275,10 @@ class TorchAttentionImpl(AttentionImpl[WholeBatch]):
         kv_cache[block, :, offset] = torch.cat([key[rows], value[rows]], -1).to(kv_cache.dtype)
 
     def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: WholeBatch,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: WholeBatch, output: torch.Tensor,
+        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute causal attention into `output` ``[num_tokens, num_heads, head_size]``."""
         if attn_metadata is None:
             return output.zero_()

@@ -184,16 +184,10 @@ class TreeLatents(LatentTrees):
     is_draft: bool = False
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, output: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``. Latents of the
         rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe` ``[num_tokens, 1,
         rope]`` are in the cache already, but for those of a draft's level, whose metadata is a

@@ -71,24 +71,14 @@ class RecurrentState:
         batch = step.batch
         if self.kept is not None and self.folds is not None:
             fold_states(
-                self.folds,
-                self.kept,
-                batch.query_start_loc,
-                path,
-                step.num_sampled,
-                batch.seq_lens,
-                num_reqs=batch.num_reqs,
-            )
+                self.folds, self.kept, batch.query_start_loc, path, step.num_sampled,
+                batch.seq_lens, num_reqs=batch.num_reqs,
+            )  # fmt: skip
         move_states(
-            self.table,
-            path,
-            step.num_sampled,
-            step.num_drafts,
-            batch.seq_lens,
-            num_reqs=batch.num_reqs,
-            kept=self.kept,
+            self.table, path, step.num_sampled, step.num_drafts, batch.seq_lens,
+            num_reqs=batch.num_reqs, kept=self.kept,
             query_start_loc=None if self.kept is None else batch.query_start_loc,
-        )
+        )  # fmt: skip
 
 
 def _kind_of(layer: MambaBase) -> type[TreeRecurrence] | None:

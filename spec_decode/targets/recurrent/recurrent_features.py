@@ -188,14 +188,9 @@ def node_bytes(nodes: int, vllm_config: Any) -> int:
     model, cache = target_of(vllm_config), vllm_config.cache_config
     text, ranks = model.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
-        1,
-        text.linear_num_key_heads,
-        text.linear_num_value_heads,
-        text.linear_key_head_dim,
-        text.linear_value_head_dim,
-        text.linear_conv_kernel_dim,
-        nodes,
-    )
+        1, text.linear_num_key_heads, text.linear_num_value_heads, text.linear_key_head_dim,
+        text.linear_value_head_dim, text.linear_conv_kernel_dim, nodes,
+    )  # fmt: skip
     dtypes = MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )

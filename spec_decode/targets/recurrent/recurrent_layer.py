@@ -174,14 +174,9 @@ class TreeRecurrence:
         layer, rows = self.layer, part.rows
         kept = self.inputs if part.max_rows else None
         mixed = tree_conv(
-            inputs,
-            windows_of(layer),
-            layer.conv1d.weight.flatten(1),
-            layer.conv1d.bias,
-            rows,
-            silu=self.silu,
-            outputs=None if kept is None else kept.rows[: len(inputs)],
-        )
+            inputs, windows_of(layer), layer.conv1d.weight.flatten(1), layer.conv1d.bias, rows,
+            silu=self.silu, outputs=None if kept is None else kept.rows[: len(inputs)],
+        )  # fmt: skip
         states, groups = layer.kv_cache[1], self.groups
         if kept is None:
             tree_recurrence(mixed, gates, states, rows, out, groups=groups)
@@ -189,16 +184,9 @@ class TreeRecurrence:
         noted = self.context.kept
         assert noted is not None
         tree_chunk(
-            mixed,
-            gates,
-            states,
-            rows,
-            noted,
-            kept.gates,
-            out,
-            groups=groups,
+            mixed, gates, states, rows, noted, kept.gates, out, groups=groups,
             max_rows=part.max_rows,
-        )
+        )  # fmt: skip
 
 
 def windows_of(layer: Any) -> torch.Tensor:

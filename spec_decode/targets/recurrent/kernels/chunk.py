@@ -234,17 +234,10 @@ def _tree_chunk_kernel(
 
 
 def tree_chunk(
-    rows: torch.Tensor,
-    gates: Gates,
-    states: torch.Tensor,
-    which: RecurrentRows,
-    kept: KeptRows,
-    kept_gates: torch.Tensor,
-    outputs: torch.Tensor,
-    *,
-    groups: int,
-    max_rows: int,
-) -> None:
+    rows: torch.Tensor, gates: Gates, states: torch.Tensor, which: RecurrentRows, kept: KeptRows,
+    kept_gates: torch.Tensor, outputs: torch.Tensor,
+    *, groups: int, max_rows: int,
+) -> None:  # fmt: skip
     """Compute the outputs of the rows of trees, and write no state.
 
     The results are those of `tree_recurrence` but for rounding, as are arguments not listed here.

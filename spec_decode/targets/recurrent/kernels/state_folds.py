@@ -118,15 +118,9 @@ class FoldTable:
         ]
         device = layers[0].states.device
         return cls(
-            torch.tensor(numbers, device=device),
-            torch.tensor(tables, device=device),
-            decay,
-            shape,
-            row_stride,
-            dtypes,
-            _ALIGNMENT if aligned else size,
-            by_prefix,
-        )
+            torch.tensor(numbers, device=device), torch.tensor(tables, device=device), decay, shape,
+            row_stride, dtypes, _ALIGNMENT if aligned else size, by_prefix,
+        )  # fmt: skip
 
 
 def _addresses(layer: FoldedLayer) -> list[int]:

@@ -200,15 +200,10 @@ def _move_windows_kernel(
 
 
 def move_states(
-    table: StateTable,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_drafts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_reqs: int,
-    kept: KeptRows | None = None,
+    table: StateTable, path: torch.Tensor, num_sampled: torch.Tensor, num_drafts: torch.Tensor,
+    seq_lens: torch.Tensor, num_reqs: int, kept: KeptRows | None = None,
     query_start_loc: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Copy what accepted node ``path[d]`` has left to where row ``d`` of a chain would leave it.
 
     These are the state in the node's column, and the node's input in the window. All layers take

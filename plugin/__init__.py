@@ -36,8 +36,7 @@ _LAZY = {
 
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``; vLLM calls it in each of its processes.
-    Without a ``graft`` key nothing changes. It may run any number of times, and touches no
-    device."""
+    Without a ``graft`` key nothing changes. It may run repeatedly, and touches no device."""
     from vllm_graft.activation import install
 
     install()

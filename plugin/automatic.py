@@ -71,8 +71,7 @@ def decide(named: Container[str], vllm_config: Any) -> None:
 
 def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
     """Take what the complete configuration rules out off both; return what is left of ``config``.
-    Each decision is one line of the log. Raises `ConfigError` if a preset was not decided
-    before."""
+    Each decision is a line of the log. Raises `ConfigError` for a preset that was not decided."""
     if (preset := preset_in(vllm_config)) is not None:
         raise ConfigError(
             f"{FLAG} is {preset!r}, but vLLM did not ask this platform for its defaults, which is "

@@ -48,7 +48,7 @@ def cut_prompt_logprobs(worker: Any) -> None:
 
 
 def cut(found: Rows, batch: Any, prompt_lens: np.ndarray) -> Rows:
-    """Leave out rows behind the ends of prompts, and prompts without a row. `found` is what vLLM
+    """Leave out rows behind the ends of prompts, and prompts without any. `found` is what vLLM
     computed in a step, of prompts that end in it; `prompt_lens` is int32 ``[max_num_reqs]`` by
     request-state slot."""
     kept = dict(found)

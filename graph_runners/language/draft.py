@@ -127,8 +127,7 @@ class DraftGraphRunner(CudaGraphManager):
 
     def capture_passes(self, prepare: Callable[[int], Callable[[], None]], title: str) -> None:
         """Capture what `prepare(num_reqs)` returns at every size, the largest first. It is called
-        outside of the graph, before the warm-up and again before the capture. The progress bar
-        shows `title`."""
+        outside of the graph, before warm-up and capture. The progress bar shows `title`."""
 
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             num_reqs: Any = desc.num_reqs

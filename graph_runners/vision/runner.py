@@ -155,8 +155,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The embeddings ``[tokens, hidden]`` of each item; None leaves the batch to the engine.
-        `mm_kwargs` are the keyword arguments of ``embed_multimodal``, with items of one
-        modality."""
+        `mm_kwargs` are those of ``embed_multimodal``, of one modality."""
         if (reason := self._obstacle_to(mm_kwargs)) is not None:
             self.stats.declines[reason] += 1
             return None

@@ -65,8 +65,7 @@ class CudaDriver:
         import torch
 
         table = descriptors(copies, direction)
-        # `enqueue` refers to the table and so keeps it alive. The driver reads a descriptor before
-        # its call returns.
+        # `enqueue` keeps the table alive. The driver reads a descriptor before its call returns.
         address, size = table.ctypes.data, table.itemsize
 
         def enqueue(begin: int, end: int) -> None:

@@ -49,9 +49,8 @@ def fits(runs: Copies) -> bool:
 
 
 def load_runs(runs: Copies) -> RangeCopy:
-    """Prepare a load, from pinned host memory, of runs for which :func:`fits` is True. The returned
-    function has to be called on the stream that is current now, on which the table is copied to the
-    device."""
+    """Prepare a load, from pinned host memory, of runs for which :func:`fits` is True. Call the
+    result on the stream that is current now, on which the table is copied to the device."""
     table = on_device(np.stack([runs.host, runs.device, runs.sizes // 8]))
     return lambda begin, end: launch(table, begin, end)
 

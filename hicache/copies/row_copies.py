@@ -129,8 +129,7 @@ class RowCopies:
     ) -> tuple[list[PlannedCopy], CacheOperation | None]:
         """The 2D copies of an operation, and the rest of it, for which they do not pay, or None.
         Call it on the stream of the direction. ``batches`` are the layers that are copied together,
-        if they are copied one after the other. ``staged`` says whether a load may go through the
-        ring."""
+        if they are copied one after the other. With ``staged`` a load may go through the ring."""
         planned: list[PlannedCopy] = []
         rest: CacheOperation | None = operation
         plan = self._planner.plan(operation, bool(batches)) if self.strided else None

@@ -271,8 +271,7 @@ def chunked(width: Addresses, parts: Flags, length: int, unit: int) -> tuple[Fla
         length: most bytes from the start of a chunk's first row to the start of the next chunk.
 
     Returns:
-        bool ``[n]``, whether a chunk begins here; int64 ``[n]``, bytes from the start of the row's
-        chunk to the row.
+        bool ``[n]``, whether a chunk begins here; int64 ``[n]``, bytes from its start to the row.
     """
     first = np.flatnonzero(parts)
     rows = np.diff(first, append=len(width))

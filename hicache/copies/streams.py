@@ -50,8 +50,7 @@ BatchCopy = Callable[[Addresses, Addresses, Addresses, bool], None]
 def driver_copy(sources: Addresses, targets: Addresses, sizes: Addresses, any_order: bool) -> None:
     """Enqueue all copies with one call of the driver (cuMemcpyBatchAsync), on the current stream;
     addresses and bytes are int64 ``[n]``. In `any_order` the driver may read the sources before
-    earlier work of the stream ends: so for host memory, which no stream writes meanwhile, but not
-    for the KV cache."""
+    earlier work of the stream ends: so for host memory, which no stream writes, not for K/V."""
     from vllm import _custom_ops as ops
 
     ops.swap_blocks_batch(

@@ -171,8 +171,7 @@ PlannedCopies = TypeVar("PlannedCopies")
 @dataclass(frozen=True)
 class CopyPlan(Generic[PlannedCopies]):
     """The part of an operation that one method copies, and the ``rest`` for another method.
-    ``ranges`` has the range ``(begin, end)`` of the copies of each layer, unless layers are
-    merged."""
+    ``ranges`` has ``(begin, end)`` of each layer's copies, unless layers are merged."""
 
     copies: PlannedCopies
     ranges: Mapping[str, tuple[int, int]]
@@ -183,8 +182,7 @@ StridedPlan = CopyPlan[StridedCopies]
 
 
 class StridedPlanner:
-    """Finds the part of an operation for which 2D copies pay. ``columns`` lacks pools for which
-    they never pay."""
+    """Finds the part of an operation for which 2D copies pay, which is in pools of ``columns``."""
 
     def __init__(
         self, pools: Mapping[int, Sequence[LayerPages]], shard: HostShard, max_pitch: int

@@ -41,8 +41,7 @@ class HiCacheMetadata(KVConnectorMetadata):
 @dataclass
 class Transferred:
     """Totals of finished copies in one direction, on one rank or summed over ranks. 2D copies moved
-    ``strided_bytes`` of the ``bytes`` straight to blocks or slots; ``staged_bytes`` went through
-    staging memory."""
+    ``strided_bytes`` straight to blocks or slots; ``staged_bytes`` went through staging memory."""
 
     bytes: int = 0
     strided_bytes: int = 0

@@ -29,8 +29,7 @@ class Group:
 
     Attributes:
         hashes_per_block: hashes that vLLM computes per block, at least 1.
-        window: tokens that attention looks back, the current one included. It counts only with
-            TRAILING_PAGES.
+        window: tokens that attention looks back, the current one included, with TRAILING_PAGES.
         page_bytes: bytes of one rank's page on the host.
         layers: names of the layers, in the order in which they run.
     """

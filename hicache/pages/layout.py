@@ -134,8 +134,7 @@ def copies(
 ) -> Copies:
     """Addresses of the pages of ``layers`` for pairs of a block and a slot. Runs that are adjacent
     on both sides are merged, but not across the border of two pinned pieces of ``pinned_slots``
-    slots. So this is only for a host that keeps the device's bytes. ``host_address`` is that of
-    slot 0."""
+    slots. So this is for a host with the device's bytes. ``host_address`` is that of slot 0."""
     found = _addresses(layers, blocks, slots, slot_bytes, host_address)
     device, host, sizes = (column.T.ravel() for column in found)
     border = (host - host_address) % (pinned_slots * slot_bytes) == 0

@@ -41,8 +41,7 @@ class Decision(GraftSection):
     """Parts for which the user gave keys beside the preset."""
 
     before: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Values of vLLM's configuration, by dotted path, before a part filled them in, by the part's
-    name."""
+    """By a part's name, values of vLLM's configuration before it filled them in, by dotted path."""
 
     settled: bool = False
     """Whether the complete configuration was looked at, too."""

@@ -1,6 +1,5 @@
-"""The errors a user of vllm-graft can see. None is a ``ValueError``: pydantic, which validates
-vLLM's configuration, would wrap it and hide the flag's path behind "1 validation error for
-VllmConfig"."""
+"""Errors that users can see. None is a ``ValueError``: pydantic, which validates vLLM's
+configuration, would wrap it and hide the flag behind "1 validation error for VllmConfig"."""
 
 
 class GraftError(Exception):

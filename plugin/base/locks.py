@@ -93,9 +93,8 @@ def _refuses_folders(folder: Path) -> str | None:
 
 
 def try_lock(path: Path) -> int | None:
-    """A descriptor, to be closed, that holds the lock of a file, made if it is missing. None if
-    another one holds the lock. Raises `OSError` as :func:`open_own`, or if its file system knows no
-    locks."""
+    """A descriptor, to be closed, with the lock of a file, made if missing. None if another one
+    holds the lock. Raises `OSError` as :func:`open_own`, or if its file system knows no locks."""
     fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         if lock_descriptor(fd):

@@ -11,9 +11,8 @@ from vllm_graft.base.values import shown
 
 @dataclass(frozen=True)
 class Found:
-    """What a configuration has of a refused thing. `text`: what it has, with full flags and values:
-    a sentence without its stop. `instead`: what to do, where the values tell it more exactly than
-    the row."""
+    """A refused thing of a configuration. `text`: what it has, with full flags and values: a
+    sentence without its stop. `instead`: what to do, if the values tell it better."""
 
     text: str
     instead: str = ""

@@ -80,8 +80,7 @@ class Drafter(Entry):
             drafter for the method names.
         block: whether the draft drafts all depths in one pass, as ``parallel_drafting`` says.
         has_model: whether there is a draft model. N-grams have none.
-        unmeasured: whether nobody measured on a GPU how fast its trees are, so that presets leave
-            them off.
+        unmeasured: whether nobody has timed its trees on a GPU; presets then leave them off.
     """
 
     methods: tuple[str, ...] = ()
@@ -97,8 +96,7 @@ class TargetFamily(Entry):
     """Resolves to a class, without arguments, like `TargetFamily` of ``vllm_graft.api``.
 
     Attributes:
-        serves: names of the features of target models (`Feature`) that it serves beside plain
-            attention.
+        serves: names of the features of targets (`Feature`) that it serves beside plain attention.
         refusals: where its rows of what trees on it cannot be combined with are, some of
             `vllm_graft.base.refusal.Refusal`, as ``"package.module:attribute"``; empty for none.
         seams: where its rows of the ledger are, a tuple of `vllm_graft.seams.ledger.entry.Seam`,

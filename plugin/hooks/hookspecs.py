@@ -1,7 +1,6 @@
 """Every hook, one specification each. A hook that collects returns a list of entries. Hooks are
-asked once per process while the engine is built, never in a step. Write implementations in a module
-or an object and name it in the entry point group ``vllm_graft``; ``docs/hooks.md`` shows a whole
-distribution."""
+asked once per process while the engine is built, never in a step. The entry point group
+``vllm_graft`` names a module or an object with implementations; see ``docs/hooks.md``."""
 
 from vllm_graft.base.markers import hookspec
 from vllm_graft.base.options import Section
@@ -63,8 +62,7 @@ def graft_tree_policies() -> list[entries.TreePolicy]:  # type: ignore[empty-bod
 
 @hookspec
 def graft_draft_graph_runners() -> list[entries.DraftGraphRunner]:  # type: ignore[empty-body]
-    """Ways to run the draft loop; ``graft.tree.graph_runner`` or ``graft.draft.graph_runner``
-    chooses one.
+    """Ways to run the draft loop, chosen by ``graph_runner`` of ``graft.tree`` or ``graft.draft``.
 
     Example::
 

@@ -1,6 +1,5 @@
-"""The plugin manager: who implements which hook, and choosing an entry by name. It lives in one
-process, is built on first use and never pickled: each process that needs it discovers the installed
-plugins again."""
+"""The plugin manager: who implements which hook, and choosing an entry by name. Each process builds
+its own on first use, and discovers the installed plugins again."""
 
 import contextlib
 import functools

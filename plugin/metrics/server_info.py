@@ -63,8 +63,7 @@ class ServerInfo:
 
 def ask(url: str) -> ServerInfo:
     """Ask a server at an address like ``http://127.0.0.1:8000``. Raises `GraftError` if it can't be
-    asked, does not answer within `SECONDS`, answers with more than `MAX_BYTES`, or does not speak
-    of vllm-graft."""
+    asked, does not answer within `SECONDS`, with more than `MAX_BYTES`, or with nothing of ours."""
     head = f"--url {shown(_without_secrets(url))}"
     try:
         found = read(_page(url))
@@ -108,8 +107,7 @@ class _Refused(Exception):
 
 def samples(text: str, prefix: str | tuple[str, ...] = "") -> Iterator[Sample]:
     """The samples of a page whose names begin with a prefix, by the parser that vLLM brings. Raises
-    `ImportError` where vLLM is not installed, and ValueError and others if a line with this prefix
-    has another form."""
+    `ImportError` without vLLM, and ValueError and others if such a line has another form."""
     from prometheus_client import parser
 
     # Python's own splitlines() would also split labels.

@@ -45,8 +45,7 @@ def _is_shared(name: str) -> bool:
 def build(model: Any, vllm_config: Any) -> Built:
     """Build a model of a ``ModelConfig``, the target's or the draft's, for the first rank. vLLM
     writes the size of blocks into the configuration's ``cache_config``, and layers into its
-    ``compilation_config``. Whatever its classes raise where this process can't build them is
-    raised."""
+    ``compilation_config``. What its classes raise is raised."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding, sparse_attn_indexer

@@ -53,8 +53,7 @@ _QUESTIONS = ("supported", "supports")
 
 @dataclass(frozen=True)
 class Gpu:
-    """An NVIDIA GPU. `capability`: its compute capability, such as ``(9, 0)``. `num_bytes`: of its
-    memory."""
+    """An NVIDIA GPU: its compute `capability`, such as ``(9, 0)``, and `num_bytes` of memory."""
 
     capability: tuple[int, int]
     num_bytes: int

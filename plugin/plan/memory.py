@@ -172,8 +172,7 @@ def _cache_rows(who: str, specs: Iterable[Any], vllm_config: Any) -> Iterator[Me
 
 def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Memory]:
     """What a tree keeps beside vLLM's cache: made as the worker makes it, on no device. `states`
-    are specs of the target's recurrent layers, `layers` those of the draft with K/V of their
-    own."""
+    are specs of the target's recurrent layers, `layers` of the draft's with K/V."""
     tree, speculative = TreeConfig.from_vllm(vllm_config), vllm_config.speculative_config
     if tree is None or speculative is None:
         return

@@ -28,8 +28,7 @@ class Request:
     @classmethod
     def parse(cls, arguments: Sequence[str], *, preset: bool = True) -> Self:
         """Read the flags as ``vllm serve`` does; with `preset`, ask for it without a part of ours.
-        Raises `SystemExit` with status 2 for flags that vLLM's parser doesn't know; it prints
-        why."""
+        Raises `SystemExit`, status 2, for flags that vLLM's parser doesn't know; it says why."""
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         read = _parsed(arguments)

@@ -48,9 +48,8 @@ class Arms:
 
 
 def make_arms(engine: Any, vllm_config: Any, parts: set[str], folder: Path) -> Arms:
-    """Write tiny models into an empty folder, and say how both engines are built, from vLLM's
-    ``EngineArgs`` of the flags, the configuration made of them, and the names of our parts that it
-    turns on."""
+    """Write tiny models into an empty folder; say how both engines are built, from vLLM's
+    ``EngineArgs`` of the flags, their configuration, and the names of our parts in it."""
     from vllm.platforms import current_platform
 
     model, speculative = vllm_config.model_config, vllm_config.speculative_config

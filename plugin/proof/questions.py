@@ -52,8 +52,7 @@ class Question:
 @dataclass(frozen=True)
 class Round:
     """Questions that are asked at once, to show what `name` says. After the steps `preempt_at` all
-    running requests are preempted; `forget` says whether the device's prefix cache is emptied
-    before."""
+    running requests are preempted; with `forget` the device's prefix cache is emptied before."""
 
     name: str
     questions: tuple[Question, ...]

@@ -55,8 +55,7 @@ _AT_MOST: dict[str, int] = {
 
 class TinyConfig:
     """Makes the configurations of a target and of its draft, which fit together. `target`: what the
-    target's ``config.json`` holds. `draft`: what the draft's holds; None where there is no draft
-    model of its own."""
+    target's ``config.json`` holds. `draft`: what the draft's holds; None without a draft model."""
 
     def __init__(self, target: Mapping[str, Any], draft: Mapping[str, Any] | None = None) -> None:
         self._target, self._draft = target, draft

@@ -60,8 +60,7 @@ def broken(counts: Mapping[str, float]) -> Iterator[str]:
 
 def undone(counts: Mapping[str, float], wanted: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each counter that is 0: what it counts was not shown to work. `counts`:
-    counters of the engine that is judged. `wanted`: the counters that have to be above 0, and what
-    each counts."""
+    counters of the engine that is judged. `wanted`: those to be above 0, and what each counts."""
     for name, what in wanted.items():
         if not counts.get(name):
             yield f"nothing was shown of {what} ({name} is 0)"

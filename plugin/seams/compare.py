@@ -94,8 +94,7 @@ def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:
 
 
 def ledger_at(version: str, ledger: Sequence[Seam] | None = None) -> list[Seam]:
-    """The ledger with what a version of vLLM is expected to have. Raises `SeamError` if the text is
-    no version."""
+    """The ledger as expected of a version of vLLM; a SeamError if the text is none."""
     minor = minor_of(version)
     asked = LEDGER if ledger is None else ledger
     return [seam.at(minor) for seam in asked if seam.since <= minor]

@@ -71,8 +71,7 @@ def unfit(parts: Collection[str]) -> str:
 
 def refused(parts: Collection[str], vllm_config: Any) -> str:
     """Why parts can't run on the installed vLLM with a complete configuration; empty if they can.
-    Proofs are looked for by the complete configuration alone, as vLLM fills in what they are bound
-    to."""
+    Proofs are looked for by it, as vLLM fills in what they are bound to."""
     differ = differing(*parts)
     if (why := unfit(parts)) or isinstance(differ, str):
         return why

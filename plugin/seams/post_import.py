@@ -38,9 +38,8 @@ _finder = _Finder()
 
 
 def after_import(module: str, callback: Callback) -> None:
-    """Call ``callback(module)`` after ``module`` is executed: now, if it already was. The same
-    callback again, known by its module and name, replaces itself. It survives a fork; a spawned
-    process starts bare."""
+    """Call ``callback(module)`` after ``module`` is executed: now, if it already was. A callback of
+    the same module and name is replaced. It survives a fork; a spawned process starts bare."""
     _finder.callbacks.setdefault(module, {})[_name_of(callback)] = callback
     if module in sys.modules:
         callback(sys.modules[module])

@@ -82,8 +82,7 @@ class Sources:
         return self._in_module(module, names[count:], depth)
 
     def member(self, found: Found, name: str) -> Found:
-        """A member of a class or module, where it is defined. Raises `LookupError` if it cannot be
-        found."""
+        """A member of a class or module, where it is defined; a LookupError if it is missing."""
         if found.node is None:
             return self._in_module(found.module, [name], _DEPTH)
         return self._member(found, [name], _DEPTH)

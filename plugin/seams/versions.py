@@ -43,8 +43,7 @@ def is_too_old(version: str) -> bool:
 @functools.cache
 def differing(*parts: str) -> list[SeamReport] | str:
     """Symbols of the installed vLLM that are not as parts expect them, from its source files; why
-    they can't be told if so. Nothing of vLLM is imported: the frontend has no use for most of these
-    modules."""
+    they can't be told if so. Nothing is imported: the frontend needs few of these modules."""
     import vllm
 
     try:

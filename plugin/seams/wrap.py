@@ -133,9 +133,8 @@ class BuiltClasses:
 def require_speculator(
     worker: Any, built: BuiltClasses, flag: str, asks_for: str, stock: str
 ) -> None:
-    """Check that a worker that has loaded its model drafts with one of our classes. ``stock`` is
-    the name of the class that would have built ours. Raises `NotActiveError`, which says what
-    drafts in our place."""
+    """Check that a worker with a model drafts with one of our classes, built for the class
+    ``stock``. Raises `NotActiveError`, which says what drafts in our place."""
     runner = getattr(worker, "model_runner", None)
     speculator = getattr(runner, "speculator", None)
     if type(speculator) in built:

@@ -185,8 +185,7 @@ ROWS: Handover[int] = Handover()
 
 
 def captured_rows(worker: Any) -> int:
-    """Rows of the largest graph that this worker of vLLM's has captured for a mixed batch; 0 if
-    none."""
+    """Rows of the largest graph that this worker has captured for a mixed batch; 0 for none."""
     graphs = getattr(worker.model_runner, "cudagraph_manager", None)
     captured = () if graphs is None else graphs.graphs
     return max(

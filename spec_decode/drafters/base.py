@@ -78,8 +78,7 @@ class Drafter(Protocol):
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
         """The noise that the target will draw with, ``offset`` tokens after ``positions``.
-        `positions` are int64 ``[num_reqs * rows]``. None if drafts are ranked by probability
-        alone."""
+        `positions` are int64 ``[num_reqs * rows]``. None ranks drafts by probability alone."""
         ...
 
 
@@ -150,8 +149,8 @@ class Extra(Protocol):
             candidates: holds `levels` levels.
             drafter: its ``idx_mapping`` has the requests.
             num_reqs: requests, padding included; padding has request-state index -1.
-            first: first of its `columns`. All of them are to be written, those without a candidate
-                with a score of -inf.
+            first: first of its `columns`. All are to be written, those without a candidate with
+                -inf.
         """
         ...
 

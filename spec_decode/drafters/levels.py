@@ -54,9 +54,8 @@ class LevelMemory:
         }
 
     def scratch(self, shape: TreeShape) -> dict[str, torch.Tensor]:
-        """K/V of one shape's trees by draft layer, ``[max_reqs, steps * topk, heads, 2 * size]``. A
-        layer with MLA has ``[max_reqs, steps * topk, 1, rank + rope]``, one that reads another
-        layer's K/V no slots."""
+        """K/V of one shape's trees by draft layer, ``[max_reqs, steps * topk, heads, 2 * size]``.
+        With MLA it is ``[..., 1, rank + rope]``; a layer that reads another's K/V has no slots."""
         return {name: self._slots(name, flat, shape) for name, flat in self._scratch.items()}
 
     def _slots(self, name: str, flat: torch.Tensor, shape: TreeShape) -> torch.Tensor:
@@ -223,8 +222,7 @@ class LevelGrowth:
         deeper levels are not run."""
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
         self.seed(*drafter.draft_first_level(num_reqs, narrow=narrow))
-        # Positions of all rows and levels at once; those of a level are contiguous, as vLLM's
-        # passes have them.
+        # Positions of all rows and levels at once; a level's are contiguous, as in vLLM's passes.
         last_position = drafter.last_positions[:num_reqs, None].expand(-1, shape.topk)
         positions_of = last_position + self.depths[: steps - 1, None, None]
         positions_of = positions_of.clamp_(max=drafter.max_model_len - 1).flatten(1)

@@ -46,8 +46,7 @@ class TargetDependentTrees(TreeDrafting):
             device=self.device,
             extra=self.extra_columns,
         )
-        # A compiled draft does not check the dtypes of its inputs: they must be those of vLLM's own
-        # pass.
+        # A compiled draft does not check the dtypes of its inputs: they must be those of vLLM's.
         token_dtype = self.input_buffers.input_ids.dtype
         one_position = not self.advance_draft_positions
         return growths_by_levels(

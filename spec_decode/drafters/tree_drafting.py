@@ -62,8 +62,7 @@ class TreeDrafting(DraftModelSpeculator):
         memory: what the levels of all shapes share, likewise.
         seams: parts of the ledger that the drafter needs besides those of all trees.
         grafts_draft: whether the draft's own attention layers run over trees, too.
-        grows_by_levels: whether a pass of the draft grows each level: that can be rehearsed
-            before it is loaded.
+        grows_by_levels: whether a pass grows each level, which can be rehearsed before loading.
         grows_from_block: whether the drafter is a `BlockTrees` that can be rehearsed likewise.
         has_window: whether the draft's passes may read a window (``graft.tree.draft_window``).
     """

@@ -225,8 +225,7 @@ def _mask_nodes(manager: Any, request: Request, tree: DraftTree, masks: np.ndarr
 
 def gates_of(tree: DraftTree, bounds: Callable[[Sequence[int]], tuple[int, int]]) -> list[Gate]:
     """The grammar's work at each node. Of a chain of tokens behind the request's, vLLM's `bounds`
-    tell the index of the first that advances the grammar, and the number of tokens behind which the
-    grammar masks."""
+    tell the index of the first that advances the grammar, and the tokens behind which it masks."""
     if bounds([])[1] == 0:
         return [Gate(feeds=True, masks=True)] * len(tree.tokens)
     gates = [Gate(feeds=False, masks=False)] * len(tree.tokens)

@@ -157,8 +157,7 @@ def _follow_kernel(
     """Move a block of rows and columns; the first block of a row also moves ids and positions."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = token < num_tokens
-    # The request of a row is the number of queries that end before it. Rows after the last query
-    # are padding.
+    # A row's request is the number of queries that end before it; rows behind all are padding.
     other = tl.arange(0, REQS_PAD)
     ends = tl.load(query_start_loc + 1 + other, mask=other < num_reqs, other=2147483647)
     req = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)

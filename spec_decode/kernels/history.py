@@ -50,9 +50,8 @@ def _path_kernel(
 def path_tokens(
     ids: torch.Tensor, nodes: torch.Tensor, slots: torch.Tensor, tree: TreeState
 ) -> PathTokens:
-    """Collect the tokens on the path to each row, of which those of a request lie together. `nodes`
-    has the place of each row in its request, `slots` its request-state index, by which `tree` has
-    the trees."""
+    """Collect the tokens on the path to each row, those of a request together. `nodes` has the
+    place of each row in its request, `slots` its request-state index, as `tree` has."""
     rows = ids.shape[0]
     tokens = torch.empty(rows, tree.width, dtype=torch.int32, device=ids.device)
     lengths = torch.empty(rows, dtype=torch.int32, device=ids.device)
@@ -206,8 +205,7 @@ class ThinkingBudgets(NamedTuple):
 
     Attributes:
         budgets: ``[max_reqs]``, tokens of reasoning at most; negative for no budget.
-        starts: ``[max_reqs]``, where the last start marker among the request's own tokens begins;
-            -1 for none.
+        starts: ``[max_reqs]``, where the last start marker among its tokens begins; -1: none.
         ends: the same of the last end marker.
         all_tokens: ``[max_reqs, max_len]``, tokens of each request.
         forced: ``[forced_len]``, the tokens that are forced when the budget is used up.

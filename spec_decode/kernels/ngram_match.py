@@ -43,8 +43,7 @@ def is_reference(place, columns, REFERENCE: tl.constexpr):
 @triton.jit
 def place_behind(start, d, total, columns, REFERENCE: tl.constexpr):
     """Where the token number `d` from `start` on stands. A match that reaches the end of the text
-    goes on with its own beginning. A reference ends where it ends, which may be behind the
-    history's last column."""
+    goes on with its own beginning. A reference ends, maybe behind the history's last column."""
     period = tl.maximum(total - start, 1)
     return start + tl.where(is_reference(start, columns, REFERENCE), d, d % period)
 
@@ -57,8 +56,7 @@ def is_remembered(place, columns):
 
 @triton.jit
 def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
-    """The place of the rate of a match of `n` tokens (of class `n` in a memory) after which `start`
-    comes."""
+    """The place of the rate of a match of `n` tokens (a memory's class `n`) before `start`."""
     kind = is_reference(start, columns, REFERENCE).to(tl.int32)
     kind += is_remembered(start, columns).to(tl.int32)
     return n + tl.where(n > 0, kind * LENGTHS, 0)
@@ -66,9 +64,8 @@ def rate_of(n, start, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
 
 @triton.jit
 def in_order(key, rates, memory, columns, REFERENCE: tl.constexpr, LENGTHS: tl.constexpr):
-    """Keys whose order is that of their matches. It is by length, unless there is a memory: then it
-    is by what was learned, as classes of matches in a memory are no lengths. The key itself is in
-    the lower 32 bits."""
+    """Keys whose order is that of their matches. It is by length, with a memory by what was
+    learned, as its classes of matches are no lengths. The key itself is in the lower 32 bits."""
     if memory is not None:
         start = (key & PLACE_MASK) + 1
         place = rate_of(key >> PLACE_BITS, start, columns, REFERENCE, LENGTHS)
@@ -80,8 +77,7 @@ def in_order(key, rates, memory, columns, REFERENCE: tl.constexpr, LENGTHS: tl.c
 
 @triton.jit
 def remembered(memory, segments, start, d, mask):
-    """Tokens of a memory that follow `start`, which is counted from the ring's first; `END` behind
-    the last one."""
+    """Tokens of a memory behind `start`, counted from the ring's first; `END` behind the last."""
     place = start % SIZE + d
     own = start // SIZE + d * 0
     behind = tl.load(segments + own * ROW + BEHIND, mask=mask & (place >= SIZE), other=0)

@@ -33,9 +33,8 @@ _MANY_PROGRAMS = 512
 
 
 def rows_per_program(num_rows: int, nodes: int, blocks: int) -> int:
-    """Rows that a program takes of the `nodes` in succession that share their logits. That is the
-    largest divisor of `nodes` with which there are still many programs of the ``num_rows *
-    blocks``."""
+    """Rows that a program takes of the `nodes` in succession that share their logits. It is the
+    largest divisor of `nodes` that leaves many of the ``num_rows * blocks`` programs."""
     fitting = (
         each
         for each in range(nodes, 1, -1)

@@ -31,8 +31,8 @@ class Noise(NamedTuple):
         temperature: f32 ``[max_reqs]`` by request-state index; rows at 0 get no noise.
         seeds: i64 ``[max_reqs]``, likewise.
         idx_mapping: i32 or i64 ``[num_reqs]``, request-state index, negative for padding.
-        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, the position of the token
-            before the drawn one.
+        positions: i64 ``[>= num_rows]``, contiguous; plus `offset`, of the token before the drawn
+            one.
         rows: rows of logits per request.
     """
 
@@ -84,8 +84,7 @@ def gumbel_noise(seed, position, token, FP64: tl.constexpr):
         high = (first >> 16).to(tl.int32).to(tl.float32)
         low = (first & 0xFFFF).to(tl.int32).to(tl.float32)
         uniform = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
-        # -log(1 - u). A small u means large noise, which decides a draw, so for small u a series
-        # keeps all bits.
+        # -log(1 - u). A small u is large noise, which decides a draw: a series keeps its bits.
         series = uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334))
         direct = -tl.log(tl.maximum(1.0 - uniform, 5.9604645e-08))
         noise = -tl.log(tl.where(uniform < 0.001, series, direct))

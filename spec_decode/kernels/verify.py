@@ -24,15 +24,12 @@ class TreeRows:
     Attributes:
         num_drafts: i32, as all others but the masks; 0 for a plain request.
         row_masks: i64; bit ``j`` is set if the row sees the request's ``j``-th tree row.
-        row_depths: position of each row behind the first of its request's rows that the tree kernel
-            computes.
+        row_depths: a row's position behind the first of its request that the tree kernel computes.
         row_parents: the row that comes before each row on its path, counted from its request's
-            first row; -1 for that one. Rows of longer plain queries than the kernel computes keep
-            old ones.
+            first row; -1 for that one. Plain queries too long for the kernel keep old ones.
         num_rows: how many of the query's last rows the tree kernel computes.
         prefix_lens: keys before these rows; 0 without such rows.
-        plain_lens: keys that the platform's attention reads: 0 where all rows belong to a tree, so
-            that it skips them.
+        plain_lens: keys that the platform's attention reads; none where all rows are a tree's.
     """
 
     num_drafts: torch.Tensor
@@ -229,8 +226,7 @@ def walk_tree(
         sampled: i64 ``[num_reqs, width]``; receives the emitted tokens, then zeros.
         path: i32 ``[>= num_reqs, width]``; receives the node that emitted each token.
         num_sampled: i32 ``[num_reqs]``; receives the number of emitted tokens.
-        positions: i64 ``[num_logits]``, positions in the request; None if no draft is a
-            placeholder.
+        positions: i64 ``[num_logits]``, in the request; None if no draft is a placeholder.
         prefill_len: i32 ``[max_reqs]``, tokens of the prompt, needed with `positions`. The walk
             ends at a root within its prompt.
         emitted: i32 ``[vocab]``; is increased by 1 at each emitted token.
@@ -238,8 +234,7 @@ def walk_tree(
         extra_counts: i64 ``[2 * kinds]``, needed with `extra_nodes`; is increased by how many of
             each kind took part and how many were accepted.
         teaches: i32 ``[max_reqs]``, 0 for requests whose tokens `emitted` does not count.
-        seq_lens: i32 ``[num_reqs]``, tokens of each request behind the step, needed with
-            `num_rejected`.
+        seq_lens: i32 ``[num_reqs]``, tokens behind the step, needed with `num_rejected`.
         num_rejected: i32 ``[num_reqs]``; receives the rows that are not accepted. A request whose
             prompt is not whole then has none, and none that is accepted.
     """

@@ -54,8 +54,7 @@ lost where a request ends among them, and most of them launch nothing."""
 
 
 class Requests(Protocol):
-    """The part of a drafter that n-grams read: int64 ``[>= R]`` request-state indices; -1 is
-    padding."""
+    """What n-grams read of a drafter: int64 ``[>= R]`` request-state indices; -1 is padding."""
 
     idx_mapping: torch.Tensor
 
@@ -101,8 +100,8 @@ class Ngrams:
     Attributes:
         nodes: int64 ``[max_reqs]`` by request-state index, bits of nodes that n-grams alone
             brought. With a memory ``[2, max_reqs]``: the second row is of those from there.
-        counts: int64 ``[2]`` or ``[4]``: for each row how many such nodes were verified, and how
-            many accepted.
+        counts: int64 ``[2]`` or ``[4]``: for each row how many such nodes were verified, how many
+            accepted.
     """
 
     def __init__(

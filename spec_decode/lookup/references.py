@@ -43,8 +43,7 @@ class Tokens(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The pieces of a text that have room, the likeliest first, and whether something was left
-    out."""
+    """The pieces of a text that have room, likeliest first, and whether one was left out."""
 
     pieces: Sequence[Tokens] = ()
     is_cut: bool = False
@@ -105,8 +104,7 @@ class Predicted(NamedTuple):
 
 
 def prediction_of(params: SamplingParams, vocab_size: int, room: int) -> Predicted | Wrong | None:
-    """The prediction of a request, of which at most `room` ids are looked at; None if it has
-    none."""
+    """A request's prediction, of which at most `room` ids are looked at; None for none."""
     given = (params.extra_args or {}).get(KEY)
     if given is None or given in ("", []):
         return None

@@ -103,8 +103,7 @@ def carry(
     owners: Owners | None = None,
 ) -> None:
     """Put a request's reference into its parameters, in the place of what it predicts, which goes
-    no further, however long it is. The parameters are copied: they may be those of other requests
-    too.
+    no further, however long it is. The parameters are copied, as others may share them.
 
     Args:
         request: vLLM's, which is not scheduled yet.

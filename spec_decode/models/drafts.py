@@ -219,8 +219,7 @@ DENSE_DRAFTS = frozenset(
         "Step3p5MTP",
     }
 )
-"""Architectures of drafts without experts, although their configurations, often the target's, count
-some."""
+"""Architectures of drafts without experts, whose configurations, often the target's, count some."""
 
 
 def draft_has_experts(config: TreeConfig, speculative: Any) -> bool:

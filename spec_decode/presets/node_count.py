@@ -1,5 +1,4 @@
-"""The number of nodes and the depth of trees, where a key, the draft or the target says another
-one.
+"""The number of nodes and the depth of trees, where a key, the draft or the target says another.
 
 With ``graft.tree.nodes`` the user gives a depth, and vLLM gets the number of nodes. All that plans
 for drafts in vLLM reads ``speculative_config.num_speculative_tokens``, after the platform's

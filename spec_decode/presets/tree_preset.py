@@ -92,8 +92,7 @@ _OWN_TABLE = (
 
 
 def offer(preset: Preset, vllm_config: Any) -> Offer | str:
-    """The tree of a preset, or why there is none. Raises `ConfigError` if stock vLLM would stop
-    with this draft, too."""
+    """A preset's tree, or why there is none; a ConfigError if stock vLLM would stop with it."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return _without_draft(preset, vllm_config)

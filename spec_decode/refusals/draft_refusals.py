@@ -1,5 +1,4 @@
-"""Drafts that no tree grows from, and keys that some drafters don't have, refused in the
-frontend."""
+"""Drafts without trees, and keys that some drafters don't have, refused in the frontend."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -29,8 +29,7 @@ def differing(
     has.
 
     Args:
-        one: a folder, or a repository of the Hub, of which only files that are on this machine are
-            read.
+        one: a folder, or a repository of the Hub, of which files on this machine are read.
         other: likewise.
         revisions: of both.
     """
@@ -93,8 +92,7 @@ CRASHES = Refusals()
 
 
 def _models(vllm_config: Any) -> tuple[Any, Any]:
-    """The model configurations of draft and target; None for both where they are one, or one is
-    missing."""
+    """Model configurations of draft and target; both None where they are one or one is missing."""
     draft, target = vllm_config.speculative_config.draft_model_config, target_of(vllm_config)
     known = draft is not None and target is not None and draft is not target
     return (draft, target) if known else (None, None)

@@ -168,8 +168,7 @@ def _narrow(vllm_config: Any) -> bool:
 
 
 def _elsewhere(target: Any, narrow: bool) -> str:
-    """The place where vLLM may choose a backend that trees don't have; empty if it does not
-    here."""
+    """Where vLLM may choose a backend that trees don't have; empty if not here."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():

@@ -22,8 +22,7 @@ _OURS = "vllm_graft."
 
 @dataclass
 class StartClock:
-    """Seconds by part, and how many of our kernels this process has compiled or found in Triton's
-    cache."""
+    """Seconds by part, and our kernels that this process compiled or found in Triton's cache."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     compiled: int = 0

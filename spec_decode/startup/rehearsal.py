@@ -55,8 +55,7 @@ class Rehearsed(NamedTuple):
 
 
 def begin(drafter: Any) -> Ahead:
-    """Begin to compile what a `TreeDrafting` without a model yet, and its target, will launch; it
-    never raises."""
+    """Begin to compile what a `TreeDrafting`, and its target, will launch; it never raises."""
     device, processes = drafter.device, lever(COMPILE_PROCESSES)
     if device.type == "cuda":
         # What the worker compiles itself is counted in any case.

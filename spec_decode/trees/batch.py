@@ -25,8 +25,7 @@ class TreeBatch:
         prefix_lens: i32 ``[num_reqs]``, ``seq_lens - num_rows``, or 0 where ``num_rows`` is 0. Only
             the two passes read it.
         block_table: i32 ``[>= num_reqs, max_blocks]``.
-        row_masks: i64 ``[>= num_tokens]``; bit ``j`` is set if the row sees the request's ``j``-th
-            tree row.
+        row_masks: i64 ``[>= num_tokens]``; bit ``j``: the row sees the request's ``j``-th tree row.
         num_rows: i32 ``[>= num_reqs]``, tree rows of a request. At most `max_rows` of them are
             computed, and never more rows than the query has.
         max_rows: upper bound of `num_rows`, at most 64. The first of the two passes needs an upper

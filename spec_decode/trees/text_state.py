@@ -44,8 +44,7 @@ SEGMENT_BYTES = SEGMENT * (4 + 8 * len(LENGTHS)) + 5 * 8
 
 @dataclass
 class MemoryState:
-    """A ring of texts with an index, and corpora behind it. Addresses are stable, so CUDA graphs
-    may hold them.
+    """A ring of texts with an index, and corpora behind it. CUDA graphs may hold the addresses.
 
     A text is a list of segments, which are given out in the ring's order; the newest one replaces
     the oldest. Segments are counted from 1 on by their *serials*. The address of a token is its

@@ -209,8 +209,7 @@ def choose_target_kernels(
     workspace: AttentionWorkspace,
     device: torch.device,
 ) -> list[KernelChoice]:
-    """Choose the kernels for the target's tree rows, before anything is captured (see
-    `choose_kernels`)."""
+    """Choose the kernels for the target's tree rows before captures; see `choose_kernels`."""
     known: dict[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     layers = {
         name: layer

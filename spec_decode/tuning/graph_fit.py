@@ -87,8 +87,7 @@ def count_fitted(worker: Any) -> None:
 
 
 def fit_to_graphs(scheduler: Scheduler, max_rows: int) -> None:
-    """Let `scheduler` cut trees beside prompts, before a KV connector and the requests know the
-    step."""
+    """Let `scheduler` cut trees beside prompts, before KV connector and requests know the step."""
 
     # Only this scheduler is changed: others in the process may have other configurations.
     @around(scheduler, "_build_kv_connector_meta")

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class Said(NamedTuple):
-    """What a rank says of a step; `drafts` is one more than it has planned. A dummy batch says
-    nothing, which is 0."""
+    """What a rank says of a step: `drafts`, one more than it has planned, or 0 in a dummy batch."""
 
     drafts: int = 0
     wish: int = 0
@@ -67,8 +66,7 @@ class RankAgreement:
     Attributes:
         said: what this rank will say.
         heard: what the others have said.
-        drafts: the number that all ranks draft, which lasts while all batches are dummies; None
-            before the first one.
+        drafts: what all ranks draft, as long as all batches are dummies; None before the first.
     """
 
     def __init__(self) -> None:

@@ -127,8 +127,7 @@ class StepKind(NamedTuple):
 
 
 class StepWatch:
-    """Tells the tuner about steps whose decoding requests all verified the same number of
-    drafts."""
+    """Tells the tuner of steps whose decoding requests all verified as many drafts."""
 
     def __init__(
         self,
@@ -181,8 +180,7 @@ class StepWatch:
             self.tuner.heed(self._texts.longest(kind.decodes, self.tuner.copied))
 
     def _context(self, names: Iterable[str]) -> int:
-        """K/V tokens of the requests; the last number known if one, whose context was read, is
-        gone."""
+        """K/V tokens of the requests; the last number known if one that was read is gone."""
         found = [self._requests.get(name) for name in names]
         here = [request for request in found if request is not None]
         if len(here) == len(found):

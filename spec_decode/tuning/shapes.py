@@ -8,8 +8,7 @@ from vllm_graft.spec_decode.trees.tree import TreeShape, num_candidates
 
 
 class Rung(NamedTuple):
-    """A shape of a ladder, and the largest batch at which it is tried first, before anything was
-    measured."""
+    """A shape of a ladder, and the largest batch at which it is tried before measurements."""
 
     topk: int
     steps: int
@@ -20,8 +19,7 @@ class Rung(NamedTuple):
 @dataclass(frozen=True)
 class Ladder:
     """Shapes for growing costs of verification, fewest nodes first. A number of nodes without a
-    rung is as wide as the next larger rung if the ladder is `narrow`, else as wide as
-    configured."""
+    rung is as wide as the next larger one if the ladder is `narrow`, else as configured."""
 
     rungs: tuple[Rung, ...]
     narrow: bool = False

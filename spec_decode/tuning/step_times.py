@@ -282,8 +282,7 @@ class StepTimes:
     Args:
         experts: whether rows read experts. Random tokens, with which costs are measured, ask for
             other experts than a text, so `shared` grows with the nodes, and no host is looked for.
-        plain_apart: whether steps without drafts leave the host much less to do, as without a draft
-            model.
+        plain_apart: whether plain steps leave the host much less to do, as without a draft model.
     """
 
     def __init__(self, *, experts: bool = False, plain_apart: bool = False) -> None:

@@ -257,8 +257,7 @@ class NodeTuner:
         self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
 
     def _grant_again(self) -> None:
-        """Save steps for drafts of other requests. They may repeat themselves, likelier so if those
-        before them did."""
+        """Save steps for drafts of other requests. They may repeat themselves like those before."""
         if self._rests and self._won < 0:
             self._grant /= 2
         elif self._rests and self._won > 0:
@@ -359,8 +358,7 @@ class NodeTuner:
         return self._saved > 0 and self._saved >= min(dear, TRIAL)
 
     def _seconds(self, size: int, allowed: list[int]) -> tuple[dict[int, float], float]:
-        """Expected seconds of a step per known node count, and the part of them that prompts
-        cause."""
+        """Expected seconds of a step per known node count, and the part that prompts cause."""
         history, found = self._batches[size], dict[int, float]()
         alone = {n: self.times.predict(size, n, history.context) for n in allowed}
         added, fastest = self.times.added(size), min(filter(None, alone.values()), default=None)
@@ -378,8 +376,7 @@ class NodeTuner:
 
     def _prompt_fraction(self, history: _BatchHistory, nodes: int) -> float:
         """The fraction of steps that would contain a prompt, with so many nodes: a request that
-        ends makes room for another one, so prompts come at a constant rate per token, not per
-        step."""
+        ends makes room for another one, so prompts come at a constant rate per token."""
         fraction = history.prompt_fraction
         return min(1.0, fraction * self._tokens(nodes) / history.tokens) if fraction else 0.0
 

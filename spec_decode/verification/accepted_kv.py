@@ -59,9 +59,8 @@ class AcceptedTokens:
 
     def of_step(self, output: SchedulerOutput) -> tuple[SchedulerOutput, dict[str, int]]:
         """What a connector is told of a step that was not counted as computed yet. Returns a copy
-        of `output` that differs in the scheduled and the computed tokens of each request, and has
-        no drafts; and the computed tokens by request. The number of all rows stays, as it measures
-        the step."""
+        of `output` that differs in the scheduled and the computed tokens of each request, without
+        drafts; and the latter by request. The number of all rows stays, as it measures the step."""
         cached = output.scheduled_cached_reqs
         begun = (each.req_id for each in output.scheduled_new_reqs)
         for name in (*output.finished_req_ids, *begun, *cached.resumed_req_ids):

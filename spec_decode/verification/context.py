@@ -107,15 +107,13 @@ class TreeContext:
             logits only temperature changes.
         rows: which rows of the batch belong to trees.
         path: int32 ``[max_reqs, num_nodes + 1]`` by batch row, accepted nodes.
-        emitted: int32 ``[vocab]``, how often each token was emitted; None if nothing learns from
-            it.
+        emitted: int32 ``[vocab]``, how often each token was emitted; None if nothing learns.
         teaches: int32 ``[max_reqs]`` by request-state index, 0 for requests whose tokens are not
             counted; None if all are.
         extra_nodes: int64 ``[max_reqs]`` by request-state index, bit ``j`` is set if node ``j`` of
             the drafted tree is of another source than the draft; None if there is none. With a
             memory ``[2, max_reqs]``: the second row is of the nodes from there.
-        extra_counts: int64 ``[2]`` or ``[4]``, how many such nodes were verified, and how many
-            accepted.
+        extra_counts: int64 ``[2]`` or ``[4]``, how many such nodes were verified and accepted.
         coupled: whether drafts may look at the noise of the target's draws.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
         kept: which rows of recurrent layers have left inputs, which take `kept_bytes` of the
@@ -205,9 +203,8 @@ class TreeContext:
         return self.step
 
     def _needs_rows(self, batch: InputBatch) -> bool:
-        """Whether anything reads the rows of a step without drafts: not where each request has one
-        token and attention is the platform's alone. A small target's steps are as long as the
-        host's work."""
+        """Whether anything reads rows of a step without drafts: not where requests have one token
+        and attention is the platform's. A small target's steps are as long as the host's work."""
         if self.reads_rows or batch.num_tokens != batch.num_reqs:
             return True
         alone = batch.decode_graph_eligible and batch.num_tokens_after_padding in self.plain_sizes
@@ -239,8 +236,7 @@ class TreeContext:
             setattr(self.counters, counter, getattr(self.counters, counter) + 1)
 
     def once(self, metadata: T, make: Callable[[T], Made]) -> Made:
-        """The result of `make` for a metadata object, made once per pass: all layers ask for the
-        same."""
+        """What `make` makes of a metadata object, once per pass: all layers ask for the same."""
         if id(metadata) not in self._made:
             # Keep the original alive: its id() may be reused once it is freed.
             self._made[id(metadata)] = metadata, make(metadata)

@@ -114,8 +114,7 @@ class TreeRejectionSampler(RejectionSampler):
         """Verify a batch.
 
         Args:
-            logits: ``[num_logits, vocab]``, request after request, its root first and then its
-                nodes.
+            logits: ``[num_logits, vocab]``, request after request, its root first, then its nodes.
             draft_logits: not used; drafts are chosen, not sampled.
             invalid_drafts: bool ``[num_logits]``, drafts that a grammar refused.
         """

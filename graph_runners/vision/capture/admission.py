@@ -60,8 +60,7 @@ class TimeShare:
     """Captures take at most a share of the wall time since `start`, idle time included.
 
     Credit starts at zero, so the share is a bound from the first second on. If a capture takes
-    longer than expected, the difference is a debt. Ranks that have to agree get a share of 0, as
-    their clocks differ.
+    longer than expected, the difference is a debt. Ranks that must agree get 0, as clocks differ.
 
     Args:
         share: 0 allows no capture, 1 sets no limit.

@@ -45,8 +45,7 @@ def _up(size: int, unit: int) -> int:
 
 
 class ByteBudget:
-    """Bytes by owner, within a limit. A shared pool is one owner, as it does not shrink when a
-    graph is dropped."""
+    """Bytes by owner, within a limit. A shared pool is one owner, as it never shrinks."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -209,8 +209,7 @@ class GraphBackend:
     def static(self) -> Iterator[None]:
         """Allocate the static buffers of graphs in the body. They must not lie in the pool, as
         replays write to memory there that seems free. They should not share segments with the rest
-        of the process either, as a buffer that stays would keep such a segment from being given
-        back."""
+        of the process either, as a buffer that stays would keep such a segment."""
         # The allocator gives freed memory only to the stream that it was allocated on.
         before, index = self.reserved(), self.device.index
         try:
@@ -286,8 +285,7 @@ def no_gc() -> Iterator[None]:
 
 
 def make_backend(device: torch.device) -> GraphBackend:
-    """The back end that captures on `device`. Raises `GraftError` if the device has no CUDA
-    graphs."""
+    """The back end that captures on `device`, or a GraftError if that has no CUDA graphs."""
     if device.type == "cuda":
         return GraphBackend(device)
     raise GraftError(f"there are no CUDA graphs on the device {device}")

@@ -95,8 +95,7 @@ def _layer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, eps,
     WIDTH: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    # The three steps are written out, so that all loads are in flight at once and the values stay
-    # in registers.
+    # The three steps are written out, so that all loads fly at once and values stay in registers.
     row = tl.program_id(0).to(tl.int64)
     thread = tl.arange(0, THREADS)
     columns0 = thread[:, None] * 4 + tl.arange(0, 4)[None, :]

@@ -56,8 +56,7 @@ def _rotate_kernel(
 
 def rotate_qk(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
     """Rotate queries and keys by halves, as GPT-NeoX does: ``[2, rows, heads, size]``. `qkv` is
-    ``[rows, 3 * heads * size]``, and `cos` and `sin` are ``[rows, size / 2]`` of its dtype, all
-    contiguous."""
+    ``[rows, 3 * heads * size]``, `cos` and `sin` ``[rows, size / 2]`` of its dtype, contiguous."""
     rows, size = qkv.shape[0], qkv.shape[1] // (3 * heads)
     out = qkv.new_empty(2, rows, heads, size)
     _rotate_kernel[(rows, 2)](

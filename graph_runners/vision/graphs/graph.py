@@ -132,8 +132,7 @@ class PaddedGraph(TowerGraph):
 
     def load(self, constants: Buffers, used: int, pieces: Pieces) -> bool:
         """Copy metadata and data in; False if they do not fit, and it must not be replayed.
-        `constants` are what :meth:`metadata` returned, only to be read; the items have `used`
-        patches."""
+        `constants` are what :meth:`metadata` returned, read only; the items have `used` patches."""
         if any(not self._fits(name, value) for name, value in constants.items()):
             return False
         if self._load_data(pieces) != used:

@@ -27,8 +27,7 @@ _SEGMENT = (4, 8)
 
 class GridTower(Tower):
     """The tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.1V and Cohere Compass. An item is a grid
-    of patches, and all metadata follow from the grids. So the data are only the pixels, ``[patches,
-    features]``."""
+    of patches, and all metadata follow from the grids. Data are pixels, ``[patches, features]``."""
 
     def __init__(
         self, model: Any, config: EncoderCudaGraphConfig, device: torch.device, dtype: torch.dtype

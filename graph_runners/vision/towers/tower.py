@@ -75,8 +75,8 @@ class Tower(ABC):
 
     @abstractmethod
     def items(self, inputs: Inputs) -> list[Item]:
-        """The items, in the order of the inputs. This runs in each encoder step, so it must not
-        wait for the device."""
+        """The items in the order of the inputs. It runs in each step, and must not wait for a
+        device."""
 
     @abstractmethod
     def data(self, inputs: Inputs, indices: Sequence[int]) -> Pieces:
@@ -86,8 +86,7 @@ class Tower(ABC):
 
     def constants(self, items: Sequence[Item]) -> Buffers:
         """Tensors that follow from the layouts alone, by name: positions, segment offsets. A host
-        tensor without dimensions is a number that kernels read on the host, so a graph freezes
-        it."""
+        tensor without dimensions is a number for the host, which a graph freezes."""
         return {}
 
     @abstractmethod

@@ -50,8 +50,7 @@ class Neighbours:
 
     def limit(self, max_bytes: int) -> int:
         """Most bytes that the excepted namespace may take: those that the others have not claimed.
-        But each open namespace may have an equal part if it wishes, so that one with more gives
-        bytes up."""
+        But each open one may have an equal part if it wishes, so that others give up bytes."""
         part = max_bytes // (len(self.held) + 1)
         return max_bytes - sum(max(one.claim, min(part, one.wish)) for one in self.held)
 

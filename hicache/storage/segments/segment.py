@@ -50,8 +50,7 @@ class Segment:
         size: offset of the next record in the data file.
         index_size: valid bytes of the index file.
         users: number of threads that read from or write to the data file now.
-        dropped: whether the segment was deleted or the store closed. Then none of its pages may be
-            returned.
+        dropped: whether the segment was deleted or the store closed: no page may be returned.
         tick: value of the store's counter at the last use.
         keys: keys of its records. The current page of a key may be in another segment.
         pending: entries of written records that are not yet in the index file.
@@ -122,8 +121,7 @@ class Segment:
 
     def commit(self, files: Files, entries: Iterable[Entry]) -> None:
         """Make the records of ``entries`` durable, and after that their index entries. Raises
-        `DataLostError` if the records cannot be made durable, and `OSError` if only the index file
-        could not be written."""
+        `DataLostError` if the records can't be, and `OSError` if only the index can't."""
         self._sync_data(files)
         content = b"".join(map(encode_entry, entries))
         try:
@@ -202,8 +200,7 @@ def segment_numbers(directory: Path) -> list[int]:
 def unlink_segment(directory: Path, number: int) -> bool:
     """Delete both files of segment ``number``; False if the medium refused."""
     try:
-        # The data file goes first. Recovery removes a remaining index file, but it would scan a
-        # remaining data file.
+        # The data file goes first: recovery removes an index that remains, but would scan data.
         data_path(directory, number).unlink(missing_ok=True)
         index_path(directory, number).unlink(missing_ok=True)
     except OSError:

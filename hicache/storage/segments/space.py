@@ -31,9 +31,8 @@ Location = tuple[Segment, Entry]
 
 
 class Space:
-    """The segments of a namespace, within a byte limit: the `active` one, which gets new records,
-    the `sealed` ones by number, and those with entries to commit (`dirty`). Call it under the
-    store's lock."""
+    """The segments of a namespace, within a byte limit: the `active` one for new records, the
+    `sealed` ones by number, and those with entries to commit (`dirty`). Call it under the lock."""
 
     def __init__(
         self,

@@ -140,8 +140,7 @@ class SegmentsBackend(StorageBackend):
             if entry.length == buffer.nbytes:
                 status = segment.read(self.files, entry, buffer)
         if segment.dropped:
-            # The store was cleared during the read. After clear(), no page may be seen that was
-            # written before it.
+            # The store was cleared during the read: no page of before may be seen any more.
             self.counters.add("read_misses")
             return ReadStatus.MISS
         if status is ReadStatus.HIT:

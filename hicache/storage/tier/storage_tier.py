@@ -24,9 +24,8 @@ RESET_SECONDS = 10.0
 
 class StorageTier:
     """An open store, the threads that read from it and write to it, and the pages that they hold.
-    The scheduler's thread owns slots and index. Threads of the prefetcher and of the write-behind
-    only fill and read buffers. A page is offered only after its checksum was compared in host
-    memory."""
+    The scheduler's thread owns slots and index. Threads of prefetcher and write-behind only fill
+    and read buffers. A page is offered only after its checksum was compared in host memory."""
 
     def __init__(
         self,

@@ -97,8 +97,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def table(rows: Sequence[Row], cell: Callable[[Row], str], *, compare: bool = True) -> str:
     """Lay out a table: a line per case, a column per arm, `cell` in each place. The last column is
-    how many times as fast the best of ours is as the best of the others. An arm without a row for a
-    case has a dash."""
+    how many times as fast the best of ours is as the best of the others. A dash is no row."""
     arms = list(dict.fromkeys(row.arm for row in rows))
     lines = []
     for case, found in _by_case(rows):

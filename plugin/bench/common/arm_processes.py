@@ -60,8 +60,7 @@ def serve(
 ) -> None:
     """Run an arm's process: start the engine, then answer with what `make` makes of it."""
     # Functions that a loop runs in workers are pickled for the engine's process. That process is
-    # spawned: asking whether there is a GPU, as below, already starts CUDA, which does not survive
-    # a fork.
+    # spawned: asking for a GPU, as below, starts CUDA, which does not survive a fork.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     with running(target, options) as llm:

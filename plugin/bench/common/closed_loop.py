@@ -20,8 +20,7 @@ class Case:
         batch: requests in flight.
         requests: requests in all, at least `batch`.
         max_tokens: tokens of each answer; the first ones have fewer, so as not to end together.
-        drafts: drafts that every step has, where the engine has a `told_scheduler`; None lets the
-            engine decide.
+        drafts: drafts of every step, with a `told_scheduler`; None: the engine decides.
         first: number of the first request; numbers determine prompts and seeds.
     """
 

@@ -134,8 +134,7 @@ def take_turns(
     batch: int,
     first: int = 0,
 ) -> list[Row]:
-    """Measure one case on every column in turn; see `rounds` for `first`. A column that can't hold
-    the case has no row."""
+    """Measure a case on each column that can hold it, in turn; `first` is that of `rounds`."""
     turns = [(arm, column, drafts) for arm in pipes for column, drafts in arm.columns.items()]
     found: dict[str, list[Measured]] = {column: [] for _, column, _ in turns}
     for number, case in enumerate(rounds(arguments, temperature, batch, first)):

@@ -201,8 +201,7 @@ Images = int | tuple[Path, ...]
 def take_turns(
     pipes: Mapping[Arm, Connection], arguments: argparse.Namespace, images: Images
 ) -> tuple[list[Row], dict[str, list[Answer]]]:
-    """Ask all arms about the images in turn; the first rounds only warm up. Returns a row for each
-    arm, and its answers."""
+    """Ask all arms about the images in turn, after rounds that warm up; return rows and answers."""
     files = (images,) if isinstance(images, int) else images
     case = {"px": images} if isinstance(images, int) else {"images": len(images)}
     means: dict[str, list[dict[str, float | None]]] = {arm.name: [] for arm in pipes}

@@ -20,8 +20,7 @@ def mend() -> None:
     interpreter._get_np_dtype = _cached_by_scalar(interpreter._get_np_dtype)
     interpreter.inspect = _CachedSignatures()
     interpreter._implicit_cvt = _cached_by_type(interpreter._implicit_cvt)
-    # Stock computes each integer sum and product again, in 64 bits, for an assertion that only a
-    # debug build makes.
+    # Stock computes each integer sum and product again in 64 bits, for a debug build's assertion.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     _silence(interpreter.GridExecutor)

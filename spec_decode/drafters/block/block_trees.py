@@ -63,8 +63,7 @@ class Marginals:
 class Edges:
     """A few candidates per position, and a score for each pair of neighbours. `ids` int64 ``[R,
     positions, C]`` are the target's; `scores` f32 ``[R, positions, C, C]`` are by the candidate
-    before and the candidate. The first position has the same candidate before all of its own, the
-    first one."""
+    before and the candidate. Before the first position stands one candidate, the first."""
 
     def __init__(self, ids: torch.Tensor, scores: torch.Tensor, topk: int) -> None:
         self._ids, self._scores, self._topk = ids, scores.float(), topk
@@ -180,8 +179,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     def plan_batches(self) -> dict[TreeShape, list[int]]:
         """A shape for each number of nodes that the engine may ask for, and its batches. Raises
-        `HookError` if a policy of a plugin has shapes that the block or its candidates don't
-        hold."""
+        `HookError` if a plugin's policy has shapes that the block or its candidates don't hold."""
         config = self.config
         policy = tree_policy(config, self.trees.engine_config.speculative_config)
         batches = plan_shapes(policy, config, self.trees.engine_config)

@@ -70,8 +70,7 @@ class ChainCounters:
     Attributes:
         padding_rows: padding requests in the replays of loops.
         too_large: loops launched step by step because the batch exceeds the largest graph.
-        uncaptured: loops launched because there are no graphs: during profiling and warm-up, or
-            with the eager runner.
+        uncaptured: loops launched without graphs: in profiling and warm-up, or by the eager runner.
         extend_launched: first passes that no graph fits, most often with prompts in the batch.
     """
 
@@ -139,8 +138,7 @@ class ChainSpeculator(FirstPassGraphs):
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Plan the graphs. Raises `ConfigError` if there would be none, or the draft's attention
-        can't be captured. Where a preset turned the part on, the passes are launched instead, as
-        vLLM does."""
+        can't be captured. If a preset turned the part on, the passes are launched, as vLLM does."""
         try:
             self._plan_graphs(cudagraph_mode)
         except ConfigError as refused:

@@ -118,8 +118,7 @@ class FirstPassGraphs(StandaloneARSpeculator):
 
     def first_pass_graphs(self, width: int) -> tuple[ExtendInputs, DraftGraphRunner] | None:
         """The graphs for batches whose requests have `width` rows of the target, if there are any.
-        The draft has one row more per request: it also reads the token that the target has
-        drawn."""
+        The draft has one row more per request: the token that the target has drawn."""
         raise NotImplementedError
 
     def drafted_first(self, num_reqs: int) -> list[torch.Tensor]:

@@ -103,9 +103,8 @@ class AttentionCall(ABC):
 
 
 class UsedSplits(NamedTuple):
-    """By what the kernel that combines knows which splits have keys. `kv_lens`, i32 ``[>=
-    num_reqs]``, are each request's paged keys. Splits have whole tiles of `keys`. A `window` of 0
-    is none."""
+    """What tells the combining kernel which splits have keys. `kv_lens`, i32 ``[>= num_reqs]``, are
+    each request's paged keys. Splits have whole tiles of `keys`. A `window` of 0 is none."""
 
     kv_lens: torch.Tensor
     keys: int

@@ -60,8 +60,7 @@ def _accumulate(logits, v, acc, peak, total, PRECISION: tl.constexpr):
 @triton.jit
 def _tree_rows(query_start_loc, num_rows, req, MOST: tl.constexpr):
     """How many of a request's last rows belong to its tree, and the first of these rows. In a dummy
-    run the number may be left over from an earlier batch, so it is cut to the rows that the query
-    has."""
+    run the number may be left over from an earlier batch, so it is cut to the query's rows."""
     end = tl.load(query_start_loc + req + 1).to(tl.int64)
     width = (end - tl.load(query_start_loc + req)).to(tl.int32)
     rows = tl.minimum(tl.load(num_rows + req), tl.minimum(width, MOST))

@@ -222,8 +222,7 @@ def _two_fit(sizes: Sizes, tile: Tile) -> bool:
 def _native_tile(sizes: Sizes) -> Tile:
     """The tile over e4m3 keys that are loaded in stages. Tiles of 64 rows and more take keys and
     values from shared memory, where a program converts many at once. For fewer rows it would fetch
-    each number of V by itself. One tile of 128 rows per K/V head is slower than two of 64 where
-    contexts are short."""
+    each number of V by itself. One tile of 128 rows is slower than two of 64 in short contexts."""
     wide = sizes.most_rows > 64 and sizes.num_reqs * sizes.rows > 128
     rows = 128 if wide else 64
     return Tile(rows, 32 if sizes.head > 128 else 64, rows // 16, 3)

@@ -15,17 +15,15 @@ from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
-# Few rows per program: there is only one tile of keys, so what counts is how many loads are under
-# way at once.
+# Few rows per program: with one tile of keys, what counts is how many loads run at once.
 _TILE = 32
 
 
 @triton.jit
 def merged_weights(logits, lse, sink):
     """Weights of a tree's own keys and of the prefix, and their sum, which a sink adds to. Rows
-    that see no key at all have weights of 0, no NaN. `logits` are in units of log 2; `lse` (the
-    prefix's log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are
-    natural."""
+    that see no key have weights of 0, no NaN. `logits` are in units of log 2; `lse` (the prefix's
+    log-sum-exp, -inf without one) and `sink` (a logit without a value, or None) are natural."""
     prefix_peak = lse * 1.4426950408889634
     top = tl.maximum(tl.max(logits, 1), prefix_peak)
     if sink is not None:

@@ -109,8 +109,7 @@ def tree_attention(
 
     Args:
         batch: its query may be e4m3 if its cache is, from compute capability 8.9 on.
-        out: like the query, or in 16 or 32 bits if that is e4m3; rows that are not computed stay
-            untouched.
+        out: like the query, or in 16 or 32 bits if that is e4m3; other rows stay untouched.
         workspace: receives partial results; None means one split.
         num_splits: forces the number of splits, `plan` all of how it is computed.
     """

@@ -1,6 +1,5 @@
-"""Grafts tree attention onto the attention layers of a loaded model, layer by layer. The platform's
-backend serves prompts, chains and the draft's extend pass. Only rows of a drafted tree take another
-kernel."""
+"""Grafts tree attention onto each attention layer of a loaded model. The platform's backend serves
+prompts, chains and the draft's extend pass. Only rows of a drafted tree take another kernel."""
 
 import functools
 from collections.abc import Callable, Mapping

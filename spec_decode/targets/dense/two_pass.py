@@ -116,8 +116,7 @@ def random_trees(
     point: Point, block_size: int, block_bytes: int, device: torch.device | str
 ) -> tuple[int, dict[str, Any]]:
     """What batches of random trees share, for timing: all have ``point.rows`` rows. Returns blocks
-    of the cache, which takes `_CACHE_BYTES` at most: longer contexts share blocks; and fields of a
-    batch."""
+    of the cache (`_CACHE_BYTES` at most: longer contexts share some) and a batch's fields."""
     keys, rows = max(point.context, point.rows), point.num_reqs * point.rows
     per_request = cdiv(keys, block_size)
     blocks = max(1, min(point.num_reqs * per_request, _CACHE_BYTES // block_bytes))
@@ -362,8 +361,7 @@ class TwoPass:
 
         Args:
             batch: the batch, without padding rows in its query.
-            out: like the query, but it may have padding rows, which stay untouched; or None, as in
-                `two_pass_attention`.
+            out: like the query, padding rows stay untouched; or None, as in `two_pass_attention`.
             metadata: the object that `takes` saw; each forward pass has its own.
         """
         # A plan made before a capture is not in the captured graph: its replays would read the

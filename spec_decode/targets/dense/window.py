@@ -190,8 +190,7 @@ Narrow = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
 class DraftWindow:
     """Narrows the metadata of one layer's passes to the first block and those of the last `tokens`.
     The kernels are not told: to them a request is a shorter text. All rows of a pass share one
-    window, which ends at the first of them. So the rows of a prompt's part see that part
-    besides."""
+    window, which ends at the first of them. So rows of a prompt's part see it besides."""
 
     def __init__(self, tokens: int, narrow: Narrow = windowed_table) -> None:
         self.narrow = functools.partial(narrow, window=tokens)

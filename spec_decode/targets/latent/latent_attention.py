@@ -219,8 +219,7 @@ def latent_attention(
     Raises `ValueError` if shapes, dtypes or strides don't match.
 
     Args:
-        out: ``[num_tokens, num_heads, rank]``, dtype of the query; rows that are not computed stay
-            untouched.
+        out: ``[num_tokens, num_heads, rank]``, dtype of the query; other rows stay untouched.
         workspace: receives partial results; None means one split, unless `num_splits` forces more.
     """
     _launch(_Call(batch), out, workspace, num_splits)

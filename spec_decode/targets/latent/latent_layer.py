@@ -131,8 +131,7 @@ class LatentTrees:
     def _attended(self, batch: LatentBatch, metadata: Any) -> torch.Tensor:
         """Weighted latents of tree rows, by the kernel that is chosen for such a batch. Rows of no
         tree, such as a graph's padding, must not be NaN, which a MoE layer that shares its buffers
-        among rows might spread. So they are zeros, but for a mixed batch, which does not use
-        them."""
+        among rows might spread. So they are zeros, except in a mixed batch, which uses none."""
         space, two_pass = self.context.workspace, self.two_pass
         if (
             two_pass is not None
@@ -283,8 +282,7 @@ class TreeKimiLatents(LatentTrees):
     ) -> None:
         """Compute attention into `attn_out` ``[num_tokens, num_heads * v_head_dim]``. `q` is
         ``[num_tokens, num_heads, qk_head_dim]``, latents of the rows are ``[num_tokens, rank]``,
-        keys that heads share ``[num_tokens, 1, rope]``. The layer has no rotations, so `positions`
-        go unused."""
+        keys that heads share ``[num_tokens, 1, rope]``. Without rotations `positions` go unused."""
         known, mode = get_forward_context().attn_metadata, self.context.mode
         plain = not isinstance(known, dict) or mode is VerifyMode.NONE
         if plain or mode is VerifyMode.MIXED:

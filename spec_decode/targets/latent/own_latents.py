@@ -20,8 +20,7 @@ _PROGRAMS = 256
 
 class OwnTile(NamedTuple):
     """Sizes of a program of the second pass. Rows times heads, and numbers of a latent that are
-    multiplied at a time, are powers of 2 from 16 on. `stages` are chunks that are under way at a
-    time."""
+    multiplied at a time, are powers of 2 from 16 on. `stages` are chunks under way at a time."""
 
     rows: int
     chunk: int
@@ -147,9 +146,8 @@ def attend_own_latents(
     """The second of two passes over latents: a tree's own ones, then the merge.
 
     The partial softmaxes are merged by their log-sum-exp (flash-decoding, arXiv:2311.01282). The
-    host reads no device value. Rows that belong to no tree become zeros: those of a request before
-    its tree, and those behind the last request, which a graph has where fewer run than it was
-    captured for.
+    host reads no device value. Rows of no tree become zeros: those before a request's tree, and
+    those behind the last request, which a graph has where fewer run than it was captured for.
 
     Args:
         batch: its latents have the dtype of its query, and ``max_rows`` bounds every query's rows.

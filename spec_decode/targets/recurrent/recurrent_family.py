@@ -38,8 +38,7 @@ from vllm_graft.spec_decode.verification.context import TreeContext, VerifyStep
 @dataclass
 class RecurrentState:
     """A state or kept inputs per node, and a window of the inputs of all nodes. `kept` says which
-    requests have left inputs in place of states, `folds` by which layers; both are None if none
-    ever does."""
+    requests have left inputs in place of states, `folds` by which layers; None if none does."""
 
     caches: list[RecurrentCache]
     table: StateTable
@@ -50,8 +49,7 @@ class RecurrentState:
     def fork(self, step: VerifyStep) -> None:
         """Let prompts of one token that carry placeholders for drafts be verified, from zeros. vLLM
         pads such a prompt to the rows of a tree, and takes it for a prompt of so many tokens. So
-        its state would be the one behind the placeholders. (Where a token comes before it, vLLM has
-        it verified.)"""
+        its state would be the one behind the placeholders. (Behind a token it is verified.)"""
         if self.kept is not None:
             self.kept.firsts.fill_(-1)
         batch = step.batch

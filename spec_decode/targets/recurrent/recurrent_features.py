@@ -227,8 +227,7 @@ def state_room(vllm_config: Any) -> StateRoom:
 
 def kept_bytes(rows: int, model: Any, window: Sequence[int], state: Sequence[int]) -> int:
     """Bytes of what one layer keeps of so many rows in place of states. `window` is the shape of a
-    request's window of inputs, features first or last, `state` that of its state, heads first and
-    keys last."""
+    request's inputs, features first or last, `state` that of its state, heads first, keys last."""
     import torch
 
     from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (

@@ -52,8 +52,7 @@ _BY_KEY = tl.constexpr(int(Decay.BY_KEY))
 _SELECTIVE = tl.constexpr(int(Decay.SELECTIVE))
 
 _PART = 32
-"""Columns of a state that a program multiplies at a time: with all of them it would run out of
-registers."""
+"""Columns of a state that a program multiplies at a time; for more it lacks registers."""
 
 _LEAST = 16
 """Rows, columns and terms of a product of tensor cores, at least."""

@@ -38,8 +38,7 @@ class RecurrentRows:
         parents: i32 ``[num_rows]``, the row that a row continues, counted from the first row of its
             request; -1 for the first one. Parents come before children.
         query_start_loc: i32 ``[>= num_reqs + 1]``, the first row of each request.
-        columns: i32 ``[>= num_reqs, num_nodes + 1]``, blocks; 0 is the null block, which is neither
-            read nor written.
+        columns: i32 ``[>= num_reqs, num_nodes + 1]``, blocks; the null block 0 is left alone.
         num_accepted: i32 ``[>= num_reqs]``, how many rows of the step before count: the first row
             continues the state in column ``num_accepted - 1``.
         num_reqs: requests, padding of a graph included.
@@ -57,8 +56,7 @@ class LayerInputs(NamedTuple):
 
     Attributes:
         rows: ``[max_rows, features]``, what is behind the convolution, of the layer's dtype.
-            Features of a delta rule are queries, keys and values, those of Mamba-2 inputs, ``B``
-            and ``C``.
+            Features are queries, keys and values, or (Mamba-2) inputs, ``B`` and ``C``.
         gates: f32 ``[max_rows, gates, heads]``. Gates of the gated delta rule are decays before the
             softplus and betas before the sigmoid, the one of Mamba-2 is steps before the softplus.
             Of Kimi delta attention they are ``K + 1``: a row's memory has ``heads * K`` logarithms
@@ -146,8 +144,7 @@ def keep_rows(
     kept: KeptRows, which: RecurrentRows, batch_rows: torch.Tensor | None, rows: int
 ) -> None:
     """Note that the rows of trees in a pass, at most `rows` of a request, are kept as inputs.
-    `batch_rows` is i32 or i64 ``[num_rows]``, the rows' places in the batch; None if they lead
-    it."""
+    `batch_rows`, i32 or i64 ``[num_rows]``, has their places in the batch; None: they lead."""
     if which.num_reqs == 0:
         return
     _keep_rows_kernel[(which.num_reqs,)](

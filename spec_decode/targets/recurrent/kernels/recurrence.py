@@ -224,14 +224,12 @@ def tree_recurrence(
 
     The root continues the last accepted row's state. The arithmetic is that of vLLM's
     ``fused_sigmoid_gating_delta_rule_update``, ``fused_recurrent_kda`` or
-    ``selective_state_update``, in the same order, so that a chain's rows have the same bits. Where
-    a row's parent is not the row before, its state is read back from its column, rounded to the
-    states' dtype.
+    ``selective_state_update``, in the same order, so that a chain's rows have the same bits. A
+    parent that is not the row before is read back from its column, in the states' dtype.
 
     Args:
         rows: ``[num_rows, 2 * groups * K + heads * V]``, queries, keys and values of all heads
-            behind each other (of Mamba-2 inputs, ``B`` and ``C``), features contiguous, request
-            after request.
+            behind each other (of Mamba-2 inputs, ``B`` and ``C``), features contiguous, by request.
         states: ``[num_blocks, heads, V, K]``, contiguous but for the first stride.
         outputs: ``[num_rows, heads, V]``, receives the result; heads contiguous.
         groups: heads of queries and keys, or groups of ``B`` and ``C``; a divisor of ``heads``.

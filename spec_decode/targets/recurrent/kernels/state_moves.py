@@ -46,8 +46,7 @@ class StateTable:
         states: i64 ``[num_layers, 2]``, address, and bytes from a block to the next.
         windows: i64 ``[num_layers, 6]``, address, bytes from a block to the next, from a slot to
             the next and from a feature to the next, features, and width of the convolution.
-        tables: i64 ``[num_layers, 3]``, address of the block table, its row's stride, and tokens
-            per block.
+        tables: i64 ``[num_layers, 3]``, address of the block table, its stride, tokens per block.
         state_unit, window_unit: bytes that are moved as one number; of windows one input.
         state_units: units of a state.
         by_prefix: whether vLLM caches states by prefix (``mamba_cache_mode`` is ``align``). A
@@ -206,8 +205,7 @@ def move_states(
 ) -> None:  # fmt: skip
     """Copy what accepted node ``path[d]`` has left to where row ``d`` of a chain would leave it.
 
-    These are the state in the node's column, and the node's input in the window. All layers take
-    two launches.
+    These are the state in its column, and the input in the window. All layers take two launches.
 
     Args:
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.

@@ -94,10 +94,9 @@ def on_defaults(vllm_config: VllmConfig) -> None:
 
 
 def on_config(vllm_config: VllmConfig) -> GraftConfig | None:
-    """Check a configuration, say what it will run, and make the workers answer for it. vLLM calls
-    it for the same configuration in several processes. Raises `ConfigError` for a wrong key or
-    value, an unknown entry or an unsupported combination, and `SeamError` for a vLLM that was
-    neither tested nor proven."""
+    """Check a configuration, in each process that has it, say what it will run, and make the
+    workers answer for it. Raises `ConfigError` for a wrong key or value, an unknown entry or an
+    unsupported combination, and `SeamError` for a vLLM that was neither tested nor proven."""
     config = settle(read(vllm_config), vllm_config)
     asked = sections_of(config, vllm_config)
     for part, section in asked:

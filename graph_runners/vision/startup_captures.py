@@ -175,8 +175,7 @@ def find_obstacle(
 
 
 def fuse_tower(store: GraphStore, options: VitConfig, agree: Callable[[bool], bool]) -> None:
-    """Let the tower find out which of its operators it can fuse. Raises `ConfigError` if the user
-    asks for fusing, and nothing can be fused."""
+    """Let the tower find what it can fuse; a ConfigError if the user asks for it in vain."""
     tower = store.tower
     if options.fuse is False:
         tower.unfuse("not asked for")

@@ -67,8 +67,7 @@ class Columns:
         pitch: int64 ``[n]``, bytes from one block to the next.
         host: int64 ``[n]``, offset of the piece in a slot, in bytes.
         width: int64 ``[n]``, bytes of the piece.
-        layers: range ``(begin, end)`` of the columns of each layer, by its name. Empty if columns
-            of several layers may be merged.
+        layers: range ``(begin, end)`` of each layer's columns; empty if layers may be merged.
     """
 
     device: Addresses

@@ -17,8 +17,7 @@ class HiCacheMetadata(KVConnectorMetadata):
     """The ranks' work in one step.
 
     Attributes:
-        early_stores: stores of blocks that were freed since the last step. Ranks read the blocks
-            before the forward pass may overwrite them.
+        early_stores: stores of blocks freed since the last step, read before the forward pass.
         stores: stores of blocks that this step's forward pass completes.
         sync_loads: loads into blocks that this step's forward pass reads.
         async_loads: loads for requests that wait outside of steps.

@@ -16,8 +16,7 @@ SALT_BYTES = 16
 """Length of a salt: see :func:`salted`."""
 
 FORMAT = 1
-"""Version of the records in which stores keep pages. It is the only version that is written or
-read, and part of each namespace."""
+"""Version of stores' records, the only one that is written or read; part of each namespace."""
 
 
 class PageKey(NamedTuple):

@@ -1,7 +1,6 @@
 """The benchmarks behind ``vllm-graft bench``; nothing heavy is imported before one runs. A
 benchmark is a module with a docstring (its help), ``SUMMARY`` (one line), ``add_arguments`` and
-``run``, which also gets the model and the flags of ``vllm serve``, and a line in `BENCHMARKS`.
-Importing it imports neither torch nor vLLM."""
+``run``, which also gets the model and the flags of ``vllm serve``, and a line in `BENCHMARKS`."""
 
 import argparse
 import importlib

@@ -70,8 +70,7 @@ class Entry:
 class Drafter(Entry):
     """Resolves to a class that drafts trees, built with the arguments of ``speculator``.
 
-    It is a subclass of ``spec_decode.drafters.tree_drafting.TreeDrafting`` and of the speculator of
-    vLLM's that it stands over.
+    It is a subclass of ``TreeDrafting`` and of the speculator of vLLM's that it stands over.
 
     Attributes:
         methods: methods of the speculative config that it drafts with.

@@ -34,8 +34,7 @@ News = dict[str, Number | dict[str, Number]]
 
 
 class Increments:
-    """Remembers a part's numbers, which count since the start, and says what has changed. Numbers
-    that no row names are passed over."""
+    """Remembers a part's numbers, and says what has changed, of those that a row names."""
 
     def __init__(self, rows: Iterable[Metric]) -> None:
         self._kinds = {row.key: row.kind for row in rows}
@@ -74,8 +73,7 @@ class Relay:
     Args:
         metrics: those of the parts that are on, by the part's name.
         states: the parts' states, from the workers' reports.
-        workers: what `vllm_graft.base.info.states` said in each worker when the engine started;
-            empty if nobody has asked them.
+        workers: what `info.states` said in each worker at the start; empty if nobody has asked.
         local: makes the report of a worker in this process; None if it has one of its own.
         clock: seconds, as `time.monotonic` has them.
     """

@@ -16,13 +16,11 @@ _SHARED = ("embed_tokens", "lm_head", "shared_head")
 
 
 _ONLINE = {"Mxfp4": 4 + 8 / 32, "Nvfp4": 4 + 8 / 16, "Mxfp8": 8 + 8 / 32, "Fp8": 8, "Int8": 8}
-"""Bits of a weight with its scale that vLLM quantizes while it loads, by how the names of the
-classes begin that do so."""
+"""Bits of a weight with its scale that vLLM quantizes on loading, by the prefix of the class."""
 
 
 class Built(NamedTuple):
-    """What one rank holds of a model. `weights`: shape and bytes by the parameter's name. `specs`:
-    vLLM's K/V specs by the layer's name."""
+    """What a rank holds of a model: shape and bytes by parameter, vLLM's K/V specs by layer."""
 
     weights: dict[str, tuple[tuple[int, ...], int]]
     specs: dict[str, Any]

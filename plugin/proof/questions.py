@@ -34,8 +34,7 @@ _BEFORE = 40
 Logprobs = list[dict[int, float]]
 
 Look = Callable[[tuple[int, ...], int, int, int], dict[str, Any]]
-"""Makes what an engine is given of a prompt, and of so many images of a size behind it, drawn anew
-by the number of the round."""
+"""Makes what an engine is given of a prompt, and of images of a size, drawn anew by the round."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from itertools import zip_longest
 from vllm_graft.proof.questions import Answer, Question, Round
 
 TOLERANCES = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.4}
-"""By how much log-probabilities may differ in nats, and how near a tie may fall otherwise, by the
-dtype that is computed in."""
+"""By dtype, how log-probabilities may differ in nats, and how near a tie may fall otherwise."""
 
 _SEEDED_ALIKE = 0.6
-"""Share of the seeded tokens that are compared in 16 bits, where near ties with noise fall
-otherwise; in float32 all have to be equal."""
+"""Share of seeded tokens to be equal in 16 bits, where near ties fall otherwise; in float32 all."""
 
 
 def differences(
@@ -51,8 +49,7 @@ _BROKEN = {
 
 
 def broken(counts: Mapping[str, float]) -> Iterator[str]:
-    """A sentence for each kind of failure that the engine went on without. `counts`: counters of
-    the engine that is judged."""
+    """A sentence for each failure that the engine went on without, by its counters."""
     for name, what in _BROKEN.items():
         if found := counts.get(name):
             yield f"{found:g} {what}, and were left out; the log above has the cause"

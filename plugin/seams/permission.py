@@ -123,8 +123,7 @@ def admit(parts: Collection[str], vllm_config: Any) -> None:
 
 def _is_derived(vllm_config: Any) -> bool:
     """Whether vLLM made a configuration of one that was admitted before. A worker does so for
-    drafts, in an environment in which vLLM has set variables by then. The worker's extension is set
-    since the configuration was admitted."""
+    drafts, in an environment with variables of vLLM's, and with its extension."""
     if parent_process() is not None and vllm_config.parallel_config.worker_extension_cls:
         return True
     speculative = vllm_config.speculative_config

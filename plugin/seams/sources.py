@@ -70,8 +70,7 @@ class Sources:
 
     def find(self, path: str, depth: int = _DEPTH) -> Found:
         """The definition of ``vllm.<path>``: the longest module, then names in it. Re-exports,
-        inherited members and star imports are followed within vLLM. Raises `LookupError` if it
-        cannot be found."""
+        inherited members and star imports within vLLM count. Raises `LookupError`."""
         names = path.split(".")
         for count in range(len(names), -1, -1):
             module = ".".join(names[:count])

@@ -66,8 +66,7 @@ def build_instead(
     The class object stays the same, so ``isinstance``, imports by name and subclassing stay right.
 
     Args:
-        stock: vLLM's class, whose first argument is its configuration; None where vLLM has none,
-            which the part's ``verify_active`` finds.
+        stock: vLLM's class, whose first argument is its configuration; None where vLLM has none.
         choose: the class to build, from ``stock`` and the configuration; ``stock`` for itself. The
             first of several that chooses another class counts.
         built: told of every other class that is built.

@@ -94,8 +94,7 @@ class Roots:
     """The root of each request's tree: the state that its children are drafted from, and these.
 
     Attributes:
-        best: log-probabilities f32 and target's ids int64 of the children, best first,
-            ``[max_reqs, topk]`` each.
+        best: the best children's log-probabilities f32 and ids int64, ``[max_reqs, topk]`` each.
         states: ``[max_reqs, hidden]``, the draft's output at the last token of each request; None
             before a first pass has kept any.
     """
@@ -218,8 +217,7 @@ class LevelGrowth:
         narrow: bool = False,
     ) -> int:
         """Draft the first level, and each level below it by a pass of the draft; see `Growth.grow`.
-        Parents rank before their children, so the best n nodes lie in the first n levels, and
-        deeper levels are not run."""
+        Parents rank before children: the best n nodes lie in n levels, and no deeper one is run."""
         shape, steps = self.shape, min(self.shape.steps, num_nodes)
         self.seed(*drafter.draft_first_level(num_reqs, narrow=narrow))
         # Positions of all rows and levels at once; a level's are contiguous, as in vLLM's passes.

@@ -306,8 +306,7 @@ class TreeDrafting(DraftModelSpeculator):
         num_speculative_tokens: int | None = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Draft a tree for each request. Returns draft tokens int64 ``[num_reqs, num_nodes]``, best
-        cumulative score first. The topology stays in the context's `TreeState`. The engine keeps
-        the first of these drafts."""
+        cumulative score first. The topology stays in the context's `TreeState`."""
         input_batch = self.first_pass(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states,
             num_sampled, num_rejected, *args, dummy_run=dummy_run,

@@ -202,8 +202,7 @@ def follow_trees(module: ModuleType) -> None:
 
 def _first_rows(num_rows: int, drafts: Sequence[Sequence[int]], most: int) -> list[int]:
     """Each request's first row among so many masks: vLLM 0.33 gives each request as many rows as a
-    request may have at most, vLLM 0.32 as many as it needs. Raises `SeamError` if there are as many
-    rows in neither version."""
+    request may have at most, vLLM 0.32 as many as it needs. Raises `SeamError` for other counts."""
     widths = [1 + len(each) for each in drafts]
     if num_rows == len(drafts) * (1 + most):
         widths = [1 + most] * len(drafts)

@@ -72,8 +72,7 @@ _WORD = re.compile("(vllm.?)?graft", re.IGNORECASE)
 
 
 def served_references(tree: TreeConfig, vllm_config: VllmConfig) -> References | None:
-    """The maker of references for a served tokenizer, read here so that no request waits for it;
-    None without room for any."""
+    """The maker of references for a tokenizer, read before any request; None without room."""
     speculative = vllm_config.speculative_config
     ngram = tree.ngram if has_model(tree, speculative) else lengths_of(tree, speculative)
     model = vllm_config.model_config

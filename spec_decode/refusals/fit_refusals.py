@@ -200,7 +200,6 @@ def _tokenizer(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 def require_fit(vllm_config: Any) -> None:
-    """Refuse a draft with which the engine would stop in its first step, whatever we run. Raises a
-    `ConfigError` that says what does not fit."""
+    """Raise a `ConfigError` for a draft with which any engine would stop in its first step."""
     if found := list(sentences(CRASHES, TreeConfig(), vllm_config)):
         raise ConfigError("\n  ".join([f"{_DRAFT} is a draft for another target:", *found]))

@@ -197,8 +197,7 @@ class StepWatch:
 
 
 def tree_policy(config: TreeConfig, speculative: Any) -> TreePolicy:
-    """The policy that the configuration names; `dynamic` has variants for drafts of blocks, with
-    experts, and without a model."""
+    """The policy that is named; `dynamic` has variants for blocks, experts, and no draft model."""
     policy: TreePolicy = manager.resolve("graft_tree_policies", config.policy, NAME, "policy")
     if policy is not dynamic:
         return policy

@@ -24,8 +24,7 @@ AGE = 2000.0
 """Timings after which one counts for 1/e. Raised, a machine that has changed is noticed later."""
 
 _AGAIN = 625.0
-"""Steps after which a number of nodes that was tried little is tried again. Raised, a number that
-looked bad once is given up for longer."""
+"""Steps after which little tried numbers are tried again. Raised, they are given up for longer."""
 
 KEPT = 64
 """Latest timings of one kind of step. Raised, sorting them takes longer."""
@@ -65,8 +64,7 @@ TOKENS = 8192.0
 is extrapolated less, and long contexts are learned later."""
 
 ROWS = 16
-"""Rows that multiply a K/V token in the time of reading it (FP8, H100). Raised, rows are blamed
-less for what contexts cost."""
+"""Rows that multiply a K/V token while it is read (FP8, H100). Raised, contexts are blamed more."""
 
 COMPARED = 1 / 16
 """Weight of comparing numbers of nodes by measured costs, which have four times the errors of

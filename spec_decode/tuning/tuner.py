@@ -53,8 +53,7 @@ STEADY = 8
 Raised, work that is done once disturbs less, and batches that drift are timed less often."""
 
 UNKNOWN_RATIO = 1.1
-"""Seconds of a step with drafts over those of one without, before both were timed. Raised, drafts
-that yield nothing rest sooner."""
+"""Time of a step with drafts over one without, until timed. Raised, useless drafts rest sooner."""
 
 _WINDOW = 64
 """Steps over which a batch size's averages go. Raised, prompts that have ended are felt longer."""
@@ -116,8 +115,7 @@ class NodeTuner:
             are the numbers to choose from.
         max_rows: rows, root and nodes of all requests, that a step may verify. Where not even the
             smallest number of nodes fits, that one is chosen.
-        sizes: numbers of requests, ascending; each stands for the batches up to it and above the
-            one before it. None means powers of two.
+        sizes: numbers of requests, ascending, each for batches up to it; None means powers of two.
         levels: levels of the trees of each number of nodes; as many as nodes where it has none.
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
         experts: whether rows of a step read experts, so that costs are corrected by a slope.

@@ -144,8 +144,7 @@ class GraphBackend:
         return sum(stream.workspace for stream in streams if stream is not None)
 
     def side_stream(self, room: int) -> CaptureStream | None:
-        """A second stream, which the device may run at the same time. None if its workspace takes
-        more than `room` bytes."""
+        """A second stream beside the first; None if its workspace takes more than `room` bytes."""
         # cuBLAS takes as much for it as for the first stream.
         if self._capture_stream.workspace > room:
             return None

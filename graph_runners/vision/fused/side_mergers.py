@@ -11,8 +11,7 @@ import torch
 from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 
 MOST_ROWS = 1024
-"""The largest pass, in patches, with mergers aside. In larger passes the blocks fill the device
-alone, and mergers only need more memory."""
+"""The largest pass, in patches, with mergers aside; in larger ones blocks fill the device alone."""
 
 
 @contextmanager

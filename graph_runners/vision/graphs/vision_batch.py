@@ -11,8 +11,7 @@ from vllm_graft.graph_runners.vision.towers.tower import Inputs, Item, Tower
 
 @dataclass(frozen=True)
 class VisionBatch:
-    """Inputs of one encoder step, and its items, all of one modality, in the same order. `rows` are
-    the patches of all items."""
+    """Inputs of one encoder step, its items, all of one modality, and the patches of all."""
 
     inputs: Inputs
     items: Sequence[Item]

@@ -17,8 +17,7 @@ from vllm_graft.bench.common.report import Panel
 class Arm:
     """An engine with options of ``vllm.LLM``, and the columns of the table that it fills. `drafts`
     are lengths of its chains, one column each; empty if the engine itself decides. `commands` serve
-    what the columns measure. `per_gpu` are bytes on each GPU without K/V, and those of a token;
-    None where they are unknown."""
+    what the columns measure. `per_gpu` are bytes on a GPU without K/V, and of a token, if known."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)

@@ -22,9 +22,8 @@ DRAFTS = "vllm_graft_bench_drafts"
 
 def told_scheduler(vllm_config: Any, **others: Any) -> Scheduler:
     """Build the scheduler that vLLM would have chosen. From a request that says so on, all steps
-    have that many drafts. The scheduler may be in another process than the benchmark and the
-    workers; requests reach it in any case. Raises `BenchmarkError` if the engine has no table of
-    lengths, as with data parallelism."""
+    have that many drafts. Requests reach it in any process. Raises `BenchmarkError` if the engine
+    has no table of lengths, as with data parallelism."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

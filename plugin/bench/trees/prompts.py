@@ -40,8 +40,7 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
 
 
 def require_dataset(dataset: str, path: Path | None) -> Path | None:
-    """The file of a dataset, None for one without. Raises `BenchmarkError` if the file is not
-    there, or none was given."""
+    """A dataset's file, None for one without; a BenchmarkError if it is not there, or not given."""
     if dataset == "sharegpt" and path is None:
         raise BenchmarkError(
             f"--dataset sharegpt: give the file with --dataset-path; it is at {SHAREGPT}"

@@ -40,8 +40,7 @@ class RunningServer:
         self._case: Case | None = None
 
     def tokenizer(self, model: str | None) -> Any:
-        """The tokenizer of the served model, or of the one that is named. Raises `BenchmarkError`
-        if it is not on this machine."""
+        """The tokenizer of the served or the named model; a BenchmarkError if it is not here."""
         from vllm.tokenizers import get_tokenizer
 
         name = model or self.root
@@ -58,8 +57,7 @@ class RunningServer:
         self._case = case
 
     def recv(self) -> Measured:
-        """Run the case until all its requests are sent and one sender finds no more. Raises
-        `BenchmarkError` if a request is refused."""
+        """Run the case until a sender finds no request; a BenchmarkError if one is refused."""
         assert self._case is not None
         return asyncio.run(self._measure(self._case))
 

@@ -125,8 +125,7 @@ def picture(look: Look) -> Any:
 
 
 def read_images(folder: Path) -> list[Path]:
-    """The images of a folder, in the order of their names. Raises `BenchmarkError` if there is
-    none, or one can't be read."""
+    """A folder's images, by name; a BenchmarkError if there is none, or one can't be read."""
     from PIL import Image
 
     found = sorted(file for file in folder.glob("*") if file.suffix.lower() in SUFFIXES)

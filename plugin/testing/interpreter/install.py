@@ -29,8 +29,7 @@ def install() -> None:
     decorated, and Triton decorates its own ``tl.sum`` and others at import.
 
     Raises:
-        InterpreterTooLateError: Triton's kernels are compiled ones already, or vLLM has already
-            decided that there is no Triton.
+        InterpreterTooLateError: Triton's kernels are compiled ones, or vLLM has found no Triton.
     """
     if installed():
         return

@@ -352,8 +352,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
         """The noise of the target's draws of all levels, None to rank without. Capturable. The
-        function takes the level of children, and the nodes per request that they are children of: 1
-        at the first level, ``topk`` below."""
+        function takes the level, and nodes per request above it: 1 at the first, ``topk`` below."""
         # Of all levels at once; those of a level are contiguous, as kernels read them.
         draws = self.draws(num_reqs).t().contiguous()
         below = draws.repeat_interleave(self.topk, 1)

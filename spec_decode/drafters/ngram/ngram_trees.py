@@ -59,8 +59,7 @@ class RepeatGrowth(PasslessGrowth):
 class NgramTrees(TreeDrafting, NgramGPUSpeculator):
     """What vLLM builds in the place of `NgramGPUSpeculator`. The best ``topk`` earlier occurrences
     of the end of a request's text are paths of up to ``steps`` tokens, which are one as far as
-    their tokens are equal. The base of drafters with a model lets vLLM call `load_model`, where the
-    target's layers come to verify trees."""
+    their tokens are equal. In `load_model` the target's layers come to verify trees."""
 
     seams = ("ngram",)
     grafts_draft = grows_by_levels = False

@@ -51,9 +51,8 @@ class FirstPassCounters:
 
 class DraftModelTrees(TreeDrafting, FirstPassGraphs):
     """What vLLM builds in the place of `StandaloneARSpeculator`. The first pass is vLLM's own: it
-    runs the draft over the tokens that were accepted and the one that was drawn behind them. The
-    first level is drafted from what it leaves at the last of them. The levels below run as those of
-    EAGLE, without states of the target."""
+    runs the draft over the tokens that were accepted and the one that was drawn behind them. Levels
+    are drafted from the last of them on as EAGLE's, without states of the target."""
 
     seams = ("draft",)
 

@@ -100,8 +100,7 @@ class Sizes(NamedTuple):
         rows: query rows of a request, times the heads that share K/V.
         head: elements of a head, padded to a power of 2.
         dtype: computed in: the query's, or fp16 if that is e4m3.
-        keys: upper bound of the paged keys that a request's rows see, so that all lengths that a
-            graph serves have one plan.
+        keys: upper bound of a request's paged keys, so that all lengths of a graph have one plan.
         most_splits: splits that there is memory for.
         multiprocessors: of the device; 0 without a workspace.
         native: whether query and cache are e4m3 and multiplied as they are.

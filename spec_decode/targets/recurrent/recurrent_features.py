@@ -157,8 +157,7 @@ def auto_widths(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 MOST, FEW = 15, 7
 SHARE = 4
-"""States of a tree may take one part in so many of a GPU's memory. The weights and the K/V of the
-same requests need the rest."""
+"""States of a tree may take one part in so many of a GPU's memory, beside weights and K/V."""
 
 
 class StateRoom(NamedTuple):

@@ -87,8 +87,7 @@ class LayerInputs(NamedTuple):
 class KeptRows:
     """Which requests of a pass have left inputs in place of states, and where.
 
-    Addresses are stable, so CUDA graphs may hold them. The first two have a request's numbers at
-    its first row in the batch.
+    CUDA graphs may hold the addresses. The first two have numbers at a request's first row.
 
     Attributes:
         firsts: i32 ``[max_tokens]``, the first of its rows in the layers' buffers, or -1 if its

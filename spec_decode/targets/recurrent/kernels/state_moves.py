@@ -212,8 +212,7 @@ def move_states(
         num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
         num_drafts: i32 ``[num_reqs]``, 0 for a plain request.
         seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
-        kept: which requests have left inputs in place of states, which are passed over; None if
-            there is no such request.
+        kept: requests that have left inputs in place of states, and are passed over; or None.
         query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request; None likewise.
     """
     if num_reqs == 0:

@@ -33,14 +33,9 @@ def cut_prompt_logprobs(worker: Any) -> None:
 
     @around(of_prompts, "compute_prompt_logprobs")
     def compute(
-        original: Callable[..., Rows],
-        logits_fn: Any,
-        hidden_states: Any,
-        input_batch: Any,
-        all_token_ids: Any,
-        num_computed_tokens: Any,
-        prompt_lens: np.ndarray,
-    ) -> Rows:
+        original: Callable[..., Rows], logits_fn: Any, hidden_states: Any, input_batch: Any,
+        all_token_ids: Any, num_computed_tokens: Any, prompt_lens: np.ndarray,
+    ) -> Rows:  # fmt: skip
         found = original(
             logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
         )

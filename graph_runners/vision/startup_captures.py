@@ -40,14 +40,9 @@ class StartupCaptures:
     """
 
     def __init__(
-        self,
-        store: GraphStore,
-        exact: ExactCaptures,
-        options: VitConfig,
-        bucket_rows: Sequence[int],
-        segments: int,
-        agree: Callable[[bool], bool],
-    ) -> None:
+        self, store: GraphStore, exact: ExactCaptures, options: VitConfig,
+        bucket_rows: Sequence[int], segments: int, agree: Callable[[bool], bool],
+    ) -> None:  # fmt: skip
         self.agree = agree
         self.fused_pays = False
         self._store, self._exact, self._options = store, exact, options

@@ -152,14 +152,10 @@ class _Rows:
         parts[0] = opens
         return cls(
             host=shard.address + columns.host[place[0]] + shard.slot_bytes * rows.slots,
-            width=np.full(count, sizes.sum()),
-            begins=rows.begins,
-            parts=parts,
-            pieces=np.full(count, len(place), np.int64),
-            device=device.ravel(),
-            offset=np.tile(offset, count),
-            sizes=np.tile(sizes, count),
-        )
+            width=np.full(count, sizes.sum()), begins=rows.begins, parts=parts,
+            pieces=np.full(count, len(place), np.int64), device=device.ravel(),
+            offset=np.tile(offset, count), sizes=np.tile(sizes, count),
+        )  # fmt: skip
 
 
 class StagedPlanner:

@@ -98,16 +98,13 @@ class Geometry:
             g.index for g in groups if isinstance(specs[g.index].kv_cache_spec, MambaSpec)
         }
         return cls(
-            groups=groups,
-            shape=PoolShape.fit(int(config.host_bytes), largest, shards),
+            groups=groups, shape=PoolShape.fit(int(config.host_bytes), largest, shards),
             shared_name=None if alone else _region_name(transfer, parallel),
-            num_workers=parallel.world_size,
-            replicas=replicas,
-            zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
-            handed_off=frozenset(handed_off),
+            num_workers=parallel.world_size, replicas=replicas,
+            zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing, handed_off=frozenset(handed_off),
             fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
             convert_from=convert_from,
-        )
+        )  # fmt: skip
 
 
 def _region_name(transfer: Any, parallel: Any) -> str:

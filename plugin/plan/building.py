@@ -169,14 +169,7 @@ def _ranks(parallel: Any) -> Iterator[None]:
 def _group(size: int) -> Any:
     group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
     return SimpleNamespace(
-        world_size=size,
-        rank=0,
-        rank_in_group=0,
-        local_rank=0,
-        is_first_rank=True,
-        is_last_rank=size == 1,
-        ranks=list(range(size)),
-        device_group=group,
-        cpu_group=group,
+        world_size=size, rank=0, rank_in_group=0, local_rank=0, is_first_rank=True,
+        is_last_rank=size == 1, ranks=list(range(size)), device_group=group, cpu_group=group,
         device_communicator=None,
-    )
+    )  # fmt: skip

@@ -114,15 +114,11 @@ def plan_of(request: Request, device: str) -> tuple[Plan, Any]:
     verdict = Verdict.ON if any(part.state == "on" for part in parts) else Verdict.OFF
     verdict = Verdict.REFUSED if reasons else verdict
     plan = Plan(
-        verdict,
-        device,
-        command=request.command if verdict is not Verdict.REFUSED else "",
-        refused=" ".join(reasons),
-        target=_target(vllm_config),
+        verdict, device, command=request.command if verdict is not Verdict.REFUSED else "",
+        refused=" ".join(reasons), target=_target(vllm_config),
         drafts=_drafts(vllm_config, {part.name for part in parts if part.state == "on"}),
-        parts=parts,
-        memory=memory,
-    )
+        parts=parts, memory=memory,
+    )  # fmt: skip
     return plan, vllm_config
 
 

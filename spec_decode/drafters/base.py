@@ -35,24 +35,20 @@ class Drafter(Protocol):
     @property
     def last_positions(self) -> torch.Tensor:
         """int64 ``[>= R]``, position of the last token whose states the first pass has seen."""
-        ...
 
     @property
     def last_states(self) -> torch.Tensor:
         """``[>= R, hidden]``, the states that the first level continues from."""
-        ...
 
     def first_level(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the root's best children are, best first. Returns log-probabilities, f32
         ``[num_reqs, >= topk]``, and token ids of the target, int64."""
-        ...
 
     def draft_first_level(
         self, num_reqs: int, *, narrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft the root's best children, and leave them in `first_level`, which is returned.
         Capturable. With `narrow` they come from the head's learned vocabulary."""
-        ...
 
     def run_frontier(
         self,
@@ -72,14 +68,12 @@ class Drafter(Protocol):
             metadata: attention metadata by layer name; None runs without attention.
             num_tokens_across_dp: int32 ``[dp_size]`` on the CPU, rows of all data-parallel ranks.
         """
-        ...
 
     def noise(
         self, num_reqs: int, positions: torch.Tensor, *, rows: int, offset: int
     ) -> Noise | None:
         """The noise that the target will draw with, ``offset`` tokens after ``positions``.
         `positions` are int64 ``[num_reqs * rows]``. None ranks drafts by probability alone."""
-        ...
 
 
 class Growth(Protocol):
@@ -92,35 +86,24 @@ class Growth(Protocol):
 
     def set_prefix(self, seq_lens: torch.Tensor, num_rejected: torch.Tensor) -> None:
         """Note how many keys precede each tree, from int32 ``[num_reqs]`` each."""
-        ...
 
     def clear_prefix(self) -> None:
         """Make every row padding: a run then reads no cache."""
-        ...
 
     def map_block_tables(self, drafter: Any) -> None:
         """Refresh block tables from the engine's. Not capturable."""
-        ...
 
     def metadata(self, num_reqs: int, max_seq_len: int) -> list[Any]:
         """Attention metadata of every pass. Not capturable."""
-        ...
 
     def grow(
-        self,
-        drafter: Drafter,
-        num_reqs: int,
-        metadata: list[Any] | None,
-        num_tokens_across_dp: torch.Tensor | None = None,
-        *,
-        num_nodes: int,
-        narrow: bool = False,
-    ) -> int:
+        self, drafter: Drafter, num_reqs: int, metadata: list[Any] | None,
+        num_tokens_across_dp: torch.Tensor | None = None, *, num_nodes: int, narrow: bool = False,
+    ) -> int:  # fmt: skip
         """Fill the table, and return the number of levels that it holds. Capturable. `metadata` is
         what the method of this name returned, and `num_tokens_across_dp` that of
         `Drafter.run_frontier`. The engine keeps `num_nodes`; the best n nodes lie in the first n
         levels. With `narrow` they are chosen from the head's learned vocabulary."""
-        ...
 
 
 class Extra(Protocol):
@@ -128,18 +111,11 @@ class Extra(Protocol):
 
     def columns(self, num_nodes: int) -> int:
         """Columns of the table that it takes for trees of so many nodes; never more for fewer."""
-        ...
 
     def add(
-        self,
-        candidates: CandidateTable,
-        drafter: Drafter,
-        num_reqs: int,
-        levels: int,
-        *,
-        first: int,
-        num_nodes: int,
-    ) -> None:
+        self, candidates: CandidateTable, drafter: Drafter, num_reqs: int, levels: int, *,
+        first: int, num_nodes: int,
+    ) -> None:  # fmt: skip
         """Put candidates into the table before the best are chosen. Capturable.
 
         A candidate's score must not exceed its parent's, of which it may raise those in the table,
@@ -152,7 +128,6 @@ class Extra(Protocol):
             first: first of its `columns`. All are to be written, those without a candidate with
                 -inf.
         """
-        ...
 
 
 Children = tuple[torch.Tensor, torch.Tensor]

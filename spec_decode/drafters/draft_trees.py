@@ -280,15 +280,9 @@ def launch_growth(
             eager=False,
         )
     desc, sync = dispatch_cg_and_sync_dp(
-        runner,
-        num_reqs,
-        num_rows,
-        uniform_token_count=width,
-        dp_size=drafter.dp_size,
-        dp_rank=drafter.dp_rank,
-        need_eager=need_eager,
-        dp_sync_state=dp_sync_state,
-    )
+        runner, num_reqs, num_rows, uniform_token_count=width, dp_size=drafter.dp_size,
+        dp_rank=drafter.dp_rank, need_eager=need_eager, dp_sync_state=dp_sync_state,
+    )  # fmt: skip
     if not skip_attn:
         growth.map_block_tables(drafter)
     # Data-parallel ranks have agreed on a number of rows, padding included.

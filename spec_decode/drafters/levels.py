@@ -27,15 +27,9 @@ class LevelMemory:
     """
 
     def __init__(
-        self,
-        shapes: Collection[TreeShape],
-        layers: Mapping[str, Any],
-        *,
-        max_reqs: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        extra: int = 0,
-    ) -> None:
+        self, shapes: Collection[TreeShape], layers: Mapping[str, Any], *, max_reqs: int,
+        dtype: torch.dtype, device: torch.device, extra: int = 0,
+    ) -> None:  # fmt: skip
         most = max(shape.steps * shape.topk for shape in shapes)
         self._heads = {name: _heads(layer) for name, layer in layers.items()}
         self._readers = {
@@ -207,15 +201,9 @@ class LevelGrowth:
         ]
 
     def grow(
-        self,
-        drafter: Drafter,
-        num_reqs: int,
-        metadata: list[Metadata] | None,
-        num_tokens_across_dp: torch.Tensor | None = None,
-        *,
-        num_nodes: int,
-        narrow: bool = False,
-    ) -> int:
+        self, drafter: Drafter, num_reqs: int, metadata: list[Metadata] | None,
+        num_tokens_across_dp: torch.Tensor | None = None, *, num_nodes: int, narrow: bool = False,
+    ) -> int:  # fmt: skip
         """Draft the first level, and each level below it by a pass of the draft; see `Growth.grow`.
         Parents rank before children: the best n nodes lie in n levels, and no deeper one is run."""
         shape, steps = self.shape, min(self.shape.steps, num_nodes)

@@ -108,14 +108,9 @@ def seed_frontier(
 
 
 def expand_frontier(
-    table: CandidateTable,
-    level: int,
-    child_logp: torch.Tensor,
-    child_tokens: torch.Tensor,
-    num_reqs: int,
-    next_tokens: torch.Tensor,
-    parent_rows: torch.Tensor,
-) -> None:
+    table: CandidateTable, level: int, child_logp: torch.Tensor, child_tokens: torch.Tensor,
+    num_reqs: int, next_tokens: torch.Tensor, parent_rows: torch.Tensor,
+) -> None:  # fmt: skip
     """Write a level >= 1: add the ``topk`` children of each frontier node, keep the best ``topk``.
 
     The new frontier is ordered by score, highest first, ties by lower candidate index. Scores may

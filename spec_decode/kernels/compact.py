@@ -108,14 +108,10 @@ def _compact_kernel(
 
 
 def compact_kv(
-    table: KVCacheTable,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
-    slot_mappings: torch.Tensor,
+    table: KVCacheTable, path: torch.Tensor, num_sampled: torch.Tensor,
+    query_start_loc: torch.Tensor, num_draft_tokens: torch.Tensor, slot_mappings: torch.Tensor,
     num_reqs: int,
-) -> None:
+) -> None:  # fmt: skip
     """Copy the K/V of accepted node ``path[d]`` to the slot of the request's ``d``-th draft row.
 
     All layers take one launch. Slots of -1 are skipped.

@@ -178,14 +178,10 @@ def _merge_kernel(
 
 
 def topk_logprobs(
-    logits: torch.Tensor,
-    topk: int,
-    target_ids: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    noise: Noise | None = None,
-    sharpness: float = 1.0,
-    biases: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, topk: int, target_ids: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None, noise: Noise | None = None,
+    sharpness: float = 1.0, biases: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The `topk` best tokens of each row, best first, ties by lower index.
 
     It takes two launches and no float32 copy of the logits. Ties and NaN (which counts as -inf) are

@@ -176,15 +176,9 @@ class Ngrams:
         return self.state.matches * min(self.depth or num_nodes, num_nodes)
 
     def add(
-        self,
-        candidates: CandidateTable,
-        drafter: Requests,
-        num_reqs: int,
-        levels: int,
-        *,
-        first: int,
-        num_nodes: int,
-    ) -> None:
+        self, candidates: CandidateTable, drafter: Requests, num_reqs: int, levels: int, *,
+        first: int, num_nodes: int,
+    ) -> None:  # fmt: skip
         """Put what followed the matches of each request into the table; see `Extra.add`."""
         slots = drafter.idx_mapping[:num_reqs]
         if self.state.memory is not None:

@@ -271,18 +271,13 @@ def _frontier(attentions: Mapping[str, Attention], model: Any) -> Callable[..., 
 def _batch(twin: Any, *, num_reqs: int, nodes: int) -> Any:
     rows, buffers = num_reqs * (nodes + 1), twin.input_buffers
     return SimpleNamespace(
-        num_reqs=num_reqs,
-        num_reqs_after_padding=num_reqs,
-        num_tokens=rows,
-        num_tokens_after_padding=rows,
-        num_draft_tokens=num_reqs * nodes,
+        num_reqs=num_reqs, num_reqs_after_padding=num_reqs, num_tokens=rows,
+        num_tokens_after_padding=rows, num_draft_tokens=num_reqs * nodes,
         idx_mapping=empty(num_reqs, dtype=torch.int64),
-        query_start_loc=buffers.query_start_loc[: num_reqs + 1],
-        seq_lens=empty(num_reqs),
-        cu_num_logits=empty(num_reqs + 1),
-        positions=buffers.positions[:rows],
+        query_start_loc=buffers.query_start_loc[: num_reqs + 1], seq_lens=empty(num_reqs),
+        cu_num_logits=empty(num_reqs + 1), positions=buffers.positions[:rows],
         input_ids=buffers.input_ids[:rows],
-    )
+    )  # fmt: skip
 
 
 def _walk(context: TreeContext, batch: Any, max_reqs: int) -> None:

@@ -210,17 +210,13 @@ def _refiner(sizes: RefinerSizes, vocab: int, dtype: torch.dtype) -> Any:
         return torch.nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
 
     return SimpleNamespace(
-        rank=rank,
-        topc=sizes.candidates or 0,
+        rank=rank, topc=sizes.candidates or 0,
         hidden_cache=lambda blocks: empty(*blocks.shape[:2], 2 * rank, dtype=dtype),
         w1=torch.nn.Embedding(vocab, rank, device=META, dtype=dtype),
-        in_proj=linear(3 * rank, rank),
-        mix_L=empty(rank, sizes.rows, sizes.rows, dtype=dtype),
-        mlp_gate=linear(rank, sizes.inner),
-        mlp_up=linear(rank, sizes.inner),
-        mlp_down=linear(sizes.inner, rank),
-        w2=linear(rank, vocab),
-    )
+        in_proj=linear(3 * rank, rank), mix_L=empty(rank, sizes.rows, sizes.rows, dtype=dtype),
+        mlp_gate=linear(rank, sizes.inner), mlp_up=linear(rank, sizes.inner),
+        mlp_down=linear(sizes.inner, rank), w2=linear(rank, vocab),
+    )  # fmt: skip
 
 
 class _Processor:

@@ -75,7 +75,6 @@ class TargetState(Protocol):
         """After verification: leave what a chain of the accepted tokens would have left. `path` is
         int32 ``[max_reqs, num_nodes + 1]``, accepted nodes of each request of the batch; the step's
         ``num_sampled`` says how many of them count."""
-        ...
 
 
 class TargetFamily(Protocol):
@@ -83,19 +82,16 @@ class TargetFamily(Protocol):
 
     def claims(self, layer: Any) -> bool:
         """Whether a layer, one of vLLM's ``AttentionLayerBase``, is of this family's kind."""
-        ...
 
     def attach(self, name: str, layer: Any, context: TreeContext, *, is_draft: bool) -> None:
         """Make the layer `name` serve tree rows besides what it does already. The levels of the
         draft's layers (`is_draft`) read a scratch of K/V. Raises `ConfigError` if the layer's
         backend or cache is one that can't be read."""
-        ...
 
     def state(
         self, layers: Mapping[str, Any], kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> TargetState:
         """Make the state of the target's layers of this family, whose ``kv_cache`` is bound."""
-        ...
 
 
 FEATURES: tuple[Feature, ...] = (

@@ -99,15 +99,11 @@ class MemoryState:
 
         count = size + corpora // SEGMENT_BYTES
         return cls(
-            size,
-            tokens=torch.zeros(count, SEGMENT, dtype=torch.int32, device=device),
-            segments=zeros(count, 5),
-            cells=zeros(count * SEGMENT * len(LENGTHS) // WAYS, WAYS),
-            owners=zeros(max_reqs, 4),
-            writers=zeros(max_reqs, 5),
-            head=torch.tensor([1, 0], device=device),
-            begun=np.zeros((max_reqs, 4), dtype=np.int64),
-        )
+            size, tokens=torch.zeros(count, SEGMENT, dtype=torch.int32, device=device),
+            segments=zeros(count, 5), cells=zeros(count * SEGMENT * len(LENGTHS) // WAYS, WAYS),
+            owners=zeros(max_reqs, 4), writers=zeros(max_reqs, 5),
+            head=torch.tensor([1, 0], device=device), begun=np.zeros((max_reqs, 4), dtype=np.int64),
+        )  # fmt: skip
 
     def begin(self, slot: int, owner: Owner, first: int) -> None:
         """Let a slot's text be another one, from the token number ``first`` on, at `tell`."""
@@ -280,18 +276,11 @@ class NgramState:
         history = zeros(max_reqs, columns)
         history[:, width:] = BORDER
         return cls(
-            min_n,
-            max_n,
-            matches,
-            reference,
-            history=history,
-            notes=zeros(max_reqs, 4),
+            min_n, max_n, matches, reference, history=history, notes=zeros(max_reqs, 4),
             keys=zeros(max_reqs, matches * (-(-columns // scan_block(columns)) + parts)),
-            pending=zeros(len(rates), 2),
-            rates=rates,
-            memory=memory,
+            pending=zeros(len(rates), 2), rates=rates, memory=memory,
             sources=None if memory is None else zeros(max_reqs),
-        )
+        )  # fmt: skip
 
     def refer(self, slot: int, tokens: Sequence[int]) -> None:
         """Give a slot another reference; what is more than ``reference`` tokens is left out."""

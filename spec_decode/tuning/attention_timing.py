@@ -219,15 +219,11 @@ def choose_target_kernels(
     rows = widths(vllm_config, auto=config.shape == "auto")
     max_model_len = vllm_config.model_config.max_model_len
     return choose_kernels(
-        layers,
-        config.attention,
-        points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len),
-        workspace,
-        max_model_len=max_model_len,
-        dtype=vllm_config.model_config.dtype,
-        block_size=vllm_config.cache_config.block_size,
-        device=device,
-    )
+        layers, config.attention,
+        points(rows, vllm_config.scheduler_config.max_num_seqs, max_model_len), workspace,
+        max_model_len=max_model_len, dtype=vllm_config.model_config.dtype,
+        block_size=vllm_config.cache_config.block_size, device=device,
+    )  # fmt: skip
 
 
 def choose_kernels(

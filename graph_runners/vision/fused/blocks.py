@@ -132,14 +132,10 @@ def _is_rms_norm(norm: Any) -> bool:
 
 
 def _attend(
-    attn: Any,
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    rotary_pos_emb_cos: torch.Tensor,
-    rotary_pos_emb_sin: torch.Tensor,
-    max_seqlen: torch.Tensor,
+    attn: Any, x: torch.Tensor, cu_seqlens: torch.Tensor, rotary_pos_emb_cos: torch.Tensor,
+    rotary_pos_emb_sin: torch.Tensor, max_seqlen: torch.Tensor,
     sequence_lengths: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """A block's attention over ``[rows, 1, width]``, with the arguments of the block's own. One
     kernel reads queries and keys from the projection's output and rotates them. `cu_seqlens` is
     int32 ``[segments + 1]``, and cosines and sines are ``[rows, size / 2]``, with the size of a

@@ -86,14 +86,9 @@ class PaddedGraph(TowerGraph):
     :meth:`filled` returned."""
 
     def __init__(
-        self,
-        tower: Tower,
-        arena: Arena,
-        rows: int,
-        pieces: Pieces,
-        constants: Buffers,
+        self, tower: Tower, arena: Arena, rows: int, pieces: Pieces, constants: Buffers,
         segments: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rows = rows
         self._offsets: set[str] = set()
         buffers = {}

@@ -61,14 +61,9 @@ class GraphStore:
     their number of patches."""
 
     def __init__(
-        self,
-        tower: Tower,
-        backend: GraphBackend,
-        limit: int,
-        admission: Admission[LayoutKey],
-        stats: VitStats,
-        rules: StoreRules,
-    ) -> None:
+        self, tower: Tower, backend: GraphBackend, limit: int, admission: Admission[LayoutKey],
+        stats: VitStats, rules: StoreRules,
+    ) -> None:  # fmt: skip
         self.tower, self.backend, self.admission, self.stats = tower, backend, admission, stats
         self.rules = rules
         self.memory = GraphMemory(backend, limit, rules.roomy)

@@ -35,14 +35,9 @@ class Space:
     `sealed` ones by number, and those with entries to commit (`dirty`). Call it under the lock."""
 
     def __init__(
-        self,
-        directory: Directory,
-        namespace: bytes,
-        files: Files,
-        counters: Counters,
-        max_bytes: int,
-        segment_bytes: int,
-    ) -> None:
+        self, directory: Directory, namespace: bytes, files: Files, counters: Counters,
+        max_bytes: int, segment_bytes: int,
+    ) -> None:  # fmt: skip
         self.index: dict[PageKey, Location] = {}
         self.active: Segment | None = None
         self.sealed: dict[int, Segment] = {}

@@ -32,15 +32,9 @@ class Prefetcher:
     parts of a page, and ``clock`` monotonic seconds."""
 
     def __init__(
-        self,
-        backend: StorageBackend,
-        index: HostIndex,
-        parts: Callable[[Page], Parts],
-        *,
-        threads: int = 4,
-        budget_bytes: int = 1 << 30,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, backend: StorageBackend, index: HostIndex, parts: Callable[[Page], Parts], *,
+        threads: int = 4, budget_bytes: int = 1 << 30, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.counters = Counters()
         self._index, self._parts = index, parts
         self._budget, self._clock = budget_bytes, clock

@@ -35,13 +35,11 @@ class Lattice(Protocol):
 
     def first(self) -> Children:
         """The root's best children, ``[R, K]`` each, best first."""
-        ...
 
     def below(self, level: int, table: CandidateTable, tokens: torch.Tensor) -> Children:
         """The best children of the frontier, ``[R, K, K]`` each, the siblings best first. Levels
         are asked for in order; the root's children are level 0. The frontier of `table` is that of
         ``level - 1``, and `tokens`, int64 ``[R * K]``, are its nodes'."""
-        ...
 
 
 class Marginals:
@@ -308,14 +306,10 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
             counters.draft_replays += 1
 
     def _generate_draft(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
+        self, num_reqs: int, num_tokens_padded: int, attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None, num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run the block, and grow a tree from it where a chain is sampled. Capturable."""
         self._was_launched = True
         states = self._run_model(

@@ -57,17 +57,12 @@ class ExtendInputs:
             return torch.zeros(size, dtype=dtype, device=device)
 
         return cls(
-            width,
-            num_reqs,
-            input_ids=zeros(num_reqs * width),
+            width, num_reqs, input_ids=zeros(num_reqs * width),
             positions=zeros(num_reqs * width, torch.int64),
-            query_start_loc=torch.tensor(starts, device=device),
-            query_start_loc_np=starts,
-            seq_lens=zeros(num_reqs) + width,
-            num_rejected=zeros(num_reqs),
-            last_sampled=zeros(num_reqs + 1)[1:],
-            idx_mapping=idx_mapping,
-        )
+            query_start_loc=torch.tensor(starts, device=device), query_start_loc_np=starts,
+            seq_lens=zeros(num_reqs) + width, num_rejected=zeros(num_reqs),
+            last_sampled=zeros(num_reqs + 1)[1:], idx_mapping=idx_mapping,
+        )  # fmt: skip
 
     @property
     def num_tokens(self) -> int:
@@ -94,16 +89,12 @@ class ExtendInputs:
     def rows(self, num_reqs: int) -> Self:
         rows = num_reqs * self.width
         return replace(
-            self,
-            num_reqs=num_reqs,
-            input_ids=self.input_ids[:rows],
-            positions=self.positions[:rows],
-            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            self, num_reqs=num_reqs, input_ids=self.input_ids[:rows],
+            positions=self.positions[:rows], query_start_loc=self.query_start_loc[: num_reqs + 1],
             query_start_loc_np=self.query_start_loc_np[: num_reqs + 1],
-            seq_lens=self.seq_lens[:num_reqs],
-            num_rejected=self.num_rejected[:num_reqs],
+            seq_lens=self.seq_lens[:num_reqs], num_rejected=self.num_rejected[:num_reqs],
             idx_mapping=self.idx_mapping[:num_reqs],
-        )
+        )  # fmt: skip
 
 
 class FirstPassGraphs(StandaloneARSpeculator):
@@ -207,14 +198,9 @@ class FirstPassGraphs(StandaloneARSpeculator):
     # --- a step ---------------------------------------------------------------------------------
 
     def _prefill(
-        self,
-        input_batch: InputBatch,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        num_reqs: int,
-        skip_attn: bool,
-        num_tokens_across_dp: torch.Tensor | None,
-    ) -> None:
+        self, input_batch: InputBatch, num_rejected: torch.Tensor, last_sampled: torch.Tensor,
+        num_reqs: int, skip_attn: bool, num_tokens_across_dp: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         launch = functools.partial(
             super()._prefill,
             input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp,

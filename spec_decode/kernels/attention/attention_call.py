@@ -155,14 +155,9 @@ class AttentionWorkspace:
 
     @classmethod
     def allocate(
-        cls,
-        max_reqs: int,
-        max_rows: int,
-        num_heads: int,
-        head_size: int,
-        max_splits: int,
+        cls, max_reqs: int, max_rows: int, num_heads: int, head_size: int, max_splits: int,
         device: torch.device | str,
-    ) -> AttentionWorkspace:
+    ) -> AttentionWorkspace:  # fmt: skip
         """Space for calls of at most ``max_reqs`` requests of ``max_rows`` rows each."""
         multiprocessors, capability = _device_of(torch.device(device))
         pairs = 4 * multiprocessors * MAX_TILE // (max_rows * num_heads)

@@ -50,16 +50,10 @@ class _Call(AttentionCall):
 
     def sizes(self, workspace: AttentionWorkspace | None) -> Sizes:
         sizes = Sizes(
-            rows=self.max_rows * self.group,
-            head=self.head_pad,
-            dtype=self.computed,
-            num_reqs=self.num_reqs,
-            kv_heads=self.kv_cache.shape[1],
-            keys=self.most_keys(),
-            window=self.window > 0,
-            draft=self.draft,
-            mixed=self.mixed,
-        )
+            rows=self.max_rows * self.group, head=self.head_pad, dtype=self.computed,
+            num_reqs=self.num_reqs, kv_heads=self.kv_cache.shape[1], keys=self.most_keys(),
+            window=self.window > 0, draft=self.draft, mixed=self.mixed,
+        )  # fmt: skip
         if workspace is None:
             return sizes
         return sizes._replace(

@@ -147,22 +147,14 @@ class TreeAttentionMixin:
             query = self._kernel_query(layer, query, output)
         num_reqs = metadata.query_start_loc.shape[0] - 1
         batch = TreeBatch(
-            query=query,
-            kv_cache=self._cache(kv_cache),
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.seq_lens[:num_reqs],
-            prefix_lens=context.rows.prefix_lens[:num_reqs],
-            block_table=metadata.block_table,
-            row_masks=context.rows.row_masks,
-            row_depths=context.rows.row_depths,
-            num_rows=context.rows.num_rows[:num_reqs],
-            max_rows=max_rows,
-            max_seq_len=metadata.max_seq_len,
+            query=query, kv_cache=self._cache(kv_cache), query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens[:num_reqs], prefix_lens=context.rows.prefix_lens[:num_reqs],
+            block_table=metadata.block_table, row_masks=context.rows.row_masks,
+            row_depths=context.rows.row_depths, num_rows=context.rows.num_rows[:num_reqs],
+            max_rows=max_rows, max_seq_len=metadata.max_seq_len,
             q_scale=layer._q_scale if self._quantized else None,
-            mixed=context.mode is VerifyMode.MIXED,
-            chunked=self.chunk > 0,
-            **self._scales(layer),
-        )
+            mixed=context.mode is VerifyMode.MIXED, chunked=self.chunk > 0, **self._scales(layer),
+        )  # fmt: skip
         if two_pass is not None:
             multiprocessors = context.workspace.multiprocessors
             two_pass.attend(batch, output, metadata, multiprocessors=multiprocessors)

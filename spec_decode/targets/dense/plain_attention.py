@@ -179,14 +179,9 @@ def gathered(
 
 
 def attended(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor,
+    scale: float, soft_cap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of one request, all f32: ``[rows, num_heads, size of a value]``."""
     logits = _logits(query, key, scale, soft_cap).masked_fill(~visible, float("-inf"))
     if sinks is not None:

@@ -209,16 +209,10 @@ def scheduled(batch: TreeBatch | LatentBatch, **sizes: Any) -> torch.Tensor:
     from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
     plan: torch.Tensor = get_scheduler_metadata(
-        batch_size=batch.num_reqs,
-        max_seqlen_q=batch.max_rows,
-        max_seqlen_k=batch.max_seq_len,
-        num_heads_q=batch.query.shape[1],
-        cache_seqlens=batch.prefix_lens,
-        qkv_dtype=batch.query.dtype,
-        cu_seqlens_q=batch.query_start_loc,
-        causal=False,
-        **sizes,
-    )
+        batch_size=batch.num_reqs, max_seqlen_q=batch.max_rows, max_seqlen_k=batch.max_seq_len,
+        num_heads_q=batch.query.shape[1], cache_seqlens=batch.prefix_lens,
+        qkv_dtype=batch.query.dtype, cu_seqlens_q=batch.query_start_loc, causal=False, **sizes,
+    )  # fmt: skip
     return plan
 
 
@@ -229,18 +223,11 @@ def attended_prefix(
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     out, lse = flash_attn_varlen_func(
-        cu_seqlens_q=batch.query_start_loc,
-        max_seqlen_q=batch.max_rows,
-        seqused_k=batch.prefix_lens,
-        max_seqlen_k=batch.max_seq_len,
-        block_table=batch.block_table,
-        softmax_scale=batch.scale,
-        causal=False,
-        return_softmax_lse=True,
-        scheduler_metadata=plan,
-        fa_version=3,
-        **given,
-    )
+        cu_seqlens_q=batch.query_start_loc, max_seqlen_q=batch.max_rows,
+        seqused_k=batch.prefix_lens, max_seqlen_k=batch.max_seq_len, block_table=batch.block_table,
+        softmax_scale=batch.scale, causal=False, return_softmax_lse=True, scheduler_metadata=plan,
+        fa_version=3, **given,
+    )  # fmt: skip
     return out, lse
 
 
@@ -270,17 +257,12 @@ def flash_prefix_attention(
     )
     scales = (batch.num_reqs, batch.kv_cache.shape[1])
     return attended_prefix(
-        batch,
-        plan,
-        q=batch.query,
-        k=key,
-        v=value,
-        softcap=batch.soft_cap,
+        batch, plan, q=batch.query, k=key, v=value, softcap=batch.soft_cap,
         q_descale=None if batch.q_scale is None else batch.q_scale.expand(scales),
         k_descale=None if batch.k_scale is None else batch.k_scale.expand(scales),
         v_descale=None if batch.v_scale is None else batch.v_scale.expand(scales),
         num_splits=num_splits(batch, multiprocessors),
-    )
+    )  # fmt: skip
 
 
 def two_pass_attention(

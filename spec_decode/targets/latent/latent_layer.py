@@ -204,14 +204,9 @@ class TreeLatents(LatentTrees):
         return output
 
     def _draft(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        rotated: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: DraftTreeMetadata,
-        output: torch.Tensor,
-    ) -> None:
+        self, q: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, kv_cache: torch.Tensor,
+        metadata: DraftTreeMetadata, output: torch.Tensor,
+    ) -> None:  # fmt: skip
         layer, rows = self.layer, len(q)
         self.ops.write_scratch(
             latent.view(rows, 1, layer.kv_lora_rank),

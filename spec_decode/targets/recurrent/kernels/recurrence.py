@@ -86,15 +86,9 @@ def _tree_conv_kernel(
 
 
 def tree_conv(
-    inputs: torch.Tensor,
-    windows: torch.Tensor,
-    weights: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: RecurrentRows,
-    *,
-    silu: bool,
-    outputs: torch.Tensor | None = None,
-) -> torch.Tensor:
+    inputs: torch.Tensor, windows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None,
+    rows: RecurrentRows, *, silu: bool, outputs: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Convolve each row with its ``width - 1`` nearest ancestors, and keep the rows' inputs.
 
     Before the root come the inputs that the window holds. A window is left as vLLM's kernel for

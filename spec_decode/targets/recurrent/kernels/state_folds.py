@@ -205,14 +205,9 @@ def _fold_states_kernel(
 
 
 def fold_states(
-    table: FoldTable,
-    kept: KeptRows,
-    query_start_loc: torch.Tensor,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_reqs: int,
-) -> None:
+    table: FoldTable, kept: KeptRows, query_start_loc: torch.Tensor, path: torch.Tensor,
+    num_sampled: torch.Tensor, seq_lens: torch.Tensor, num_reqs: int,
+) -> None:  # fmt: skip
     """Leave the states that a chain of the accepted rows would have left, in all layers. The
     arithmetic is that of `tree_recurrence`, in the same order, so states have the same bits.
     Requests that have left no inputs are passed over. Arguments are as of `move_states`; 0 in

@@ -89,13 +89,10 @@ class StateTable:
         return cls(
             states=torch.tensor(states, device=device),
             windows=torch.tensor(windows, device=device),
-            tables=torch.tensor(tables, device=device),
-            state_unit=unit,
-            window_unit=window_unit,
-            state_units=size // unit,
-            max_features=max(cache.windows.shape[1] for cache in caches),
+            tables=torch.tensor(tables, device=device), state_unit=unit, window_unit=window_unit,
+            state_units=size // unit, max_features=max(cache.windows.shape[1] for cache in caches),
             by_prefix=by_prefix,
-        )
+        )  # fmt: skip
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:

@@ -31,7 +31,7 @@ from vllm_graft.metrics.wiring import Wiring
 from vllm_graft.parts import PARTS
 from vllm_graft.seams.permission import admit
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import MARK, is_hooked, wrap
+from vllm_graft.seams.wrap import MARK, around, is_hooked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,15 +146,11 @@ def _then(platform: type[Any], name: str, ours: Callable[[VllmConfig], object]) 
 
 
 def _hook_worker(module: ModuleType) -> None:
-    def verify_first(original: Any) -> Any:
-        def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
-            verify_active(self.worker, self.vllm_config)
-            METRICS.watch_worker(self.worker, self.vllm_config)
-            original(self, kv_cache_configs)
-
-        return initialize_from_config
-
-    wrap(module.WorkerWrapperBase, "initialize_from_config", verify_first)
+    @around(module.WorkerWrapperBase, "initialize_from_config")
+    def verify_first(original: Any, self: Any, kv_cache_configs: list[Any]) -> None:
+        verify_active(self.worker, self.vllm_config)
+        METRICS.watch_worker(self.worker, self.vllm_config)
+        original(self, kv_cache_configs)
 
 
 def _extend_worker(parallel_config: Any) -> None:

@@ -22,7 +22,7 @@ from vllm_graft.hooks import manager
 from vllm_graft.seams.compare import vllm_version
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import BuiltClasses, build_instead, is_hooked, wrap
+from vllm_graft.seams.wrap import BuiltClasses, around, build_instead, is_hooked
 
 _MANAGER_MODULE = "vllm.v1.worker.encoder_cudagraph"
 _V2_MODULE = "vllm.v1.worker.gpu.model_states.interface"
@@ -199,32 +199,29 @@ def _data_parallel(vllm_config: Any) -> str | None:
 
 
 def _hook_model_state(module: ModuleType) -> None:
-    def adapt_first(original: Any) -> Any:
-        def __init__(
-            self: Any, vllm_config: Any, model: Any, encoder_cache: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            if encoder_cache is not None:
-                adapt(model, vllm_config)
-            original(self, vllm_config, model, encoder_cache, *args, **kwargs)
+    if (state := getattr(module, "ModelState", None)) is None:
+        return
 
-        return __init__
-
-    if (state := getattr(module, "ModelState", None)) is not None:
-        wrap(state, "__init__", adapt_first)
+    @around(state, "__init__")
+    def adapt_first(
+        original: Any, self: Any, vllm_config: Any, model: Any, encoder_cache: Any, *args: Any,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if encoder_cache is not None:
+            adapt(model, vllm_config)
+        original(self, vllm_config, model, encoder_cache, *args, **kwargs)
 
 
 def _hook_v1_runner(module: ModuleType) -> None:
-    def adapt_first(original: Any) -> Any:
-        def create(self: Any) -> Any:
-            if self.supports_mm_inputs:
-                adapt(self.get_model(), self.vllm_config)
-            return original(self)
-
-        return create
-
     runner = getattr(module, "GPUModelRunner", None)
-    if hasattr(runner, "_create_encoder_cudagraph_manager"):
-        wrap(runner, "_create_encoder_cudagraph_manager", adapt_first)
+    if not hasattr(runner, "_create_encoder_cudagraph_manager"):
+        return
+
+    @around(runner, "_create_encoder_cudagraph_manager")
+    def adapt_first(original: Any, self: Any) -> Any:
+        if self.supports_mm_inputs:
+            adapt(self.get_model(), self.vllm_config)
+        return original(self)
 
 
 VISION = VisionPart()

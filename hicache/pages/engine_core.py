@@ -4,12 +4,11 @@ between two steps. So what is heard of here is heard of before the next request 
 
 import enum
 import weakref
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
 from vllm_graft.base.log import logger
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 MODULE = "vllm.v1.engine.core"
 """The module whose import :func:`hook` waits for."""
@@ -91,53 +90,28 @@ def listen(core: Any, listener: Listener) -> None:
 
 def hook(module: ModuleType) -> None:
     """Hear of what happens to engine cores of vLLM's module. Without listeners it does nothing."""
-    core = module.EngineCore
-    wrap(core, "_initialize_kv_caches", _then_remember)
-    wrap(core, "collective_rpc", _then_tell_of_call)
-    wrap(core, "wake_up", _then_tell(Change.WEIGHTS))
-    for name in ("add_lora", "remove_lora"):
-        wrap(core, name, _then_tell(Change.ADAPTER))
-    wrap(core, "reset_prefix_cache", _then_tell_of_reset)
 
-
-def _then_remember(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _initialize_kv_caches(core: Any, vllm_config: Any) -> Any:
+    @around(module.EngineCore, "_initialize_kv_caches")
+    def then_remember(original: Any, core: Any, vllm_config: Any) -> Any:
         global _latest
         result = original(core, vllm_config)
         _latest = weakref.ref(core)
         return result
 
-    return _initialize_kv_caches
-
-
-def _then_tell(change: Change) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        def order(core: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(core, *args, **kwargs)
-            finally:
-                # An order that fails may have been carried out in part.
-                _tell(core, change, original.__name__)
-
-        return order
-
-    return around
-
-
-def _then_tell_of_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(module.EngineCore, "collective_rpc")
+    def then_tell_of_call(original: Any, core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(core, method, *args, **kwargs)
         finally:
             if not _keeps_weights(method):
                 _tell(core, Change.WEIGHTS, getattr(method, "__name__", method))
 
-    return collective_rpc
-
-
-def _then_tell_of_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reset_prefix_cache(
-        core: Any, reset_running_requests: bool = False, reset_connector: bool = False
+    @around(module.EngineCore, "reset_prefix_cache")
+    def then_tell_of_reset(
+        original: Any,
+        core: Any,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
     ) -> Any:
         done = False
         try:
@@ -150,7 +124,19 @@ def _then_tell_of_reset(original: Callable[..., Any]) -> Callable[..., Any]:
             if done:
                 _unreset.pop(core, None)
 
-    return reset_prefix_cache
+    _hear(module.EngineCore, "wake_up", Change.WEIGHTS)
+    for name in ("add_lora", "remove_lora"):
+        _hear(module.EngineCore, name, Change.ADAPTER)
+
+
+def _hear(owner: Any, name: str, change: Change) -> None:
+    @around(owner, name)
+    def then_tell(original: Any, core: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(core, *args, **kwargs)
+        finally:
+            # An order that fails may have been carried out in part.
+            _tell(core, change, name)
 
 
 def _keeps_weights(method: Any) -> bool:

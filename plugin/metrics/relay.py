@@ -15,7 +15,7 @@ from vllm_graft.base.metric import Kind, Metric, Number, Numbers, PartMetrics, W
 from vllm_graft.base.values import reason_of
 from vllm_graft.metrics.part_states import State
 from vllm_graft.metrics.worker_report import report_of
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 KEY = "vllm_graft"
 """Our key among a KV connector's statistics."""
@@ -97,7 +97,11 @@ class Relay:
         self._sent = self._told = float("-inf")
 
     def attach(self, scheduler: Any) -> None:
-        wrap(scheduler, "update_from_output", self._after_update)
+        @around(scheduler, "update_from_output")
+        def then_relay(original: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+            engine_outputs = original(scheduler_output, model_runner_output)
+            self.step(model_runner_output, engine_outputs)
+            return engine_outputs
 
     def first_message(self) -> dict[str, Any] | None:
         """The parts' states, to send before the first step; None if they are not known yet."""
@@ -110,14 +114,6 @@ class Relay:
             self._step(output, engine_outputs)
         except Exception as error:
             self._failed(error)
-
-    def _after_update(self, original: Any) -> Any:
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            engine_outputs = original(scheduler_output, model_runner_output)
-            self.step(model_runner_output, engine_outputs)
-            return engine_outputs
-
-        return update_from_output
 
     def _step(self, output: Any, engine_outputs: Mapping[int, Any]) -> None:
         if (report := report_of(output)) is not None:

@@ -15,7 +15,7 @@ from vllm_graft.metrics.part_states import part_states
 from vllm_graft.metrics.relay import KEY, Relay
 from vllm_graft.metrics.worker_report import WorkerReport, report_now
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 AskedFor = Callable[[Any], Sequence[tuple[Part, Any]]]
 """From a configuration, the parts that it asks for, each with its section."""
@@ -48,16 +48,12 @@ class Wiring:
     # The engine core
 
     def _hook_engine(self, module: ModuleType) -> None:
-        def then_relay(original: Any) -> Any:
-            def _initialize_effective_attention_block_size(core: Any) -> None:
-                original(core)
-                _unharmed(self._relay, core)
-
-            return _initialize_effective_attention_block_size
-
         # vLLM calls it as soon as there is a scheduler. A spawned process has begun its __init__
         # before it loads plugins.
-        wrap(module.EngineCore, "_initialize_effective_attention_block_size", then_relay)
+        @around(module.EngineCore, "_initialize_effective_attention_block_size")
+        def then_relay(original: Any, core: Any) -> None:
+            original(core)
+            _unharmed(self._relay, core)
 
     def _relay(self, core: Any) -> None:
         config = core.vllm_config
@@ -89,28 +85,21 @@ class Wiring:
     # The frontend
 
     def _hook_loggers(self, module: ModuleType) -> None:
-        def then_post(original: Any) -> Any:
-            def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
-                original(manager, *args, **kwargs)
-                config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-                _unharmed(self._post, manager, config, module.PrometheusStatLogger)
+        @around(module.StatLoggerManager, "__init__")
+        def then_post(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+            original(manager, *args, **kwargs)
+            config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+            _unharmed(self._post, manager, config, module.PrometheusStatLogger)
 
-            return __init__
-
-        def take_first(original: Any) -> Any:
-            def record(manager: Any, *args: Any, **kwargs: Any) -> None:
-                stats = args[0] if args else kwargs.get("scheduler_stats")
-                board = getattr(manager, _BOARD, None)
-                if board is None:
-                    taken_out(stats)
-                else:
-                    board.record(stats, kwargs.get("engine_idx") or 0)
-                original(manager, *args, **kwargs)
-
-            return record
-
-        wrap(module.StatLoggerManager, "__init__", then_post)
-        wrap(module.StatLoggerManager, "record", take_first)
+        @around(module.StatLoggerManager, "record")
+        def take_first(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+            stats = args[0] if args else kwargs.get("scheduler_stats")
+            board = getattr(manager, _BOARD, None)
+            if board is None:
+                taken_out(stats)
+            else:
+                board.record(stats, kwargs.get("engine_idx") or 0)
+            original(manager, *args, **kwargs)
 
     def _post(self, manager: Any, vllm_config: Any, prometheus: type[Any]) -> None:
         asked = self._asked_for(vllm_config)

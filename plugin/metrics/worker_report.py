@@ -11,7 +11,7 @@ from typing import Any
 from vllm_graft.base import info
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.values import reason_of
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 ATTRIBUTE = "vllm_graft_report"
 """Where a ``ModelRunnerOutput`` carries the report."""
@@ -30,10 +30,23 @@ class WorkerReport:
 
     def attach(self, runner: Any) -> None:
         """Look at what either of vLLM's model runners returns; again does nothing more."""
-        wrap(runner, "execute_model", self._after_execute)
-        for name in ("sample_tokens", "pool"):
-            if hasattr(runner, name):
-                wrap(runner, name, self._after_sampling)
+
+        @around(runner, "execute_model")
+        def then_report(original: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(scheduler_output, *args, **kwargs)
+            # A step without tokens comes when the last request has ended: what is counted by then
+            # would otherwise wait for the next request.
+            last = not getattr(scheduler_output, "total_num_scheduled_tokens", 1)
+            if _is_result(output) and not kwargs.get("dummy_run") and (last or self._due()):
+                return self.carried_by(output)
+            return output
+
+        for name in {"sample_tokens", "pool"} & {*dir(runner)}:
+
+            @around(runner, name)
+            def then_carry(original: Any, *args: Any, **kwargs: Any) -> Any:
+                output = original(*args, **kwargs)
+                return self.carried_by(output) if _is_result(output) and self._due() else output
 
     def carried_by(self, output: Any) -> Any:
         """The output of a step, with a report; it never raises. It is a ``ModelRunnerOutput``, or
@@ -58,25 +71,6 @@ class WorkerReport:
         inner = getattr(output, "model_runner_output", None) or output._model_runner_output
         setattr(inner, ATTRIBUTE, report)
         return output
-
-    def _after_execute(self, original: Any) -> Any:
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(scheduler_output, *args, **kwargs)
-            # A step without tokens comes when the last request has ended: what is counted by then
-            # would otherwise wait for the next request.
-            last = not getattr(scheduler_output, "total_num_scheduled_tokens", 1)
-            if _is_result(output) and not kwargs.get("dummy_run") and (last or self._due()):
-                return self.carried_by(output)
-            return output
-
-        return execute_model
-
-    def _after_sampling(self, original: Any) -> Any:
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            return self.carried_by(output) if _is_result(output) and self._due() else output
-
-        return sample_tokens
 
     def _due(self) -> bool:
         return self._clock() - self._reported >= SECONDS

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 from vllm_graft.spec_decode.kernels.history import (
     BadWords,
     PathTokens,
@@ -297,28 +297,23 @@ def follow_paths(sampler: Sampler, tree: TreeState) -> None:
     `tree` has the topology by request-state index."""
     for processor in sampler.logits_processors:
         if isinstance(processor, PenaltiesState):
-            wrap(processor, "apply", _along_paths(_penalize, processor, tree))
+            _along_paths(_penalize, processor, tree)
         elif isinstance(processor, BadWordsState):
-            wrap(processor, "apply", _along_paths(_forbid_bad_words, processor, tree))
-    thinking = sampler.thinking_budget_state
-    wrap(thinking, "apply", _along_paths(_end_reasoning, thinking, tree))
+            _along_paths(_forbid_bad_words, processor, tree)
+    _along_paths(_end_reasoning, sampler.thinking_budget_state, tree)
 
 
 def _along_paths(
     change: Callable[[Any, Apply, torch.Tensor, LogitsContext, TreeState], None],
     state: Any,
     tree: TreeState,
-) -> Callable[[Apply], Apply]:
-    def then_change(original: Apply) -> Apply:
-        def apply(logits: torch.Tensor, ctx: LogitsContext) -> Any:
-            if len(logits) == len(ctx.idx_mapping_np):  # Without drafts a request has one row.
-                return original(logits, ctx)
-            change(state, original, logits, ctx, tree)
-            return logits
-
-        return apply
-
-    return then_change
+) -> None:
+    @around(state, "apply")
+    def then_change(original: Apply, logits: torch.Tensor, ctx: LogitsContext) -> Any:
+        if len(logits) == len(ctx.idx_mapping_np):  # Without drafts a request has one row.
+            return original(logits, ctx)
+        change(state, original, logits, ctx, tree)
+        return logits
 
 
 def _penalize(

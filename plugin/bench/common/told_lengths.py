@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_graft.bench.common.report import BenchmarkError
-from vllm_graft.seams.wrap import wrap
+from vllm_graft.seams.wrap import around
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,15 +36,12 @@ def told_scheduler(vllm_config: Any, **others: Any) -> Scheduler:
             "an engine can't be told lengths in turn: give each length an arm of its own."
         )
 
-    def then_heed(original: Callable[[Request], None]) -> Callable[[Request], None]:
-        def add_request(request: Request) -> None:
-            params = request.sampling_params
-            asked = None if params is None else (params.extra_args or {}).get(DRAFTS)
-            if asked is not None:
-                table[:] = [asked] * len(table)
-            original(request)
+    @around(scheduler, "add_request")
+    def then_heed(original: Callable[[Request], None], request: Request) -> None:
+        params = request.sampling_params
+        asked = None if params is None else (params.extra_args or {}).get(DRAFTS)
+        if asked is not None:
+            table[:] = [asked] * len(table)
+        original(request)
 
-        return add_request
-
-    wrap(scheduler, "add_request", then_heed)
     return scheduler

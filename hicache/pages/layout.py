@@ -88,11 +88,8 @@ def group_layers(
 
     A layer that shares the bytes of another one is left out. The first dimension of a layer's
     tensor counts blocks, or the parts into which the attention kernel divides blocks.
-    ``host_itemsize`` is bytes per element on the host; None if it is the device's.
-
-    Raises:
-        GraftError: if a tensor's first dimension is no multiple of ``num_blocks``.
-    """
+    ``host_itemsize`` is bytes per element on the host; None if it is the device's. Raises
+    `GraftError` if a tensor's first dimension is no multiple of ``num_blocks``."""
     described: list[LayerPages] = []
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     host_offset = 0

@@ -46,11 +46,8 @@ class PoolShape:
     def fit(cls, host_bytes: int, page_bytes: int, num_shards: int) -> PoolShape:
         """The shape with the most slots that fit into ``host_bytes``, those of all shards together.
 
-        ``page_bytes`` are those of one rank's largest page.
-
-        Raises:
-            ConfigError: if not even one slot fits.
-        """
+        ``page_bytes`` are those of one rank's largest page. Raises `ConfigError` if not even one
+        slot fits."""
         slot_bytes = -(-page_bytes // PAGE) * PAGE
         num_slots = host_bytes // (slot_bytes * num_shards)
         if num_slots < 1:

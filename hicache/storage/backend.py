@@ -29,14 +29,12 @@ class StorageBackend(ABC):
     """A store of pages of one namespace.
 
     All methods may be called from several threads at once. Only the constructor raises if the
-    medium fails. Later a store with a failed medium declines writes and misses reads.
+    medium fails. Later a store with a failed medium declines writes and misses reads. Raises
+    `ConfigError` if an option is unknown or wrong, or the medium cannot be opened.
 
     Args:
         namespace: 16 bytes. Pages of other namespaces are never returned.
         options: the backend's options, without the key ``backend``; so in all methods.
-
-    Raises:
-        ConfigError: if an option is unknown or wrong, or the medium cannot be opened.
     """
 
     def __init__(self, namespace: bytes, options: Mapping[str, Any]) -> None:
@@ -52,11 +50,8 @@ class StorageBackend(ABC):
         """Refuse options with which the store cannot be opened, before a model loads.
 
         The frontend calls it, and other processes of vLLM may call it too, several times and while
-        a store with these options is open. It must leave nothing behind, and must not wait.
-
-        Raises:
-            ConfigError: says which option is wrong, and what to do.
-        """
+        a store with these options is open. It must leave nothing behind, and must not wait. Raises
+        `ConfigError`, which says which option is wrong, and what to do."""
         return
 
     @classmethod
@@ -67,12 +62,10 @@ class StorageBackend(ABC):
     @classmethod
     def too_small(cls, options: Mapping[str, Any], page_bytes: int) -> str | None:
         """Say why the store could not keep a page of the largest pool. It is called before opening.
+        Raises `ConfigError` if an option is unknown or wrong.
 
         Returns:
             A sentence with the flag, its value, and its least possible value; None if pages fit.
-
-        Raises:
-            ConfigError: if an option is unknown or wrong.
         """
         return None
 

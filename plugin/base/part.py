@@ -56,11 +56,8 @@ class Part(Protocol):
     def section(self, config: Any, vllm_config: Any) -> Any:
         """The part's section of a configuration; None where the part is not asked for.
 
-        ``config`` is a `vllm_graft.config.GraftConfig`, parsed once for all parts.
-
-        Raises:
-            ConfigError: for a wrong key or value that stands elsewhere.
-        """
+        ``config`` is a `vllm_graft.config.GraftConfig`, parsed once for all parts. Raises
+        `ConfigError` for a wrong key or value that stands elsewhere."""
         return getattr(config, self.name)
 
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
@@ -95,16 +92,10 @@ class Part(Protocol):
         yield from ()
 
     def describe(self, asked: Any, vllm_config: Any) -> str:
-        """What will run, in one line for the log.
-
-        Raises:
-            ConfigError: for the name of an entry that nobody provides.
-        """
+        """What will run, in one line for the log. Raises `ConfigError` for the name of an entry
+        that nobody provides."""
 
     def verify(self, asked: Any, worker: Any, vllm_config: Any) -> None:
-        """Check a worker of vLLM's that has loaded its model.
-
-        Raises:
-            NotActiveError: names the part, and what runs in its place.
-        """
+        """Check a worker of vLLM's that has loaded its model. Raises `NotActiveError`, which names
+        the part, and what runs in its place."""
         return None

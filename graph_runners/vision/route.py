@@ -33,13 +33,9 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one batch.
-
-    Attributes:
-        replays: the graphs for `REPLAY`; together they hold each item once.
-        due: a group whose exact graph is captured once the batch is answered.
-        reason: the word that a declined batch is counted by.
-    """
+    """The way of one batch. `replays`: the graphs for `REPLAY`; together they hold each item once.
+    `due`: a group whose exact graph is captured once the batch is answered. `reason`: the word that
+    a declined batch is counted by."""
 
     answer: Answer
     replays: Sequence[Replay] = ()

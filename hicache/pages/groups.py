@@ -66,13 +66,9 @@ def alignment(groups: Sequence[Group]) -> int:
 
 
 def longest_hit(groups: Sequence[Group], start: int, limit: int, has: Has) -> int:
-    """The tokens of the longest prefix whose needed pages every group has, or ``start``.
-
-    Args:
-        start: tokens whose KV is on the device already, a multiple of :func:`alignment`.
-        limit: most tokens that the prefix may have.
-        has: says whether a block of ``Group.needed`` can be loaded.
-    """
+    """The tokens of the longest prefix whose needed pages every group has, or ``start``. `start`:
+    tokens whose KV is on the device already, a multiple of :func:`alignment`. `limit`: most tokens
+    that the prefix may have. `has`: says whether a block of ``Group.needed`` can be loaded."""
     step = alignment(groups)
     end = limit // step * step
     # Groups that need all pages are searched once, from the front.

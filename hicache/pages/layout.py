@@ -25,14 +25,10 @@ Arrays = TypeVar("Arrays", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's part of its group's pages.
-
-    Attributes:
-        address: address of block 0 on the device.
-        block_stride: bytes from one block to the next.
-        runs: ``(device offset, host offset, bytes)`` of each contiguous run of a page, from the
-            start of the block and of the slot. Bytes are the host's, which may keep another dtype.
-    """
+    """One layer's part of its group's pages. `address`: address of block 0 on the device.
+    `block_stride`: bytes from one block to the next. `runs`: ``(device offset, host offset,
+    bytes)`` of each contiguous run of a page, from the start of the block and of the slot. Bytes
+    are the host's, which may keep another dtype."""
 
     name: str
     address: int

@@ -21,12 +21,9 @@ FORMAT = 1
 
 class PageKey(NamedTuple):
     """Names a page within a namespace. It is a tuple, as thousands are looked up within one step.
-
-    Attributes:
-        hash: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers
-            the tokens of the whole prefix; the weights are in the namespace, or in a salt.
-        pool: number of the pool (KV cache group) that the page belongs to, 0 to :data:`MAX_POOL`.
-    """
+    `hash`: the block's hash as vLLM computed it, 1 to :data:`MAX_HASH_BYTES` bytes. It covers the
+    tokens of the whole prefix; the weights are in the namespace, or in a salt. `pool`: number of
+    the pool (KV cache group) that the page belongs to, 0 to :data:`MAX_POOL`."""
 
     hash: bytes
     pool: int

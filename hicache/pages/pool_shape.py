@@ -31,12 +31,9 @@ _UNEVEN = (
 
 @dataclass(frozen=True)
 class PoolShape:
-    """Sizes of the host pool. They are the same in every process of an engine.
-
-    Attributes:
-        num_slots: slots per shard. A slot number means the same page in each of them.
-        slot_bytes: bytes per slot, a multiple of :data:`PAGE`.
-    """
+    """Sizes of the host pool. They are the same in every process of an engine. `num_slots`: slots
+    per shard. A slot number means the same page in each of them. `slot_bytes`: bytes per slot, a
+    multiple of :data:`PAGE`."""
 
     num_slots: int
     slot_bytes: int

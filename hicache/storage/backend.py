@@ -30,12 +30,9 @@ class StorageBackend(ABC):
 
     All methods may be called from several threads at once. Only the constructor raises if the
     medium fails. Later a store with a failed medium declines writes and misses reads. Raises
-    `ConfigError` if an option is unknown or wrong, or the medium cannot be opened.
-
-    Args:
-        namespace: 16 bytes. Pages of other namespaces are never returned.
-        options: the backend's options, without the key ``backend``; so in all methods.
-    """
+    `ConfigError` if an option is unknown or wrong, or the medium cannot be opened. `namespace`: 16
+    bytes. Pages of other namespaces are never returned. `options`: the backend's options, without
+    the key ``backend``; so in all methods."""
 
     def __init__(self, namespace: bytes, options: Mapping[str, Any]) -> None:
         if len(namespace) != NAMESPACE_BYTES:

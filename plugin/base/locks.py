@@ -22,12 +22,9 @@ PAUSE_SECONDS = 0.05
 def open_own(path: Path, flags: int) -> int:
     """Open a regular file of this user, without following links and without waiting. Raises
     `OSError` if it can't be opened, is a link, a pipe or the like, has further names, or belongs to
-    another user. The message says so.
-
-    Args:
-        path: the file. It is made with mode 0600 if ``flags`` have ``O_CREAT`` and it is missing.
-        flags: ``os.O_RDWR`` or the like, without ``O_TRUNC``, because the file is looked at first.
-    """
+    another user. The message says so. `path`: the file. It is made with mode 0600 if ``flags`` have
+    ``O_CREAT`` and it is missing. `flags`: ``os.O_RDWR`` or the like, without ``O_TRUNC``, because
+    the file is looked at first."""
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     try:
         fd = os.open(path, flags, 0o600)

@@ -123,13 +123,9 @@ def parse(
     """Validate a section, or the options of anything else that is configured.
 
     Numbers may be strings of digits, as the dotted command line gives them. Raises `ConfigError`
-    with a line for each wrong key: its full flag, the value, what is allowed.
-
-    Args:
-        values: the values that were given, a mapping if they are right.
-        at: full flag of ``values``.
-        hints: what to say of a key that is unknown here, instead of the nearest known one.
-    """
+    with a line for each wrong key: its full flag, the value, what is allowed. `values`: the values
+    that were given, a mapping if they are right. `at`: full flag of ``values``. `hints`: what to
+    say of a key that is unknown here, instead of the nearest known one."""
     require_plain(values, at)
     try:
         return model.model_validate(values)

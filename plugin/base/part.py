@@ -13,13 +13,9 @@ from vllm_graft.base.refusal import Refusal, sentences
 
 @dataclass(frozen=True)
 class Offer:
-    """What a part would run for a preset.
-
-    Attributes:
-        section: what a user would have written to have it.
-        says: the values that were filled in, for the log.
-        speculative: vLLM's speculative config that it needs where the user gave none.
-    """
+    """What a part would run for a preset. `section`: what a user would have written to have it.
+    `says`: the values that were filled in, for the log. `speculative`: vLLM's speculative config
+    that it needs where the user gave none."""
 
     section: Section
     says: str
@@ -29,13 +25,9 @@ class Offer:
 class Part(Protocol):
     """One part of vllm-graft, with what most parts do.
 
-    ``asked`` below is what :meth:`section` has returned, the part's own configuration.
-
-    Attributes:
-        name: of the part in ``graft_info`` and in the ledger.
-        asks_for: what its section asks for, to follow "asks for" in a message.
-        flag: the full flag of the section.
-    """
+    ``asked`` below is what :meth:`section` has returned, the part's own configuration. `name`: of
+    the part in ``graft_info`` and in the ledger. `asks_for`: what its section asks for, to follow
+    "asks for" in a message. `flag`: the full flag of the section."""
 
     name: str
     asks_for: str

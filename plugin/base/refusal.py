@@ -37,13 +37,9 @@ Find = Callable[[Any, Any], Iterable[Found | str]]
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that rules a part out.
-
-    Attributes:
-        what: the thing, as a user knows it.
-        why: a sentence that says why the part can't be combined with it.
-        instead: what to do, with full flags: an order without its stop.
-    """
+    """One thing that rules a part out. `what`: the thing, as a user knows it. `why`: a sentence
+    that says why the part can't be combined with it. `instead`: what to do, with full flags: an
+    order without its stop."""
 
     what: str
     why: str

@@ -16,14 +16,9 @@ def _is_address(load: Any) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that a configuration may choose.
-
-    Attributes:
-        name: what the configuration says.
-        load: ``"package.module:attribute"``, or a callable without arguments that returns the
-            object (called once per :meth:`resolve`).
-        summary: one line for ``vllm-graft hooks``.
-    """
+    """One thing that a configuration may choose. `name`: what the configuration says. `load`:
+    ``"package.module:attribute"``, or a callable without arguments that returns the object (called
+    once per :meth:`resolve`). `summary`: one line for ``vllm-graft hooks``."""
 
     name: str
     load: str | Callable[[], Any]

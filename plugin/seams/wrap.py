@@ -64,13 +64,10 @@ def build_instead(
     """Let a class that is asked to build itself build what is chosen, a subclass of it.
 
     The class object stays the same, so ``isinstance``, imports by name and subclassing stay right.
-
-    Args:
-        stock: vLLM's class, whose first argument is its configuration; None where vLLM has none.
-        choose: the class to build, from ``stock`` and the configuration; ``stock`` for itself. The
-            first of several that chooses another class counts.
-        built: told of every other class that is built.
-    """
+    `stock`: vLLM's class, whose first argument is its configuration; None where vLLM has none.
+    `choose`: the class to build, from ``stock`` and the configuration; ``stock`` for itself. The
+    first of several that chooses another class counts. `built`: told of every other class that is
+    built."""
     if stock is None:
         return
     if "__new__" in vars(stock):

@@ -18,13 +18,9 @@ from vllm_graft.spec_decode.verification.context import TreeContext
 class Drafter(Protocol):
     """A speculator after its first pass, as a growth sees it.
 
-    R is the number of requests of the batch, padding included.
-
-    Attributes:
-        idx_mapping: int64 ``[>= R]``, request-state index of each row of the batch; -1 is padding.
-        draft_tokens: int64 ``[>= R, nodes]``, receives the drafts.
-        max_model_len: positions end below it.
-    """
+    R is the number of requests of the batch, padding included. `idx_mapping`: int64 ``[>= R]``,
+    request-state index of each row of the batch; -1 is padding. `draft_tokens`: int64 ``[>= R,
+    nodes]``, receives the drafts. `max_model_len`: positions end below it."""
 
     context: TreeContext
     head: DraftHead
@@ -135,11 +131,8 @@ Children = tuple[torch.Tensor, torch.Tensor]
 
 
 class PasslessGrowth:
-    """Base of a `Growth` that reads no cache: a subclass has `grow`, which calls `fill`.
-
-    Attributes:
-        tokens: int64 ``[max_reqs * topk]``, tokens of the frontier.
-    """
+    """Base of a `Growth` that reads no cache: a subclass has `grow`, which calls `fill`. `tokens`:
+    int64 ``[max_reqs * topk]``, tokens of the frontier."""
 
     def __init__(
         self, shape: TreeShape, max_reqs: int, device: torch.device, *, extra: int = 0

@@ -45,13 +45,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """How trees with one number of nodes are drafted.
-
-    Attributes:
-        batches: numbers of requests for which they are drafted.
-        growth: what grows them; plans of the same width and depth share it.
-        narrow: whether they are drafted from the head's learned vocabulary.
-    """
+    """How trees with one number of nodes are drafted. `batches`: numbers of requests for which they
+    are drafted. `growth`: what grows them; plans of the same width and depth share it. `narrow`:
+    whether they are drafted from the head's learned vocabulary."""
 
     shape: TreeShape
     batches: Collection[int]
@@ -65,13 +61,9 @@ class TreePlan:
 
 
 class Sources:
-    """Other sources of candidates than the draft, whose columns stand behind its levels.
-
-    Attributes:
-        extras: the sources in the order of their columns.
-        ngrams: the one among them that reads the requests' texts, if there is one.
-        unread: counts predictions where no n-grams are looked for in them.
-    """
+    """Other sources of candidates than the draft, whose columns stand behind its levels. `extras`:
+    the sources in the order of their columns. `ngrams`: the one among them that reads the requests'
+    texts, if there is one. `unread`: counts predictions where no n-grams are looked for in them."""
 
     def __init__(self, *extras: Extra) -> None:
         self.extras = extras
@@ -403,11 +395,8 @@ def taken(device: torch.device) -> int:
 class StockChain(DraftModelSpeculator):
     """Mixed into one of vLLM's speculators, in an engine that counts the nodes of a tree.
 
-    CPython assigns a class to ``__class__`` only if both grow from the same one.
-
-    Attributes:
-        width: drafts per request that the engine has columns for.
-    """
+    CPython assigns a class to ``__class__`` only if both grow from the same one. `width`: drafts
+    per request that the engine has columns for."""
 
     width: int
     num_speculative_steps: int

@@ -86,12 +86,9 @@ def growths_by_levels(
 
 class Roots:
     """The root of each request's tree: the state that its children are drafted from, and these.
-
-    Attributes:
-        best: the best children's log-probabilities f32 and ids int64, ``[max_reqs, topk]`` each.
-        states: ``[max_reqs, hidden]``, the draft's output at the last token of each request; None
-            before a first pass has kept any.
-    """
+    `best`: the best children's log-probabilities f32 and ids int64, ``[max_reqs, topk]`` each.
+    `states`: ``[max_reqs, hidden]``, the draft's output at the last token of each request; None
+    before a first pass has kept any."""
 
     states: torch.Tensor | None = None
 

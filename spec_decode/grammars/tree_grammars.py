@@ -120,12 +120,9 @@ class DraftTree(NamedTuple):
 
 
 def pack(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """Put each draft's parent above its token; padding stays as it was.
-
-    Args:
-        tokens: int64 ``[num_reqs, n]``, drafts; negative ones are padding.
-        parents: int32 ``[num_reqs, n]``, node index of each draft's parent; 0 is the root.
-    """
+    """Put each draft's parent above its token; padding stays as it was. `tokens`: int64
+    ``[num_reqs, n]``, drafts; negative ones are padding. `parents`: int32 ``[num_reqs, n]``, node
+    index of each draft's parent; 0 is the root."""
     return tokens.where(tokens < 0, tokens + (parents.long() + 1 << TOKEN_BITS))
 
 

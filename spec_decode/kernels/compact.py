@@ -19,13 +19,9 @@ class KVCacheTable:
     """Where the K/V of each layer lies, for kernels that move all layers in one launch.
 
     Rows are moved as integers of ``unit`` bytes, the widest that divide every address. The table
-    holds addresses, not tensors: build it again when the caches are allocated again.
-
-    Attributes:
-        bases: i64 ``[num_layers]``, addresses.
-        layout: i64 ``[num_layers, 7]``: strides of block, head and slot in units, slots per block,
-            KV heads, units of one head's K and V, KV-cache group.
-    """
+    holds addresses, not tensors: build it again when the caches are allocated again. `bases`: i64
+    ``[num_layers]``, addresses. `layout`: i64 ``[num_layers, 7]``: strides of block, head and slot
+    in units, slots per block, KV heads, units of one head's K and V, KV-cache group."""
 
     bases: torch.Tensor
     layout: torch.Tensor

@@ -13,13 +13,10 @@ from vllm_graft.spec_decode.trees.tree import TreeState
 
 
 class PathTokens(NamedTuple):
-    """The path from the root to each row of a batch that verifies trees.
-
-    Attributes:
-        tokens: i32 ``[num_rows, width]``, the root's child first; the root's own token is part of
-            the request already. Later places are undefined.
-        lengths: i32 ``[num_rows]``, nodes of the path: 0 for a root, or a row of no tree.
-    """
+    """The path from the root to each row of a batch that verifies trees. `tokens`: i32 ``[num_rows,
+    width]``, the root's child first; the root's own token is part of the request already. Later
+    places are undefined. `lengths`: i32 ``[num_rows]``, nodes of the path: 0 for a root, or a row
+    of no tree."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor

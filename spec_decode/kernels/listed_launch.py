@@ -31,14 +31,10 @@ class Pointer(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """One specialisation of a kernel. Equal launches share what is compiled.
-
-    Attributes:
-        kernel: ``"package.module:function"``.
-        arguments: name and value of each: a `Pointer`, a constant as it is, or a number that stands
-            for all numbers of its kind.
-        options: name and value of those such as ``num_warps``, in the call's order.
-    """
+    """One specialisation of a kernel. Equal launches share what is compiled. `kernel`:
+    ``"package.module:function"``. `arguments`: name and value of each: a `Pointer`, a constant as
+    it is, or a number that stands for all numbers of its kind. `options`: name and value of those
+    such as ``num_warps``, in the call's order."""
 
     kernel: str
     arguments: tuple[tuple[str, Any], ...]

@@ -228,13 +228,9 @@ def _learn_kernel(
 
 
 class Learned(NamedTuple):
-    """What is learned from a step, by `learn_rates` or in another launch of it.
-
-    Attributes:
-        pending: `NgramState.pending`; `rates` likewise.
-        counts: int64, a power of two of them.
-        published: as long, in pinned memory of the host, which a kernel writes as its own.
-    """
+    """What is learned from a step, by `learn_rates` or in another launch of it. `pending`:
+    `NgramState.pending`; `rates` likewise. `counts`: int64, a power of two of them. `published`: as
+    long, in pinned memory of the host, which a kernel writes as its own."""
 
     pending: torch.Tensor
     rates: torch.Tensor

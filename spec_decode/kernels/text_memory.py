@@ -187,13 +187,9 @@ def write_memory(
 
     A request adds at most `SEGMENT` tokens; what is more waits for its next step. No tree yields as
     many, so only the beginning of a long text takes several. If it is done twice in a step, nothing
-    is added the second time.
-
-    Args:
-        source: i32 ``[max_reqs, width]`` by request-state index, the texts.
-        total_len: i32 ``[max_reqs]``, tokens of each text.
-        idx_mapping: ``[>= num_reqs]``, request-state index; padding has a negative one.
-    """
+    is added the second time. `source`: i32 ``[max_reqs, width]`` by request-state index, the texts.
+    `total_len`: i32 ``[max_reqs]``, tokens of each text. `idx_mapping`: ``[>= num_reqs]``,
+    request-state index; padding has a negative one."""
     if num_reqs == 0:
         return
     requests = len(memory.writers)

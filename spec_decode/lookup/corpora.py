@@ -108,13 +108,9 @@ class Corpora:
         adapter: str | None = None,
     ) -> dict[str, Any]:
         """Drop a corpus, add one, and list all. Raises `ConfigError` if it can't be done. Then all
-        is as it was.
-
-        Args:
-            add: name of a new one. Without `text` it is a file, as in the configuration.
-            salt: ``cache_salt`` of those who find it.
-            adapter: name of their LoRA adapter.
-        """
+        is as it was. `add`: name of a new one. Without `text` it is a file, as in the
+        configuration. `salt`: ``cache_salt`` of those who find it. `adapter`: name of their LoRA
+        adapter."""
         gone = None if drop is None else self._known(drop)
         if add is not None:
             tokens = self.tokens_of(add, text)

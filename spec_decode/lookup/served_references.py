@@ -38,11 +38,8 @@ class Owners:
     """Numbers the owners of texts by a hash, whose key is this process's own and is kept nowhere.
 
     The engine core asks for them where it takes requests in, so that all ranks get the same ones
-    and no step hashes a prompt.
-
-    Args:
-        scope: ``tenant`` for requests of one ``cache_salt`` and adapter, ``server`` for all.
-    """
+    and no step hashes a prompt. `scope`: ``tenant`` for requests of one ``cache_salt`` and adapter,
+    ``server`` for all."""
 
     def __init__(self, scope: str) -> None:
         self._by_tenant, self._key = scope == "tenant", os.urandom(16)

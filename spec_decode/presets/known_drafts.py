@@ -41,11 +41,8 @@ _MTP_DEPTH, HEAD_DEPTH = 3, 7
 
 def mtp_config(model: Any) -> dict[str, Any] | None:
     """The speculative config by which a checkpoint's own MTP module drafts; None without one.
-
-    Args:
-        model: vLLM's ``ModelConfig`` of the target. vLLM's speculative config knows the fields
-            that say it.
-    """
+    `model`: vLLM's ``ModelConfig`` of the target. vLLM's speculative config knows the fields that
+    say it."""
     from vllm.config import SpeculativeConfig
 
     try:
@@ -59,12 +56,8 @@ def mtp_config(model: Any) -> dict[str, Any] | None:
 
 
 def no_draft(vllm_config: Any, tokens: int = HEAD_DEPTH) -> str:
-    """Say that there is no draft, and by which flag this target gets one.
-
-    Args:
-        vllm_config: has the target.
-        tokens: what ``num_speculative_tokens`` of an EAGLE-3 draft is set to.
-    """
+    """Say that there is no draft, and by which flag this target gets one. `vllm_config`: has the
+    target. `tokens`: what ``num_speculative_tokens`` of an EAGLE-3 draft is set to."""
     model = target_of(vllm_config)
     if model is not None and (found := mtp_config(model)) is not None:
         return f"There is no draft, but the checkpoint has an MTP module: add {_flag(found)}."

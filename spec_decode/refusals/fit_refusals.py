@@ -26,13 +26,8 @@ def differing(
 ) -> dict[int, tuple[str, str]]:
     """Find the ids that are another token in another checkpoint. Returns the tokens in both, by
     their id. Empty if one of them has no tokenizer of its own, and for tokens that only one of them
-    has.
-
-    Args:
-        one: a folder, or a repository of the Hub, of which files on this machine are read.
-        other: likewise.
-        revisions: of both.
-    """
+    has. `one`: a folder, or a repository of the Hub, of which files on this machine are read.
+    `other`: likewise. `revisions`: of both."""
     for name in _FILES:
         own, theirs = (_file(*each, name) for each in zip((one, other), revisions))
         if own is None or theirs is None:

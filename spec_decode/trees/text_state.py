@@ -148,12 +148,8 @@ KEY = "graft_prediction"
 
 class Owner(NamedTuple):
     """Whose text a request's is in a memory: numbers of 63 bits, 0 for nobody, whose text is not
-    kept and finds nothing.
-
-    Attributes:
-        scope: requests of one scope read each other's texts, and nobody else's.
-        prompt: requests with the same prompt have the same one.
-    """
+    kept and finds nothing. `scope`: requests of one scope read each other's texts, and nobody
+    else's. `prompt`: requests with the same prompt have the same one."""
 
     scope: int
     prompt: int

@@ -25,13 +25,9 @@ MAX_NODES = 63
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Bounds of a draft tree.
-
-    Attributes:
-        topk: children drafted per node, and nodes per level that get children.
-        steps: levels below the root; the draft runs ``steps - 1`` times after its extend pass.
-        num_nodes: drafted nodes that are kept for verification, not counting the root.
-    """
+    """Bounds of a draft tree. `topk`: children drafted per node, and nodes per level that get
+    children. `steps`: levels below the root; the draft runs ``steps - 1`` times after its extend
+    pass. `num_nodes`: drafted nodes that are kept for verification, not counting the root."""
 
     topk: int
     steps: int
@@ -102,14 +98,10 @@ class TreeState:
     """Topology by request-state index. Node 0 is the root: the last accepted token.
 
     Nodes 1 to ``num_nodes`` are drafts, best cumulative score first, so parents come before
-    children and the first ``n`` drafts are the best tree of ``n``.
-
-    Attributes:
-        parents: i32 ``[max_reqs, num_nodes + 1]``, node index, -1 for the root.
-        depths: i32 ``[max_reqs, num_nodes + 1]``, edges from the root.
-        masks: i64 ``[max_reqs, num_nodes + 1]``; bit ``j`` is set if node ``j`` is the node itself
-            or one of its ancestors. Bit 63 is the sign bit.
-    """
+    children and the first ``n`` drafts are the best tree of ``n``. `parents`: i32 ``[max_reqs,
+    num_nodes + 1]``, node index, -1 for the root. `depths`: i32 ``[max_reqs, num_nodes + 1]``,
+    edges from the root. `masks`: i64 ``[max_reqs, num_nodes + 1]``; bit ``j`` is set if node ``j``
+    is the node itself or one of its ancestors. Bit 63 is the sign bit."""
 
     parents: torch.Tensor
     depths: torch.Tensor

@@ -33,12 +33,8 @@ def nodes_that_fit(
 ) -> int | None:
     """Most nodes that each tree may have if the step is to fit a graph of so many rows. Returns
     None if nothing is to be cut: no prompts run beside the trees, the step fits as it is, or it
-    would not fit without any node either.
-
-    Args:
-        scheduled: rows of each request.
-        drafts: nodes of the requests that have a tree; each also has a row for its root.
-    """
+    would not fit without any node either. `scheduled`: rows of each request. `drafts`: nodes of the
+    requests that have a tree; each also has a row for its root."""
     total = sum(scheduled.values())
     if total <= max_rows:
         return None

@@ -61,13 +61,9 @@ def step_together(vllm_config: VllmConfig) -> bool:
 
 
 class RankAgreement:
-    """The worker's side: what the ranks have told each other in the latest exchange.
-
-    Attributes:
-        said: what this rank will say.
-        heard: what the others have said.
-        drafts: what all ranks draft, as long as all batches are dummies; None before the first.
-    """
+    """The worker's side: what the ranks have told each other in the latest exchange. `said`: what
+    this rank will say. `heard`: what the others have said. `drafts`: what all ranks draft, as long
+    as all batches are dummies; None before the first."""
 
     def __init__(self) -> None:
         self.said, self.heard = Said(), Heard()

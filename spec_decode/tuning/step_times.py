@@ -178,13 +178,9 @@ class Timed(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The corrections that all numbers of nodes of one batch size share.
-
-    Attributes:
-        level: seconds beyond the cost, at the `middle` of the line.
-        rise: more seconds for each doubling of the rows.
-        host: the least seconds of a step; 0 if the device is slower in all steps that were timed.
-    """
+    """The corrections that all numbers of nodes of one batch size share. `level`: seconds beyond
+    the cost, at the `middle` of the line. `rise`: more seconds for each doubling of the rows.
+    `host`: the least seconds of a step; 0 if the device is slower in all steps that were timed."""
 
     level: float = 0.0
     rise: float = 0.0

@@ -78,13 +78,9 @@ class Trials:
         seconds: Mapping[int, float],
         judged: Mapping[int, bool],
     ) -> int | None:
-        """Count a choice; return the number to try in place of the best one, or None.
-
-        Args:
-            scores: tokens per second that each number seems to yield.
-            seconds: expected seconds of a step of each.
-            judged: whether measured costs are wrong, of the numbers whose timings tell it.
-        """
+        """Count a choice; return the number to try in place of the best one, or None. `scores`:
+        tokens per second that each number seems to yield. `seconds`: expected seconds of a step of
+        each. `judged`: whether measured costs are wrong, of the numbers whose timings tell it."""
         account = self._accounts.setdefault(size, _Account())
         account.saved += account.share * self._block
         account.wait -= 1

@@ -114,10 +114,7 @@ class LayerSaves:
 
     A step without drafts has nothing to wait for. The draft's layers run once for each level of a
     tree, whose K/V is elsewhere: only their first pass writes K/V of accepted tokens.
-
-    Attributes:
-        draft_layers: number of the draft's layers whose K/V travels; 0 without a connector.
-    """
+    `draft_layers`: number of the draft's layers whose K/V travels; 0 without a connector."""
 
     def __init__(self) -> None:
         self.draft_layers = 0

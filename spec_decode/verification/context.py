@@ -51,14 +51,11 @@ class VerifyMode(enum.Enum):
 
 @dataclass
 class VerifyStep:
-    """One target pass over drafts, from its preparation to the draft's extend pass.
-
-    Attributes:
-        num_drafts: int32 ``[num_reqs]``, nodes that are verified per request, not counting roots.
-        depth_shift: int64 ``[num_tokens_padded]``, what the tree added to each row's linear
-            position; only for targets with multi-dimensional positions.
-        num_sampled: int32 ``[num_reqs]``, length of the accepted path; None before verification.
-    """
+    """One target pass over drafts, from its preparation to the draft's extend pass. `num_drafts`:
+    int32 ``[num_reqs]``, nodes that are verified per request, not counting roots. `depth_shift`:
+    int64 ``[num_tokens_padded]``, what the tree added to each row's linear position; only for
+    targets with multi-dimensional positions. `num_sampled`: int32 ``[num_reqs]``, length of the
+    accepted path; None before verification."""
 
     batch: InputBatch
     num_drafts: torch.Tensor

@@ -111,13 +111,9 @@ class TreeRejectionSampler(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Verify a batch.
-
-        Args:
-            logits: ``[num_logits, vocab]``, request after request, its root first, then its nodes.
-            draft_logits: not used; drafts are chosen, not sampled.
-            invalid_drafts: bool ``[num_logits]``, drafts that a grammar refused.
-        """
+        """Verify a batch. `logits`: ``[num_logits, vocab]``, request after request, its root first,
+        then its nodes. `draft_logits`: not used; drafts are chosen, not sampled. `invalid_drafts`:
+        bool ``[num_logits]``, drafts that a grammar refused."""
         batch, sampler, context = input_batch, self.sampler, self.context
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)

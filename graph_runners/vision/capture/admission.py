@@ -61,12 +61,8 @@ class TimeShare:
 
     Credit starts at zero, so the share is a bound from the first second on. If a capture takes
     longer than expected, the difference is a debt. Ranks that must agree get 0, as clocks differ.
-
-    Args:
-        share: 0 allows no capture, 1 sets no limit.
-        burst: seconds of captures that may follow each other after an idle time.
-        expected: estimated seconds of the first capture.
-    """
+    `share`: 0 allows no capture, 1 sets no limit. `burst`: seconds of captures that may follow each
+    other after an idle time. `expected`: estimated seconds of the first capture."""
 
     def __init__(self, share: float, burst: float = 0.2, expected: float = 0.05) -> None:
         self.share, self.burst = share, burst

@@ -28,13 +28,9 @@ Buffers = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Item:
-    """One image or video.
-
-    Attributes:
-        layout: all that the embeddings depend on besides the data: modality, grid, and the
-            shape and dtype of the data. The same graph serves all items of one layout.
-        rows: patches, which measure the work.
-    """
+    """One image or video. `layout`: all that the embeddings depend on besides the data: modality,
+    grid, and the shape and dtype of the data. The same graph serves all items of one layout.
+    `rows`: patches, which measure the work."""
 
     layout: Hashable
     rows: int
@@ -57,11 +53,8 @@ class Tower(ABC):
         """Fuse the operators that keep their bits.
 
         The runner calls this once, before the first capture, on the stream of captures.
-
-        Args:
-            side_stream: gives a second stream, whose memory is taken from the budget.
-            agree: tells whether all ranks that share the tower say yes.
-        """
+        `side_stream`: gives a second stream, whose memory is taken from the budget. `agree`: tells
+        whether all ranks that share the tower say yes."""
         self.unfuse(UNKNOWN_BLOCKS)
 
     def unfuse(self, why: str) -> None:

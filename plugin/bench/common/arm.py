@@ -41,14 +41,10 @@ def is_ours(column: str) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """What one column (`arm`) did in one case, which all arms were asked alike.
-
-    Attributes:
-        figures: medians of the rounds by name, None where one is unknown. Arms are compared by the
-            first; of a name that ends in ``_ms`` the shorter one is better.
-        rounds: the first figure in each round.
-        more: what else is written into the JSON file.
-    """
+    """What one column (`arm`) did in one case, which all arms were asked alike. `figures`: medians
+    of the rounds by name, None where one is unknown. Arms are compared by the first; of a name that
+    ends in ``_ms`` the shorter one is better. `rounds`: the first figure in each round. `more`:
+    what else is written into the JSON file."""
 
     arm: str
     case: dict[str, Any]

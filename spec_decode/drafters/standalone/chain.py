@@ -34,12 +34,9 @@ from vllm_graft.spec_decode.drafters.standalone.first_pass import (
 @dataclass
 class ChainInputs:
     """The captured loop's stand-in for `InputBatch`; `idx_mapping` is the speculator's own.
-
-    Attributes:
-        seq_lens: int32 ``[max_reqs]``, without rejected drafts; 0 in padding.
-        num_rejected: zeros: `seq_lens` excludes rejected drafts already.
-        seq_lens_cpu_upper_bound: not read, as attention metadata was made at capture.
-    """
+    `seq_lens`: int32 ``[max_reqs]``, without rejected drafts; 0 in padding. `num_rejected`: zeros:
+    `seq_lens` excludes rejected drafts already. `seq_lens_cpu_upper_bound`: not read, as attention
+    metadata was made at capture."""
 
     seq_lens: torch.Tensor
     num_rejected: torch.Tensor

@@ -34,13 +34,8 @@ _ROOM_FOR_TWO = 113 << 10
 
 
 class Tile(NamedTuple):
-    """What a program holds at a time, and how.
-
-    Attributes:
-        rows: query rows, times the heads that share K/V.
-        keys: keys whose K/V is held.
-        stages: stages of its loop over the keys.
-    """
+    """What a program holds at a time, and how. `rows`: query rows, times the heads that share K/V.
+    `keys`: keys whose K/V is held. `stages`: stages of its loop over the keys."""
 
     rows: int
     keys: int

@@ -141,13 +141,10 @@ def random_trees(
 
 @dataclass
 class KernelChoice:
-    """The kernel for each size of one engine's batches.
-
-    Attributes:
-        why: why there is no choice; empty where the measured times decide.
-        declined: layer calls that took the Triton kernel although ``flash`` was chosen, outside of
-            graphs: requests differ in rows, or the query is not quantized beside an fp8 cache.
-    """
+    """The kernel for each size of one engine's batches. `why`: why there is no choice; empty where
+    the measured times decide. `declined`: layer calls that took the Triton kernel although
+    ``flash`` was chosen, outside of graphs: requests differ in rows, or the query is not quantized
+    beside an fp8 cache."""
 
     asked: Literal["auto", "triton", "flash"]
     why: str = ""
@@ -273,14 +270,10 @@ def two_pass_attention(
     prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_prefix_attention,
     own_attention: Callable[..., None] = attend_own_rows,
 ) -> torch.Tensor:
-    """Attention of tree rows by two kernels; the result equals that of one kernel.
-
-    Args:
-        batch: its queries have at most ``max_rows`` rows each.
-        out: like the query, bf16 or fp16. None completes what the first pass returns, in place, and
-            returns it; `attend_own_latents` can do so.
-        prefix_attention, own_attention: see `Passes`.
-    """
+    """Attention of tree rows by two kernels; the result equals that of one kernel. `batch`: its
+    queries have at most ``max_rows`` rows each. `out`: like the query, bf16 or fp16. None completes
+    what the first pass returns, in place, and returns it; `attend_own_latents` can do so.
+    `prefix_attention`, `own_attention`: see `Passes`."""
     if batch.num_reqs == 0:
         return torch.zeros_like(batch.query) if out is None else out
     prefix_out, prefix_lse = prefix_attention(batch, multiprocessors=multiprocessors)
@@ -339,13 +332,10 @@ class TwoPass:
         *,
         multiprocessors: int,
     ) -> torch.Tensor:
-        """Compute a batch for which `takes` was true, and return its rows.
-
-        Args:
-            batch: the batch, without padding rows in its query.
-            out: like the query, padding rows stay untouched; or None, as in `two_pass_attention`.
-            metadata: the object that `takes` saw; each forward pass has its own.
-        """
+        """Compute a batch for which `takes` was true, and return its rows. `batch`: the batch,
+        without padding rows in its query. `out`: like the query, padding rows stay untouched; or
+        None, as in `two_pass_attention`. `metadata`: the object that `takes` saw; each forward pass
+        has its own."""
         # A plan made before a capture is not in the captured graph: its replays would read the
         # plan of another batch.
         capturing = torch.cuda.is_current_stream_capturing()

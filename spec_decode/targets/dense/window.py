@@ -125,12 +125,8 @@ def first_key(position: int, window: int, *, chunked: bool = False) -> int:
 @dataclass
 class WholeBatch:
     """What tree attention reads of a batch, under the names that every paged backend has.
-
-    Attributes:
-        query_start_loc: i32 ``[num_reqs + 1]``.
-        seq_lens: i32 ``[num_reqs]``, keys per request, including those of its new tokens.
-        block_table: i32 ``[num_reqs, max_blocks]``.
-    """
+    `query_start_loc`: i32 ``[num_reqs + 1]``. `seq_lens`: i32 ``[num_reqs]``, keys per request,
+    including those of its new tokens. `block_table`: i32 ``[num_reqs, max_blocks]``."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor

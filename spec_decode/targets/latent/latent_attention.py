@@ -216,12 +216,9 @@ def latent_attention(
     """Attention of the last ``num_rows[r]`` rows of each request's query, as weighted latents.
 
     The host reads no device value, so the call can be captured; sizes in a graph are upper bounds.
-    Raises `ValueError` if shapes, dtypes or strides don't match.
-
-    Args:
-        out: ``[num_tokens, num_heads, rank]``, dtype of the query; other rows stay untouched.
-        workspace: receives partial results; None means one split, unless `num_splits` forces more.
-    """
+    Raises `ValueError` if shapes, dtypes or strides don't match. `out`: ``[num_tokens, num_heads,
+    rank]``, dtype of the query; other rows stay untouched. `workspace`: receives partial results;
+    None means one split, unless `num_splits` forces more."""
     _launch(_Call(batch), out, workspace, num_splits)
 
 

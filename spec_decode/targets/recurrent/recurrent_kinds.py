@@ -132,12 +132,9 @@ class TreeDeltaRule(DeltaTrees):
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
         """Compute a batch into `core_attn_out` ``[num_tokens, value_heads, V]``, which holds zeros.
-
-        Args:
-            mixed_qkv: ``[num_tokens, dim]``, queries, keys and values before the convolution.
-            b: ``[num_tokens, value_heads]``, betas before the sigmoid.
-            a: ``[num_tokens, value_heads]``, decays before the softplus.
-        """
+        `mixed_qkv`: ``[num_tokens, dim]``, queries, keys and values before the convolution. `b`:
+        ``[num_tokens, value_heads]``, betas before the sigmoid. `a`: ``[num_tokens, value_heads]``,
+        decays before the softplus."""
         self.compute(core_attn_out, {"mixed_qkv": mixed_qkv, "b": b, "a": a})
 
     def _verify(self, given: Tensors, part: Parted, out: torch.Tensor) -> None:

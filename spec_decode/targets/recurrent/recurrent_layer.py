@@ -85,12 +85,9 @@ def keep_inputs(
 
 
 class Parted(NamedTuple):
-    """The rows of requests that drafts are verified of, and the rest of a batch.
-
-    Attributes:
-        others: vLLM's metadata of the rest alone; None if there is none.
-        max_rows: most rows of a request, if their inputs are kept; 0 if their states are written.
-    """
+    """The rows of requests that drafts are verified of, and the rest of a batch. `others`: vLLM's
+    metadata of the rest alone; None if there is none. `max_rows`: most rows of a request, if their
+    inputs are kept; 0 if their states are written."""
 
     rows: RecurrentRows
     others: Any

@@ -240,14 +240,10 @@ def tree_chunk(
     """Compute the outputs of the rows of trees, and write no state.
 
     The results are those of `tree_recurrence` but for rounding, as are arguments not listed here.
-    `fold_states` continues each request's state along the path that is accepted.
-
-    Args:
-        kept: the rows' ancestors, as `keep_rows` has noted them.
-        kept_gates: f32 ``[>= num_rows, numbers, heads]``, contiguous, receives the gates as
-            `LayerInputs` describes them.
-        max_rows: most rows of a request, 64 at most.
-    """
+    `fold_states` continues each request's state along the path that is accepted. `kept`: the rows'
+    ancestors, as `keep_rows` has noted them. `kept_gates`: f32 ``[>= num_rows, numbers, heads]``,
+    contiguous, receives the gates as `LayerInputs` describes them. `max_rows`: most rows of a
+    request, 64 at most."""
     require_contiguous(states, outputs)
     if which.num_reqs == 0:
         return

@@ -218,14 +218,10 @@ class DeltaGates(NamedTuple):
 
 
 class KeyDecays(NamedTuple):
-    """Gates of Kimi Delta Attention, as `DeltaGates` but for these.
-
-    Attributes:
-        decays: ``[num_rows, heads, K]``, before the activation; contiguous within a row.
-        decay_bias: f32 ``[heads * K]``, added to ``decays``.
-        lower_bound: of the logarithm of a decay, negative: decays are
-            ``exp(lower_bound * sigmoid(rate * x))``. None for ``exp(-rate * softplus(x))``.
-    """
+    """Gates of Kimi Delta Attention, as `DeltaGates` but for these. `decays`: ``[num_rows, heads,
+    K]``, before the activation; contiguous within a row. `decay_bias`: f32 ``[heads * K]``, added
+    to ``decays``. `lower_bound`: of the logarithm of a decay, negative: decays are
+    ``exp(lower_bound * sigmoid(rate * x))``. None for ``exp(-rate * softplus(x))``."""
 
     decays: torch.Tensor
     betas: torch.Tensor

@@ -9,8 +9,7 @@ configuration asks for a part:
 2. a worker that has loaded its model checks that what was asked for runs;
 3. what the parts count reaches ``/metrics`` (`vllm_graft.metrics`).
 
-Workers unpickle their configuration and never see (1): the parts' own hooks read it themselves.
-"""
+Workers unpickle their configuration and never see (1): the parts' own hooks read it themselves."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ def cut_prompt_logprobs(worker: Any) -> None:
     Beside requests that run already, vLLM 0.32 schedules a waiting one that has a single token left
     to compute with placeholders for drafts. If that token is its whole prompt, vLLM takes the
     placeholders for tokens of the prompt too: `prompt_logprobs` has a row for each, with the token
-    ids that the last request left in the slot.
-    """
+    ids that the last request left in the slot."""
     of_prompts = worker.model_runner.prompt_logprobs_worker
     if of_prompts is None:
         return  # Ranks that don't sample have none.

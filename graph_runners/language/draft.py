@@ -42,8 +42,7 @@ class DraftGraphRunner(CudaGraphManager):
     It is one of vLLM's `CudaGraphManager`s and an attribute of the speculator: so vLLM's memory
     profiling finds, measures and drops its graphs, and all graphs share the engine's pool. Batches
     are padded to the next captured size; padding rows have request-state index -1 and no prefix.
-    `topk` is the number of rows per request; 1 for a chain.
-    """
+    `topk` is the number of rows per request; 1 for a chain."""
 
     def __init__(
         self,

@@ -46,8 +46,7 @@ class ViTCudaGraphRunner(EncoderCudaGraphManager):
 
     Buckets are captured when the engine starts. Layouts that are seen often are captured while it
     serves: after their batch was answered, and within `capture_share` of the wall time. Ranks that
-    share a tower have to decide alike, so they capture at the start only.
-    """
+    share a tower have to decide alike, so they capture at the start only."""
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, dtype: torch.dtype, model: Any

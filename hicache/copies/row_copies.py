@@ -37,8 +37,7 @@ class StagingRing:
       returns. Later work of the copies' stream waits for them too, from the end of an operation on
       (:meth:`join`).
 
-    ``memory`` is uint8 ``[bytes]`` and is divided into :data:`BUFFERS` buffers.
-    """
+    ``memory`` is uint8 ``[bytes]`` and is divided into :data:`BUFFERS` buffers."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory

@@ -6,8 +6,7 @@ a kernel copies the rows to their blocks. The kernel runs at the speed of the de
 while the copy engine fills the next buffer. This module decides where each row lies in a buffer.
 
 Layers that are copied together lie together in a slot, so one row has the pieces of all of them.
-That makes few launches of the kernel, which takes multiprocessors from the step's own kernels.
-"""
+That makes few launches of the kernel, which takes multiprocessors from the step's own kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -20,8 +20,7 @@ There are four methods of copying:
 - a kernel, for the other loads within a step (``page_kernel``);
 - copy engines with one copy per run of bytes, for everything else.
 
-If the host keeps pages in another dtype, one kernel makes all copies (``fp8_kernel``).
-"""
+If the host keeps pages in another dtype, one kernel makes all copies (``fp8_kernel``)."""
 
 from collections import deque
 from collections.abc import Callable, Collection

@@ -3,8 +3,7 @@
 In vLLM's usual layout a layer's bytes lie block after block, while a slot on the host holds all
 layers of one block. So one layer of ``n`` consecutive blocks and slots consists of ``n`` rows of
 equal width. On the device they are a block's stride apart, on the host a slot's length. A copy
-engine copies such rows in one call: a 2D copy.
-"""
+engine copies such rows in one call: a 2D copy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

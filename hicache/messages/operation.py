@@ -48,8 +48,7 @@ def share_of(operation: CacheOperation, rank: int, ranks: int) -> CacheOperation
 
     The ranks get the same operations, and so agree without a message. Their parts are consecutive
     pages, because those are copied faster. The job's number decides who is first: else operations
-    of a single page would all be one rank's.
-    """
+    of a single page would all be one rank's."""
     number = (rank + operation.ids[0]) % ranks
     parts = [transfer.share(number, ranks) for transfer in operation.transfers]
     parts = [part for part in parts if len(part)]

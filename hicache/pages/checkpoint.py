@@ -11,8 +11,7 @@
 Inodes are left out, as file systems such as FUSE mounts number them anew. A file that links into
 the Hugging Face cache is named there after the hash of its content, so its bytes are not read. A
 mere copy gets another fingerprint because of its times. That costs a cold cache, while the opposite
-mistake would cost wrong tokens.
-"""
+mistake would cost wrong tokens."""
 
 import json
 import os

@@ -75,8 +75,7 @@ class StorageBackend(ABC):
         """Fill ``buffer`` with the page of ``key``.
 
         The buffer is writable and contiguous, with as many bytes as the page should have; a page of
-        another length is CORRUPT. Its content is undefined unless the result is HIT.
-        """
+        another length is CORRUPT. Its content is undefined unless the result is HIT."""
 
     @abstractmethod
     def write(self, key: PageKey, page: memoryview) -> bool:

@@ -3,8 +3,7 @@
 Others may be able to write to the directory, so :func:`open_own` is the one way to open a file of
 ours. A lock belongs to the open file: a child that was forked shares it and keeps it until it has
 ended as well (a program that it starts does not). So what is locked may be alive, and what is not
-locked is dead.
-"""
+locked is dead."""
 
 import contextlib
 import errno

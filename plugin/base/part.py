@@ -42,8 +42,7 @@ class Part(Protocol):
         """Prepare to look at configurations; called in every process, any number of times.
 
         It imports no module that it hooks, and changes nothing for a configuration without its
-        section.
-        """
+        section."""
 
     def section(self, config: Any, vllm_config: Any) -> Any:
         """The part's section of a configuration; None where the part is not asked for.
@@ -57,8 +56,7 @@ class Part(Protocol):
 
         The sentence is empty where the part has nothing to do with the model or its draft.
         It is called before vLLM plans its CUDA graphs. What :meth:`refuses` says of the offer need
-        not be looked at here.
-        """
+        not be looked at here."""
 
     def seams(self, asked: Any, vllm_config: Any) -> Sequence[str]:
         """Rooms of the ledger that it needs, as far as the configuration tells."""
@@ -71,16 +69,14 @@ class Part(Protocol):
     def refuses(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that rules the part out, with what to do about it.
 
-        ``vllm_config`` is complete, or one that vLLM has derived from it for the draft model.
-        """
+        ``vllm_config`` is complete, or one that vLLM has derived from it for the draft model."""
         yield from sentences(self.refusals, asked, vllm_config)
 
     def foresees(self, asked: Any, vllm_config: Any) -> Iterator[str]:
         """A sentence for each thing that a worker would refuse once it has loaded the model.
 
         Only ``vllm-graft plan`` asks, after :meth:`refuses`. What can't be known so early is left
-        out.
-        """
+        out."""
         yield from ()
 
     def describe(self, asked: Any, vllm_config: Any) -> str:

@@ -3,8 +3,7 @@
 vLLM gives the frontend a ``SchedulerStats`` with most steps. Its field for a KV connector's
 statistics is a mapping of anything, in which ours stand under a key of their own; the frontend
 takes them out first. They are increments, so that it does not matter which of several API servers
-gets them: Prometheus adds up what all of them count.
-"""
+gets them: Prometheus adds up what all of them count."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,6 @@
 """Copied into site-packages by ``python -m vllm_graft.testing.environment``; runs at every start.
 
-No other way into the child processes of ``vllm serve`` is early enough. It imports little.
-"""
+No other way into the child processes of ``vllm serve`` is early enough. It imports little."""
 
 import gc
 import os

@@ -3,8 +3,7 @@
 A step beyond the largest captured graph is launched piece by piece. With few rows that keeps the
 host busy for longer than the device, and all requests beside the prompt wait for it. Where up to
 `MOST_CHUNKS` replays do the same work, they take no longer, and the other requests get a token from
-each. With more rows the device is the slower one, so that such steps stay as vLLM makes them.
-"""
+each. With more rows the device is the slower one, so that such steps stay as vLLM makes them."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ def chunk_prompts(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> None:
     While a chunk leaves some of its prompt, no drafts are asked for if vLLM's table (``auto`` or
     ``num_speculative_tokens_per_batch_size``) says how many are: to draft them, and to verify them
     beside the next chunk, would delay the prompt. Each such step uses up one of `QUIET_STEPS`, and
-    each other one brings one back.
-    """
+    each other one brings one back."""
     limited, quiet_left = False, QUIET_STEPS
 
     # Only this scheduler is changed: others in the process may have other configurations.
@@ -205,8 +203,7 @@ def make_room(vllm_config: Any) -> None:
     vLLM turns chunks off there and raises ``max_num_batched_tokens`` to ``max_model_len``. Beside
     drafts it has by then derived ``max_num_scheduled_tokens`` from the smaller number, so that a
     longer prompt would wait forever. The larger one is harmless if chunks are on after all: the
-    scheduler takes the least of both.
-    """
+    scheduler takes the least of both."""
     from vllm.platforms import current_platform
 
     scheduler, target = vllm_config.scheduler_config, target_of(vllm_config)

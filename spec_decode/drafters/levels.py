@@ -23,8 +23,7 @@ class LevelMemory:
     Each tree writes before it reads, and one tree is grown at a time, on one stream. Of the draft's
     attention layers those with ``kv_lora_rank`` have MLA. Those with
     ``kv_sharing_target_layer_name`` keep nothing of a tree, as they read K/V of another layer.
-    `extra` is the columns of the tables of candidates that are for other sources than the draft.
-    """
+    `extra` is the columns of the tables of candidates that are for other sources than the draft."""
 
     def __init__(
         self, shapes: Collection[TreeShape], layers: Mapping[str, Any], *, max_reqs: int,

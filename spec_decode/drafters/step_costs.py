@@ -3,8 +3,7 @@
 The worker replays the graphs that it has just captured, over padding, which writes no K/V. But each
 row has a token of its own, each request a tree, attention and experts compute these rows, and
 recurrent layers have states: rows of one token would all ask for the same experts, and plain
-padding would hide what a node costs. The engine hands the result to the tuner before it serves.
-"""
+padding would hide what a node costs. The engine hands the result to the tuner before it serves."""
 
 import functools
 import time
@@ -37,8 +36,7 @@ def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]
     The latter are empty where no vocabulary is learned, both if nothing was captured. The sizes are
     the captured powers of two and each width's largest number of requests; all ranks measure the
     same ones in the same order, and of the replays of a size the fastest counts. The output head is
-    timed besides the graphs; the host, the sampler and K/V of long contexts are left out.
-    """
+    timed besides the graphs; the host, the sampler and K/V of long contexts are left out."""
     runner = worker.model_runner
     speculator, graphs = runner.speculator, runner.cudagraph_manager
     if not isinstance(speculator, TreeDrafting) or graphs is None:
@@ -193,8 +191,7 @@ class LentStates:
     Padding has the null block, where recurrent layers neither read nor write states, so that such a
     pass would cost less than one that serves. Here each row of padding has a block of its own. None
     of these is in use before the engine serves, and whoever gets one later begins anew. K/V are not
-    concerned: padding has no slots.
-    """
+    concerned: padding has no slots."""
 
     def __init__(self, tables: BlockTables, kv_cache_config: KVCacheConfig) -> None:
         self._tables = tables

@@ -4,8 +4,7 @@ vLLM's manager takes a request's drafts for a chain: it cuts them at the first o
 refuses behind those before it, and advances the grammar through all of them. Here drafts carry
 their parents, where vLLM brings tokens alone, and are kept whole. Each node's mask is that of its
 own path. A token's id has 32 bits, so the parent travels in the bits above. Such integers survive
-all that vLLM does with lists of tokens: they are cut to a prefix and padded with -1.
-"""
+all that vLLM does with lists of tokens: they are cut to a prefix and padded with -1."""
 
 from __future__ import annotations
 

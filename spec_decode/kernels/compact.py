@@ -183,8 +183,7 @@ def follow_path(
     Row ``t`` stays row ``t`` except for the draft rows of a request, where row ``first + d`` is row
     ``first + path[d]`` for ``d < num_sampled``. `moved` shares no memory with `rows`, and may be
     longer; `num_tokens` counts padding after the last query; `max_reqs` is an upper bound, the same
-    in each call of an engine. Other arguments are those of `compact_kv`.
-    """
+    in each call of an engine. Other arguments are those of `compact_kv`."""
     width = rows.states.shape[1]
     if num_tokens == 0:
         return

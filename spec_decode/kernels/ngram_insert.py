@@ -249,8 +249,7 @@ def learn_rates(learned: Learned) -> None:
     the counts to the host, which does not wait for them.
 
     It is no part of a growth. So a growth that runs again in the same step, as when a graph is
-    compared with launches, finds the same rates and chooses the same tree.
-    """
+    compared with launches, finds the same rates and chooses the same tree."""
     _learn_kernel[(1,)](*learned, **learned.constants, num_warps=1)
 
 
@@ -357,8 +356,7 @@ def insert_paths(
     Column ``first + (d - 1) * matches + m`` is the node of match ``m`` at depth ``d``. It has a
     score of -inf if a better match has the same node, or if there is no match ``m``. ``notes`` and
     ``pending`` are written for the best match alone. What is no token of the target is replaced by
-    token 0, which ranks behind all others, and so does the path below it.
-    """
+    token 0, which ranks behind all others, and so does the path below it."""
     width, paths = table.scores.shape[1], state.matches
     if num_reqs == 0:
         return

@@ -184,8 +184,7 @@ class References:
     It reads no more of a request than a reference has room for, and does no more work than
     `MAX_SCHEMA`, `MAX_VALUES` and `MAX_READ` permit, whatever the request holds. It counts so many
     tokens of the prompt's end (`opening`) before what opens an answer, so that a match is found
-    where the answer begins. Of the layouts of JSON the likeliest stands first.
-    """
+    where the answer begins. Of the layouts of JSON the likeliest stands first."""
 
     def __init__(
         self,

@@ -28,8 +28,7 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     An entry with the name of ours replaces it. Where none of ours drafts with the method, a third
     party's is taken if there is just one. A drafter that names the draft's architecture goes before
     one that names none. Raises `ConfigError` if there is none or more than one, or the named one
-    drafts with other methods or architectures.
-    """
+    drafts with other methods or architectures."""
     method, architectures = speculative.method, _architectures(speculative)
     name = config.drafter or _name_for(method, architectures)
     offer = manager.manager().choose(HOOK, name, flag("tree", "drafter"))

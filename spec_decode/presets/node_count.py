@@ -4,8 +4,7 @@ With ``graft.tree.nodes`` the user gives a depth, and vLLM gets the number of no
 for drafts in vLLM reads ``speculative_config.num_speculative_tokens``, after the platform's
 ``apply_config_platform_defaults``, which is where we set it. Before that, vLLM uses it for methods
 that trees don't have, for a check of LoRA, and to see whether it is a multiple of the number of MTP
-modules: our refusals repeat the one, and refuse more modules than one.
-"""
+modules: our refusals repeat the one, and refuse more modules than one."""
 
 from typing import Any
 

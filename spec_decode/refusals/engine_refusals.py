@@ -165,8 +165,7 @@ def _full_rows(tree: TreeConfig, vllm_config: Any) -> int:
     A request with one token left to compute (a prompt of one token beside other requests, or one
     that is cached but for its last token) would be the only one in its batch without drafts. VLLM
     gives it the rows of a full tree, so that the batch keeps its CUDA graph, unless the number of
-    drafts changes with the batch.
-    """
+    drafts changes with the batch."""
     speculative = vllm_config.speculative_config
     changes = speculative.num_speculative_tokens_per_batch_size is not None
     if tree.shape == "auto" or changes:

@@ -7,8 +7,7 @@ own launches find them.
 The process imports torch and Triton once and compiles one small kernel itself, so that all that
 Triton reads at its first compilation is read. Then it forks a child per kernel: a kernel that the
 compiler does not survive costs no other. It never has threads or a CUDA context, so that forks are
-safe. Linux ends it together with the worker, and its children together with it.
-"""
+safe. Linux ends it together with the worker, and its children together with it."""
 
 import contextlib
 import ctypes

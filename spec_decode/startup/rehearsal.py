@@ -3,8 +3,7 @@
 The engine's own code runs beforehand, over no memory: what a CUDA graph may hold reads no value of
 a tensor on the host, so it also runs over tensors of the device ``meta``. A drafter's twin drafts
 trees there, and a target's layers verify them; launches are listed and not made. Kernels that are
-listed too much are compiled in vain, missing ones are compiled where they are first launched.
-"""
+listed too much are compiled in vain, missing ones are compiled where they are first launched."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping

@@ -143,8 +143,7 @@ def check_trees(tree: TreeState, slots: torch.Tensor, drafts: torch.Tensor) -> N
     Ranks verify with their own copy of the topology. If the copies differ, the ranks add up heads
     that saw different keys, and the tokens are wrong without any error. The `slots` are int64
     ``[num_reqs]`` request-state indices, `drafts` int64 ``[num_reqs, num_nodes]`` tokens. Raises
-    `GraftError` if a request's tree differs between two ranks.
-    """
+    `GraftError` if a request's tree differs between two ranks."""
     import torch
 
     topology = [each[slots].long() for each in (tree.parents, tree.depths, tree.masks)]

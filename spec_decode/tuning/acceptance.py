@@ -122,8 +122,7 @@ class Acceptance:
 
     Texts change: the chance is forgotten quickly, and replaced at once where recent trees
     contradict it. Each class of temperatures has a chance of its own. Paths below the levels, which
-    n-grams continue, are averaged apart and say nothing of it.
-    """
+    n-grams continue, are averaged apart and say nothing of it."""
 
     def __init__(self, levels: Mapping[int, int]) -> None:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}

@@ -10,8 +10,7 @@ step vLLM's runner exchanges the numbers of the ranks' rows. Three more rows go 
 - its requests.
 
 A scheduler hears of the others with the result of a step, and plans the largest wish. So the ranks
-soon verify trees of one size, which a CUDA graph of all ranks needs.
-"""
+soon verify trees of one size, which a CUDA graph of all ranks needs."""
 
 from __future__ import annotations
 

@@ -277,8 +277,7 @@ def plan_shapes(
     The largest number of nodes is always there: steps for which the scheduler asks for none in
     particular, such as dummy runs, draft it. Returns numbers of requests for which trees of a shape
     are drafted, by shape. Raises `HookError` if the policy returns no tree of the number of nodes
-    that it was asked for.
-    """
+    that it was asked for."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
     batches = batches_by_nodes(vllm_config, auto=config.shape == "auto")

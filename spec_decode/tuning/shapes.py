@@ -147,8 +147,7 @@ def auto_schedule(
     Only numbers with a batch of up to `max_num_seqs` requests exist for vLLM, so ranges shrink
     until each has one. With fewer batches than numbers, the widest trees stay, or a spread of a
     narrow ladder, where few nodes may pay for one request, too. With `rests` no drafts stay, too,
-    if there are two batches: most texts have nothing to draft.
-    """
+    if there are two batches: most texts have nothing to draft."""
     rungs = ladder.within(config, num_nodes)
     wanted = [(shape.num_nodes, batch) for shape, batch in reversed(rungs)]
     wanted = [*wanted, (0, max_num_seqs)]

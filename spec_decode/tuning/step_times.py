@@ -8,8 +8,7 @@ A number of nodes has a measured `cost`. The correction `shared` is that of all 
 size; it grows with the nodes where rows read experts. `own` is what one number takes besides. Each
 K/V token costs the same in all steps, and more with each row of its request (`Rates`). `prompts` is
 what prompts of any length add. Corrections are least squares drawn to 0 (ridge), so that few
-timings correct little; only the time of the `host` is found by a rule.
-"""
+timings correct little; only the time of the `host` is found by a rule."""
 
 import math
 from bisect import bisect_left

@@ -64,8 +64,7 @@ class Trials:
     better it seems the sooner, and none twice before all were tried. A trial's price, which it
     loses if the measured cost is right, is saved up before: right costs lose a small part of all
     steps, and half as much in each further round. The first trial doesn't wait, nor does one after
-    a trial that found a cost too high, as others may be as wrong.
-    """
+    a trial that found a cost too high, as others may be as wrong."""
 
     def __init__(self, block: int) -> None:
         self._block = block

@@ -88,8 +88,7 @@ class TreeRejectionSampler(RejectionSampler):
     Every emitted token is a draw of vLLM's sampler from the target, given the tokens before it and
     with noise keyed by (seed, position), as without speculation: the tree decides how many draws
     are made in one pass, never what they are. So the output's distribution is the target's, even
-    where drafts were chosen by looking at that noise.
-    """
+    where drafts were chosen by looking at that noise."""
 
     def __init__(
         self,

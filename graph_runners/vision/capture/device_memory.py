@@ -3,8 +3,7 @@
 torch's CUDA caching allocator takes segments from the device, and a pool keeps them. Tensors of up
 to 1 MiB share segments of 2 MiB, and tensors below 10 MiB share segments of 20 MiB. A larger tensor
 gets a segment of its own, rounded up to 2 MiB (torch's notes on CUDA, "Memory management";
-c10/core/AllocatorConfig.h).
-"""
+c10/core/AllocatorConfig.h)."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -118,8 +118,7 @@ class GraphBackend:
     ``torch.cuda.graph`` waits for the device, collects garbage and empties the allocator's cache
     before a capture, which would take long. This back end only stops the garbage collector, as a
     graph that it frees during a capture would invalidate the capture. The capture mode is
-    ``thread_local``, as other threads call CUDA meanwhile to copy outputs or K/V.
-    """
+    ``thread_local``, as other threads call CUDA meanwhile to copy outputs or K/V."""
 
     reads_device = False
     """Whether a region may read device values on the host (``tolist``, ``item``)."""

@@ -4,8 +4,7 @@ A sum of many floating-point numbers depends on the order of its terms, so these
 same order as torch's. `layer_norm` uses Welford's algorithm over 128 threads with four neighbouring
 columns each (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``). `mean` uses one warp with four
 sums per thread (``Reduce.cuh``). Multiplications and additions are contracted only where the
-compiler contracts torch's. `bit_check` compares the bits before any of these kernels is used.
-"""
+compiler contracts torch's. `bit_check` compares the bits before any of these kernels is used."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from typing import Any

@@ -20,8 +20,7 @@ class MetadataCache:
     The device's copy engine reads them. All copies from and to the block run on one stream, so they
     are in order. The block has `limit` bytes. A new key takes the place of another only if it was
     requested more often. LRU would fail if more keys take turns than there is room for: it would
-    evict the very key that comes next.
-    """
+    evict the very key that comes next."""
 
     def __init__(self, backend: GraphBackend, limit: int) -> None:
         self.hits = self.misses = 0

@@ -3,8 +3,7 @@
 A *tower* turns the multimodal keyword arguments of a batch (``inputs``) into embeddings. The items
 of a batch do not attend to each other, so it may be cut anywhere. The embeddings of an item depend
 on its *layout*, which is host values such as a grid, and on its *data*, which is tensors such as
-pixels. A graph is captured for given layouts; a replay copies data in.
-"""
+pixels. A graph is captured for given layouts; a replay copies data in."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence

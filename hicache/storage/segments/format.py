@@ -15,8 +15,7 @@ record is durable. The data file goes on with records, a header and the bytes of
     112  16s  xxh3-128 of bytes 0..111 and the page
 
 A page is right if every field is what the reader expects and the last checksum agrees. So the
-reader detects a record in the wrong place, for other weights, or changed anywhere.
-"""
+reader detects a record in the wrong place, for other weights, or changed anywhere."""
 
 import enum
 import struct

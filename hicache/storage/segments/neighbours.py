@@ -4,8 +4,7 @@ A process that has a namespace open holds the lock of its lock file, and has wri
 into it: its process id, the most bytes that the namespace may take (its *claim*), and the bytes
 that it would like to take (its *wish*). All processes read and write these files under the root's
 lock. So the claims of open namespaces and the bytes of closed ones together never exceed
-``max_bytes``.
-"""
+``max_bytes``."""
 
 import contextlib
 import os

@@ -6,8 +6,7 @@ only fill buffers. So each slot is offered or given back exactly once, whatever 
 time, and never while a thread writes to it.
 
 Requests that want the same page share one load. Each request still waits only as long as its own
-policy and deadline say.
-"""
+policy and deadline say."""
 
 import threading
 import time

@@ -2,8 +2,7 @@
 
 Stock looks at cache policies, broadcasts and casts by a dozen calls of Python. Blocks of numbers
 that NumPy has natively, masks of their shape and numbers in their place need none of them. All
-others go to stock.
-"""
+others go to stock."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Model Runner V2 runs on a CPU if ``triton.backends.backends`` has an entry ``cpu``
 (``vllm.triton_utils.HAS_TRITON``). The Triton of PyPI has none. :func:`install` adds
 one that compiles nothing, switches the interpreter on, and mends its known defects (``numerics``,
-``syntax``) and its costs (``launch``, ``types``, ``operators``).
-"""
+``syntax``) and its costs (``launch``, ``types``, ``operators``)."""
 
 import os
 import sys

@@ -121,8 +121,7 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
 
     The step of each plan is one over as many positions as its trees have levels (`drafting`), as
     vLLM runs for a smaller ``num_speculative_tokens``. Where positions see those behind them, a
-    shorter block may change how much is accepted, and never what is emitted.
-    """
+    shorter block may change how much is accepted, and never what is emitted."""
 
     seams = ("block",)
     grafts_draft = grows_by_levels = False
@@ -398,8 +397,7 @@ def chain_config(vllm_config: VllmConfig, depth: int) -> VllmConfig:
     To the engine ``num_speculative_tokens`` is the nodes of a tree; to vLLM's speculator, and to
     the draft that it loads, the depth of a block. vLLM derives further configurations from what its
     speculator has, which validates again, sets sizes and calls the platform: none of that may reach
-    the engine's objects. Layers are registered in both.
-    """
+    the engine's objects. Layers are registered in both."""
     chain = copy.copy(vllm_config)
     chain.speculative_config = copy.copy(vllm_config.speculative_config)
     assert chain.speculative_config is not None

@@ -13,8 +13,7 @@ class DFlash2Trees(BlockTrees, DFlash2Speculator):
     Drafts of sampled requests are ranked without the target's noise, which belongs to tokens of the
     whole vocabulary and not to a few candidates. Every pass is over the whole block: the
     convolutions of DFlash 2 tell a row's position by the length that the draft was loaded for, and
-    LiLiCorr's candidates see those of all positions.
-    """
+    LiLiCorr's candidates see those of all positions."""
 
     cuts_positions = False
     # What stands for a model has no scores of pairs.

@@ -14,8 +14,7 @@ class XPressTrees(BlockTrees, XPressSpeculator):
     says. As a position is biased by those before it alone, these passes end where the positions,
     taken one after the other, would have led. A tree takes them so, a level at a time: its best
     path is the chain that enough passes would have found. Every pass is over the whole block, as
-    the refiner reads the mean of the block's states.
-    """
+    the refiner reads the mean of the block's states."""
 
     cuts_positions = False
 

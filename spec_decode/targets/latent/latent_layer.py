@@ -3,8 +3,7 @@
 vLLM computes a batch's leading requests in the absorbed form, where all heads read latents, and the
 others with K and V of each head. Which form a tree's rows would get depends on the backend and on
 other requests. So we stand before the choice, in ``MLAAttention.forward_impl``, and compute rows of
-trees in the absorbed form by our kernel. Latents of a draft's level go to a scratch.
-"""
+trees in the absorbed form by our kernel. Latents of a draft's level go to a scratch."""
 
 from __future__ import annotations
 

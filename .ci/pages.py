@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from vllm_graft.base.markdown import table
 from vllm_graft.base.options import Section, bounds_of, section_type
+from vllm_graft.base.text_table import markdown as table
 from vllm_graft.cli import main
 from vllm_graft.config import GraftConfig
 from vllm_graft.hicache.config.cache_config import HiCacheConfig

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.plugin.plan.stranger_models import EAGLE, LLAMA, MODELS, drafting, planned, write_models
-from vllm_graft.base.markdown import table
+from vllm_graft.base.text_table import markdown as table
 
 TOLERANCE = 0.05
 SECONDS = 120

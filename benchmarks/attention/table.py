@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.attention.rows import Row
-from vllm_graft.base import markdown
+from vllm_graft.base.text_table import markdown
 
 AIM, LEAST_CONTEXT = 1.25, 2048
 """Tree attention's time over the platform's is to be at most this, from so many keys on."""
@@ -43,7 +43,7 @@ def cells(row: Row) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Lay out all rows in Markdown."""
-    return markdown.table(HEADS, [cells(row) for row in rows])
+    return markdown(HEADS, [cells(row) for row in rows])
 
 
 def windows(rows: Iterable[Row]) -> list[tuple[Row, Row, float]]:

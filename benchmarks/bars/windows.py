@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import node_counts
 from benchmarks.bars import step_pace
 from benchmarks.step_bytes import step_cell
-from vllm_graft.base import markdown
+from vllm_graft.base.text_table import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import is_ours
 
@@ -182,7 +182,7 @@ def table(windows: Sequence[Window]) -> str:
     head = ["batch", "temperature", "windows", "chain: tokens/s", "length", "ours: tokens/s"]
     head += ["length", "ratio", "bar", "met", f"host, bar {HOST_BAR}"]
     head += [f"ours / {name}" for name in others] + ["ours / stock's best"] * several
-    return markdown.table(head, rows)
+    return markdown(head, rows)
 
 
 def step_table(windows: Sequence[Window]) -> str:
@@ -198,7 +198,7 @@ def step_table(windows: Sequence[Window]) -> str:
             ]
             row.append(_step(sides))
         rows.append(row)
-    return markdown.table(["batch", "temperature", *names], rows)
+    return markdown(["batch", "temperature", *names], rows)
 
 
 def _by_cell(windows: Sequence[Window]) -> list[tuple[Cell, list[Window]]]:

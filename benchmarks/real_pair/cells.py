@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_graft.base import markdown
+from vllm_graft.base.text_table import markdown
 from vllm_graft.bench.common.arm import is_ours
 
 TOKENS_PER_SECOND = {1: 600.0, 4: 2000.0, 16: 6000.0, 64: 13000.0}
@@ -213,7 +213,7 @@ def headline(runs: Sequence[Found]) -> str:
     ]
     head = ["load", "stock's best", "tokens/s", "ours", "tokens/s", "ratio", "length"]
     head += ["TTFT p50, ms", "TTFT p99", "ITL p50", "ITL p99", "goodput, requests/s", "in time"]
-    return markdown.table(head, rows)
+    return markdown(head, rows)
 
 
 def _pair(contest: Contest, key: str) -> str:
@@ -233,7 +233,7 @@ def every_arm(run: Found) -> str:
             for name in names
         ]
         rows.append([str(cell), *shown])
-    return markdown.table(["load", *names], rows)
+    return markdown(["load", *names], rows)
 
 
 PAUSE, FIRST_TOKEN = 25.0, 1000.0
@@ -262,7 +262,7 @@ def sustained(run: Found) -> str:
         ratio = f"{mine / theirs:.2f}" if theirs else "-"
         load = f"{workload}, temperature {temperature:g}"
         rows.append([load, *(kept[name][1] for name in names), ratio])
-    return markdown.table(["load", *names, "ratio"], rows)
+    return markdown(["load", *names, "ratio"], rows)
 
 
 def _kept(

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.workloads.catalogue import WORKLOADS, repeats, requests_of
 from benchmarks.workloads.request import pieces
 from benchmarks.workloads.sources import Choice
-from vllm_graft.base import markdown
+from vllm_graft.base.text_table import markdown
 from vllm_graft.bench.common import report
 
 
@@ -37,7 +37,7 @@ def table(arguments: argparse.Namespace, tokenizer: Any) -> str:
         cells = [f"{tokens / len(requests):.0f}", *(f"{part:.0%}" for part in parts)]
         rows.append([f"`{name}`", workload.about, f"{asked:.0f}", *(cells if tokens else "----")])
     places = ("own text", "other requests", "either")
-    return markdown.table(["workload", "what is asked", "prompt", "answer", *places], rows)
+    return markdown(["workload", "what is asked", "prompt", "answer", *places], rows)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_graft.base.counters import Counters
+from vllm_graft.base.metric import Counters
 from vllm_graft.hicache.pages.page_key import NAMESPACE_BYTES, PageKey
 
 

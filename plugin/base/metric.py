@@ -1,5 +1,7 @@
 """What a part's metrics are: one row each, from which all of them are counted and described."""
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -144,3 +146,19 @@ class Series:
             child = self._metric.labels(*self._labels[engine], *values)
             self._children[engine, values] = child
         return self._children[engine, values]
+
+
+class Counters:
+    """Named integers that several threads add to."""
+
+    def __init__(self) -> None:
+        self._values: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._values[name] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._values)

@@ -1,10 +1,8 @@
-"""Tables for people: drawn by rich in a terminal where it is installed, else plain text."""
+"""Tables for people: drawn by rich in a terminal where it is installed, else text, or Markdown."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-from vllm_graft.base import markdown
 
 
 class Table(NamedTuple):
@@ -25,7 +23,13 @@ class Table(NamedTuple):
 
     def markdown(self) -> str:
         """The table below its title as a heading."""
-        return f"### {self.title}\n\n{markdown.table(self.heads, self.rows)}"
+        return f"### {self.title}\n\n{markdown(self.heads, self.rows)}"
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a table in Markdown."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def table(

@@ -5,8 +5,8 @@ import errno
 import itertools
 import time
 
-from vllm_graft.base.counters import Counters
 from vllm_graft.base.log import logger, warning_once
+from vllm_graft.base.metric import Counters
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.files import Files
 from vllm_graft.hicache.storage.segments.directory import Directory

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vllm_graft.base.counters import Counters
+from vllm_graft.base.metric import Counters
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from vllm_graft import bench, cli
-from vllm_graft.base import markdown
+from vllm_graft.base.text_table import markdown
 from vllm_graft.bench.common import report
 from vllm_graft.bench.common.arm import percentile
 from vllm_graft.bench.common.report import BenchmarkError, Panel
 
 
 def test_table() -> None:
-    found = markdown.table(["a", "b"], [["1", "2"], ["3", "4"]])
+    found = markdown(["a", "b"], [["1", "2"], ["3", "4"]])
     assert found.splitlines() == ["| a | b |", "|---|---|", "| 1 | 2 |", "| 3 | 4 |"]
 
 

@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
+from vllm_graft.graph_runners.vision.captures import StartupCaptures
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,
@@ -15,7 +16,6 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     VisionBatch,
 )
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
-from vllm_graft.graph_runners.vision.startup_captures import StartupCaptures
 
 
 class Answer(Enum):

@@ -15,7 +15,12 @@ from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision.bucket_plan import plan_buckets
 from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
 from vllm_graft.graph_runners.vision.capture.graph_backend import make_backend
-from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
+from vllm_graft.graph_runners.vision.captures import (
+    ExactCaptures,
+    StartupCaptures,
+    check_room,
+    find_obstacle,
+)
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
 from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     ExactReplay,
@@ -27,11 +32,6 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
 )
 from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
 from vllm_graft.graph_runners.vision.route import Answer, Route, Router
-from vllm_graft.graph_runners.vision.startup_captures import (
-    StartupCaptures,
-    check_room,
-    find_obstacle,
-)
 from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower_of
 from vllm_graft.graph_runners.vision.towers.tower import Inputs
 from vllm_graft.graph_runners.vision.vision_config import VitConfig

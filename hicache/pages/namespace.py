@@ -19,6 +19,7 @@ from vllm_graft.hicache.pages.checkpoint import (
     weights_of,
 )
 from vllm_graft.hicache.pages.page_key import FORMAT, NAMESPACE_BYTES
+from vllm_graft.seams.compare import vllm_version
 
 NAMESPACE_START = NAMESPACE_BYTES // 2
 """Length of a namespace's first half, which is known before the model is loaded."""
@@ -112,10 +113,6 @@ def _code(model: Any, engine: Engine) -> list[Any]:
     return [file_hashes(model, ["*.py"]) if runs else {}, getattr(model, "model_impl", None)]
 
 
-def _quantization(model: Any, engine: Engine) -> list[Any]:
-    return [model.quantization, getattr(model, "quantization_config", None)]
-
-
 def _modalities(model: Any, engine: Engine) -> Any:
     """How images, video and sound become embeddings. vLLM's hash of an image does not cover it."""
     settings = getattr(model, "multimodal_config", None)
@@ -160,12 +157,6 @@ def _adapters(engine: Engine) -> str | None:
     return None if adapters is None else "kept out of storage"
 
 
-def _vllm(engine: Engine) -> str:
-    import vllm
-
-    return str(vllm.__version__)
-
-
 def _device(engine: Engine) -> str:
     from vllm.platforms import current_platform
 
@@ -202,7 +193,7 @@ _PARALLEL = (
 # fmt: off
 INPUTS: tuple[Input, ...] = (
     Input("format", "the version of our records", lambda engine: FORMAT),
-    Input("vLLM", "vLLM's version", _vllm),
+    Input("vLLM", "vLLM's version", lambda engine: vllm_version()),
     Input("device", "the kind of device", _device),
     Input("weights", "the weights of target and draft, or the text that `weights` gives", _each(weights_of)),
     Input("commit", "the commit of a snapshot in the Hugging Face cache", _each(lambda model, engine: commit_of(model))),
@@ -211,7 +202,7 @@ INPUTS: tuple[Input, ...] = (
     Input("longest request", "`--max-model-len`, if LongRoPE chooses by it", _each(_longest)),
     Input("code", "the Python files of a model with `--trust-remote-code`, and `--model-impl`", _each(_code)),
     Input("dtype", "the models' dtype", _each(lambda model, engine: model.dtype)),
-    Input("quantization", "`--quantization` and its settings", _each(_quantization)),
+    Input("quantization", "`--quantization` and its settings", _each(lambda model, engine: [model.quantization, getattr(model, "quantization_config", None)])),
     Input("modalities", "files and settings of processors of images and sound, and transformers' version", _each(_modalities)),
     Input("draft", "the method of speculation", lambda engine: getattr(engine.vllm_config.speculative_config, "method", None)),
     Input("LoRA", "whether there are adapters", _adapters),

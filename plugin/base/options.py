@@ -217,14 +217,11 @@ def _strange(value: object, path: str, depth: int) -> Iterator[str]:
         yield f"{path}: lists and mappings are nested more than {MAX_DEPTH} deep."
         return
     for key, member in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(value, dict) and (reason := _strange_key(key)):
+        reason = _strange_text(key) if isinstance(key, str) else "a key is a text"
+        if isinstance(value, dict) and reason:
             yield f"{path}: the key {shown(key)} is refused: {reason}."
         else:
             yield from _strange(member, below(path, key), depth + 1)
-
-
-def _strange_key(key: object) -> str | None:
-    return _strange_text(key) if isinstance(key, str) else "a key is a text"
 
 
 def _strange_scalar(value: object) -> str | None:

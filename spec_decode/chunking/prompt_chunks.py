@@ -79,14 +79,10 @@ def rows_to_come(scheduler: Scheduler, most: int) -> Rows:
     return Rows(decodes, roots, prompts)
 
 
-def _has_prompts(scheduler: Scheduler) -> bool:
-    return bool(scheduler.waiting) or any(each.is_prefill_chunk for each in scheduler.running)
-
-
 def step_limit(scheduler: Scheduler, max_rows: int, *, cuts: bool) -> int | None:
     """Most rows of the scheduler's next step before trees are cut; None for vLLM's own limit."""
-    if not _has_prompts(scheduler):
-        return None
+    if not scheduler.waiting and not any(each.is_prefill_chunk for each in scheduler.running):
+        return None  # There are no prompts.
     rows = rows_to_come(scheduler, MOST_CHUNKS * max_rows)
     chunk = chunk_rows(rows, max_rows, cuts=cuts)
     return None if chunk is None else rows.decodes + chunk

@@ -24,7 +24,7 @@ from vllm_graft.spec_decode.lookup.references import UnreadPredictions
 from vllm_graft.spec_decode.presets.node_count import leave_to_stock
 from vllm_graft.spec_decode.startup.clock import KERNELS, StartClock
 from vllm_graft.spec_decode.trees.tree import num_candidates
-from vllm_graft.spec_decode.tuning.scheduling import bounds, graph_counts
+from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 from vllm_graft.spec_decode.verification.context import TreeContext
 
 if TYPE_CHECKING:
@@ -166,9 +166,6 @@ class DraftTrees:
     @property
     def all_plans(self) -> list[TreePlan]:
         return [*self.plans.values(), *self.narrow_plans.values()]
-
-    def set_shapes(self, batches: Mapping[TreeShape, list[int]]) -> None:
-        self.batches, self.shape = batches, bounds(batches)
 
     def plan_for(self, num_nodes: int) -> TreePlan:
         """The smallest plan with at least `num_nodes`: its first nodes are the best such tree."""

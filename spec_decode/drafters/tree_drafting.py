@@ -45,7 +45,7 @@ from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
 from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees, is_asked_for
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
-from vllm_graft.spec_decode.tuning.scheduling import plan_shapes, tree_policy
+from vllm_graft.spec_decode.tuning.scheduling import bounds, plan_shapes, tree_policy
 from vllm_graft.spec_decode.verification.context import AcceptedRows, TreeContext
 
 
@@ -88,7 +88,8 @@ class TreeDrafting(DraftModelSpeculator):
             )
         self.trees = DraftTrees(config, vllm_config)
         super().__init__(self.stock_config(), device)
-        self.trees.set_shapes(self.plan_batches())
+        self.trees.batches = self.plan_batches()
+        self.trees.shape = bounds(self.trees.batches)
         self.trees.ahead = begin(self)
 
     @property

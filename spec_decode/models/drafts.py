@@ -29,7 +29,8 @@ def chosen(config: TreeConfig, speculative: Any) -> Offer:
     party's is taken if there is just one. A drafter that names the draft's architecture goes before
     one that names none. Raises `ConfigError` if there is none or more than one, or the named one
     drafts with other methods or architectures."""
-    method, architectures = speculative.method, _architectures(speculative)
+    draft = getattr(speculative, "draft_model_config", None)
+    method, architectures = speculative.method, set(getattr(draft, "architectures", None) or ())
     name = config.drafter or _name_for(method, architectures)
     offer = manager.manager().choose(HOOK, name, flag("tree", "drafter"))
     if (known := _methods(offer)) and method not in known:
@@ -88,11 +89,6 @@ def _name_for(method: str, architectures: set[str]) -> str:
             "name one."
         )
     return names[0]
-
-
-def _architectures(speculative: Any) -> set[str]:
-    draft = getattr(speculative, "draft_model_config", None)
-    return set(getattr(draft, "architectures", None) or ())
 
 
 def _methods(offer: Offer) -> tuple[str, ...]:

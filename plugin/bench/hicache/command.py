@@ -31,8 +31,14 @@ from vllm_graft.bench.common import arm_processes, report
 from vllm_graft.bench.common.arm import Arm, Row, advice, median_row, panels, table, write_files
 from vllm_graft.bench.common.report import BenchmarkError, TimeLimit, add_seconds
 from vllm_graft.bench.common.serve_flags import Serving, adding, bare, groups
-from vllm_graft.bench.hicache.cache_parts import Figures, Parts, Sizes, add_sizes, read_sizes
-from vllm_graft.bench.hicache.conversations import read_talks
+from vllm_graft.bench.hicache.cache_parts import (
+    Figures,
+    Parts,
+    Sizes,
+    add_sizes,
+    read_sizes,
+    read_talks,
+)
 
 SUMMARY = "a host KV cache beside vLLM's own and none: first tokens, decoding, load"
 PARTS = {

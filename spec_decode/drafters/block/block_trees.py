@@ -370,10 +370,8 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         return self.input_buffers.input_ids[: num_reqs * width : width]
 
     def report(self) -> dict[str, Any]:
-        return {**super().report(), "blocks": [self._describe(each) for each in self._by_nodes()]}
-
-    def _by_nodes(self) -> list[TreePlan]:
-        return [self.trees.plans[nodes] for nodes in sorted(self.trees.plans)]
+        plans = [self._describe(plan) for _, plan in sorted(self.trees.plans.items())]
+        return {**super().report(), "blocks": plans}
 
     def _describe(self, plan: TreePlan) -> dict[str, Any]:
         manager, batches = self.block_graphs(plan), plan.batches

@@ -140,7 +140,8 @@ def choose_plan(sizes: Sizes, splits: int | None = None) -> Plan:
         found = _plain_splits(sizes) if splits is None else splits
         return Plan(_plain_tile(sizes, split=found > 1), found)
     if splits is None:
-        splits = _draft_splits(sizes) if sizes.draft else _splits(sizes)
+        plain = _plain_splits(sizes)
+        splits = min(plain, _MOST_DRAFT_SPLITS) if sizes.draft else _splits(sizes)
     return staged_plan(sizes, _tile(sizes, split=splits > 1), splits)
 
 
@@ -189,10 +190,6 @@ def _plain_splits(sizes: Sizes) -> int:
         sizes.most_splits,
         MIN_DRAFT_SPLIT_KEYS if sizes.draft else MIN_SPLIT_KEYS,
     )
-
-
-def _draft_splits(sizes: Sizes) -> int:
-    return min(_plain_splits(sizes), _MOST_DRAFT_SPLITS)
 
 
 def _splits(sizes: Sizes) -> int:

@@ -44,11 +44,6 @@ def can_keep_inputs(model: Any) -> bool:
     return _is_of(model, (*_DELTA_RULE, *_KEY_DECAYS, *_MAMBA2))
 
 
-def has_key_decays(model: Any) -> bool:
-    """Whether a target is one of those whose layers with Kimi Delta Attention are served."""
-    return _is_of(model, _KEY_DECAYS)
-
-
 def has_mamba2(model: Any) -> bool:
     """Whether a target is one of those whose layers of Mamba-2 are served."""
     return _is_of(model, _MAMBA2)
@@ -235,7 +230,7 @@ def kept_bytes(rows: int, model: Any, window: Sequence[int], state: Sequence[int
         numbers_of,
     )
 
-    by_key = Decay.BY_KEY if has_key_decays(model) else Decay.SCALAR
+    by_key = Decay.BY_KEY if _is_of(model, _KEY_DECAYS) else Decay.SCALAR
     decay = Decay.SELECTIVE if has_mamba2(model) else by_key
     gates = numbers_of(decay, state[-1]), state[0]
     # Features are more than a window's inputs.

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.vision import towers
-from vllm_graft.graph_runners.vision import exact_captures, route
+from vllm_graft.graph_runners.vision import captures, route
 from vllm_graft.graph_runners.vision import runner as runner_module
 
 SMALL = {"max_patches": 256, "buckets": [64, 128, 256], "capture_share": 1}
@@ -35,7 +35,7 @@ def test_captures_take_less_than_their_share_of_a_stream(
     kind: str, model: Any, monkeypatch: Any
 ) -> None:
     clock = Clock()
-    for module in (runner_module, route, exact_captures):
+    for module in (runner_module, route, captures):
         monkeypatch.setattr(module, "time", clock)
     runner = towers.make_runner(model, {**SMALL, "capture_share": 0.019})
     capture = runner.store.capture_exact

@@ -15,7 +15,7 @@ from tests.support.launches import check_kernels, vision_calls
 from tests.support.vision import towers
 from tests.support.vision.fake_backend import FakeBackend
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.graph_runners.vision import startup_captures as passes
+from vllm_graft.graph_runners.vision import captures as passes
 from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import CaptureStream
 from vllm_graft.graph_runners.vision.fused import bit_check as check

@@ -17,8 +17,7 @@ from vllm_graft.bench.common.arm import Arm, advice, table
 from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving
 from vllm_graft.bench.hicache import command
-from vllm_graft.bench.hicache.cache_parts import Parts, Sizes, read_sizes
-from vllm_graft.bench.hicache.conversations import read_talks
+from vllm_graft.bench.hicache.cache_parts import Parts, Sizes, read_sizes, read_talks
 from vllm_graft.bench.hicache.prompt_driver import random_prompt
 from vllm_graft.bench.hicache.sessions import OpenLoad, length_between
 from vllm_graft.testing import cpu_engine, write_llama

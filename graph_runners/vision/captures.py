@@ -1,7 +1,8 @@
-"""The graphs that are captured when the engine starts."""
+"""Captures of graphs: those of the start, and exact ones while the engine serves."""
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +13,61 @@ from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.options import flag
 from vllm_graft.graph_runners.vision import replay_plan
 from vllm_graft.graph_runners.vision.bucket_plan import DEFAULT_MAX_PATCHES, MOST_PATCHES
+from vllm_graft.graph_runners.vision.capture.admission import Admission, TimeShare
 from vllm_graft.graph_runners.vision.capture.device_memory import scratch_bytes
-from vllm_graft.graph_runners.vision.exact_captures import ExactCaptures
 from vllm_graft.graph_runners.vision.graphs.embedding_check import same_bits
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore
-from vllm_graft.graph_runners.vision.graphs.vision_batch import VisionBatch
-from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
+from vllm_graft.graph_runners.vision.graphs.vision_batch import (
+    EagerPass,
+    ExactReplay,
+    LayoutKey,
+    VisionBatch,
+)
+from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
 from vllm_graft.graph_runners.vision.towers.protocol import obstacles
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.graph_runners.vision.vision_config import VitConfig
+
+_PASSING: tuple[Reason, ...] = ("no_room", "memory", "bits")
+"""Refusals for now: other graphs may go and leave room, and the next capture fuses nothing."""
+
+
+class ExactCaptures:
+    """Captures exact graphs; a failure costs its layout the graph, but no batch its answer."""
+
+    def __init__(
+        self, store: GraphStore, admission: Admission[LayoutKey], rate: TimeShare, stats: VitStats
+    ) -> None:
+        self._store, self._admission, self._rate, self._stats = store, admission, rate, stats
+
+    def capture_due(
+        self, group: ExactReplay | None, batch: VisionBatch, eager: EagerPass | None = None
+    ) -> None:
+        """Capture a group, if any, while the engine serves: the time counts against the rate."""
+        if group is None:
+            return
+        start = time.perf_counter()
+        self.capture(group, batch, eager)
+        seconds = time.perf_counter() - start
+        self._rate.spent(seconds)
+        self._stats.capture_seconds += seconds
+
+    def capture(
+        self, group: ExactReplay, batch: VisionBatch, eager: EagerPass | None = None
+    ) -> None:
+        """Capture the graph of a group; a failure is counted, and its key is refused. `eager` is
+        the eager pass over the items of the group, if there was one."""
+        try:
+            why = self._store.capture_exact(group, batch, eager)
+        except Exception as error:
+            why = "error"
+            cause = f"{group.key}: {type(error).__name__}: {error}"
+            self._stats.fail(cause, "vision graph was not captured: %s")
+        if why is None:
+            self._stats.captures["exact"] += 1
+            return
+        self._stats.dropped[why] += 1
+        self._admission.refuse(group.key, why, for_now=why in _PASSING)
 
 
 class StartupCaptures:

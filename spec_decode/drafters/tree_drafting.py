@@ -351,8 +351,7 @@ class TreeDrafting(DraftModelSpeculator):
         self, input_batch: InputBatch, attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor], last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None, num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any, dummy_run: bool, samples: bool, **kwargs: Any,
+        num_rejected: torch.Tensor, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any,
     ) -> InputBatch:  # fmt: skip
         """Run the draft over the accepted rows, and leave what `draft_first_level` needs. By
         default it is vLLM's own propose, as for a chain of one token. `samples` says whether

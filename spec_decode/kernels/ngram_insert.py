@@ -139,8 +139,7 @@ def _insert_kernel(
 
 def insert_ngrams(
     table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor,
-    num_reqs: int,
-    *, levels: int, first: int, depth: int, vocab_size: int,
+    num_reqs: int, *, levels: int, first: int, depth: int, vocab_size: int,
 ) -> None:  # fmt: skip
     """Add each match's continuation to the candidates: one path down from the root.
 
@@ -343,8 +342,7 @@ def _paths_kernel(
 
 def insert_paths(
     table: CandidateTable, state: NgramState, total_len: torch.Tensor, idx_mapping: torch.Tensor,
-    num_reqs: int,
-    *, first: int, depth: int, vocab_size: int,
+    num_reqs: int, *, first: int, depth: int, vocab_size: int,
 ) -> None:  # fmt: skip
     """Add the continuations of the best ``state.matches`` matches, as `insert_ngrams` does of one.
 

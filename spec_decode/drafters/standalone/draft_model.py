@@ -152,8 +152,7 @@ class DraftModelTrees(TreeDrafting, FirstPassGraphs):
         self, input_batch: InputBatch, attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor], last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None, num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *args: Any, dummy_run: bool, samples: bool, **kwargs: Any,
+        num_rejected: torch.Tensor, *args: Any, dummy_run: bool, samples: bool, **kwargs: Any,
     ) -> InputBatch:  # fmt: skip
         """Run vLLM's first pass over the accepted rows; the draft needs it without drafts, too."""
         if not dummy_run:

@@ -183,8 +183,7 @@ class TreeLatents(LatentTrees):
 
     def __call__(
         self, q: torch.Tensor, k_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor,
-        attn_metadata: Any, output: torch.Tensor,
-        *args: Any, **kwargs: Any,
+        attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Compute attention into `output` ``[num_tokens, num_heads * v_head_dim]``. Latents of the
         rows `k_c_normed` ``[num_tokens, rank]`` and their rotated parts `k_pe` ``[num_tokens, 1,

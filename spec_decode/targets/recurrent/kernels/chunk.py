@@ -234,8 +234,7 @@ def _tree_chunk_kernel(
 
 def tree_chunk(
     rows: torch.Tensor, gates: Gates, states: torch.Tensor, which: RecurrentRows, kept: KeptRows,
-    kept_gates: torch.Tensor, outputs: torch.Tensor,
-    *, groups: int, max_rows: int,
+    kept_gates: torch.Tensor, outputs: torch.Tensor, *, groups: int, max_rows: int,
 ) -> None:  # fmt: skip
     """Compute the outputs of the rows of trees, and write no state.
 

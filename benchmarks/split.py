@@ -31,12 +31,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.engines.pair_server import (
-    MODEL,
-    server_settings,
-    settled_counters,
-    speculate,
-)
+from tests.support.engines.pair_server import MODEL, server_settings, settled_counters, speculate
 from tests.support.engines.pairs import Pair
 from tests.support.engines.vllm_server import VllmServer, free_port
 from vllm_graft.metrics.server_info import total

@@ -78,10 +78,7 @@ def test_every_import_goes_down() -> None:
         ("seams.wrap", "from vllm_graft.spec_decode.drafters import eagle"),
         ("hooks.manager", "from vllm_graft.config import GraftConfig"),
         ("hicache.connector", "import vllm_graft.spec_decode.tree_part"),
-        (
-            "graph_runners.language.mixed",
-            "from vllm_graft.spec_decode.trees.tree import TreeShape",
-        ),
+        ("graph_runners.language.mixed", "from vllm_graft.spec_decode.trees.tree import TreeShape"),
         ("spec_decode.tree_part", "from vllm_graft.graph_runners.vision.runner import VitStats"),
         ("activation", "from vllm_graft.testing import cpu_engine"),
         ("testing.engine", "from vllm_graft.bench.common import report"),

@@ -59,12 +59,7 @@ def last_rows(tensor: torch.Tensor, num_reqs: int, rows: int) -> torch.Tensor:
 
 
 def flash(
-    layer: KvLayer,
-    batches: Sequence[TreeBatch],
-    rows: int,
-    longest: int,
-    *,
-    in_graph: bool = True,
+    layer: KvLayer, batches: Sequence[TreeBatch], rows: int, longest: int, *, in_graph: bool = True
 ) -> Calls:
     """FlashAttention 3; outside of graphs vLLM has it decide on its splits by itself."""
     from vllm.vllm_flash_attn.flash_attn_interface import (

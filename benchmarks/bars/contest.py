@@ -14,15 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.bars import engine_probe, step_pace, step_timeline
-from benchmarks.bars.windows import (
-    Cell,
-    Side,
-    Window,
-    device_lines,
-    read_cells,
-    step_table,
-    table,
-)
+from benchmarks.bars.windows import Cell, Side, Window, device_lines, read_cells, step_table, table
 from benchmarks.pair_arms import read_arms
 from benchmarks.pair_arms import start as start_engines
 from benchmarks.step_bytes import StepBytes, step_bytes

@@ -146,11 +146,7 @@ NGRAMS = {
     "prompt_lookup_max": 4,
 }
 """Matches of one token are wrong most of the time, so that trees of all forms are verified."""
-ITSELF = {
-    "method": "draft_model",
-    "model": str(SHIPPED / "target"),
-    "num_speculative_tokens": 3,
-}
+ITSELF = {"method": "draft_model", "model": str(SHIPPED / "target"), "num_speculative_tokens": 3}
 """The target drafts for itself, so that nearly all that it drafts is accepted."""
 
 

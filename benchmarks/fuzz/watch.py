@@ -32,11 +32,7 @@ WATCHED: dict[tuple[str, str, str], dict[str, tuple[str, ...]]] = {
     },
     ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request"): {
         "": ("add_request",),
-        "connector": (
-            "get_num_new_matched_tokens",
-            "update_state_after_alloc",
-            "request_finished",
-        ),
+        "connector": ("get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"),
     },
 }
 """Module, class and method before whose first call the listed methods of its parts are measured."""

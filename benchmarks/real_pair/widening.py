@@ -261,11 +261,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def widen_target(
-    pair: Path,
-    out: Path,
-    wide: Shape,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
+    pair: Path, out: Path, wide: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write `out/target`, the target of `pair` in a wide shape, with its tokenizer."""
     source = pair / "target"
@@ -304,11 +300,7 @@ def head_config(folder: Path) -> dict[str, Any]:
 
 
 def widen_draft(
-    pair: Path,
-    out: Path,
-    wide: Shape,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
+    pair: Path, out: Path, wide: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write `out/eagle3`, the head of `pair` in a wide shape."""
     source, folder = pair / "eagle3", out / "eagle3"

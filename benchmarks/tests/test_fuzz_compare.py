@@ -38,9 +38,7 @@ JUDGE = Judge(no_tie, {})
 
 
 def verdict(
-    change: Callable[[Answer], object],
-    asked: FuzzRequest | None = None,
-    judge: Judge = JUDGE,
+    change: Callable[[Answer], object], asked: FuzzRequest | None = None, judge: Judge = JUDGE
 ) -> tuple[str | None, list[str]]:
     """Return the rule, and the differences, when an arm's answer is changed."""
     found = answer()

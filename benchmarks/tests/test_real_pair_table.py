@@ -140,11 +140,7 @@ def test_a_method_may_stand_before_an_arm() -> None:
     pair = Path("pair")
     chain, tree, graft = (
         [json.loads(each) for each in serving.arm_flags(name, pair, 8, 12, 64) if each[0] == "{"]
-        for name in (
-            "draft_model/block:3",
-            "draft_model/tree:15+topk4+steps3",
-            "draft_model/graft",
-        )
+        for name in ("draft_model/block:3", "draft_model/tree:15+topk4+steps3", "draft_model/graft")
     )
     for told in (chain, tree, graft):
         assert told[0]["method"] == "draft_model"

@@ -86,11 +86,7 @@ def complete(client: OpenAI, request: Request, stream: bool) -> tuple[str, list[
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_are_those_of_the_target_alone(
-    server: VllmServer,
-    client: OpenAI,
-    samples: list[Request],
-    expected: list[Answer],
-    stream: bool,
+    server: VllmServer, client: OpenAI, samples: list[Request], expected: list[Answer], stream: bool
 ) -> None:
     before = server.counters()
     with ThreadPoolExecutor(4) as pool:

@@ -23,12 +23,7 @@ from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
-from vllm_graft.hicache.messages.operation import (
-    CacheOperation,
-    Direction,
-    PoolTransfer,
-    share_of,
-)
+from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer, share_of
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy

@@ -230,13 +230,7 @@ def train_target(corpus: Corpus, run: Run) -> LlamaForCausalLM:
     )
     target = LlamaForCausalLM(config).to(run.device)
     log(f"target: {sum(p.numel() for p in target.parameters())} parameters")
-    optimise(
-        "target",
-        list(target.parameters()),
-        lambda x: next_token_loss(target, x),
-        corpus,
-        run,
-    )
+    optimise("target", list(target.parameters()), lambda x: next_token_loss(target, x), corpus, run)
     return target.eval()
 
 
@@ -403,11 +397,7 @@ def train_head(target: LlamaForCausalLM, corpus: Corpus, run: Run) -> tuple[Eagl
     log(f"head: {sum(p.numel() for p in head.parameters())} parameters")
     target.requires_grad_(False)
     optimise(
-        "head",
-        list(head.parameters()),
-        lambda x: head_loss(target, head, hot, x),
-        corpus,
-        run,
+        "head", list(head.parameters()), lambda x: head_loss(target, head, hot, x), corpus, run
     )
     return head.eval(), hot
 

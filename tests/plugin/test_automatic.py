@@ -813,8 +813,7 @@ def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("section", "preset"),
-    [({"auto": True}, "auto"), ({"latency": {}}, "latency")],
+    ("section", "preset"), [({"auto": True}, "auto"), ({"latency": {}}, "latency")]
 )
 def test_a_preset_below_the_mapping_is_told_where_it_stands(
     config: Any, section: dict[str, Any], preset: str

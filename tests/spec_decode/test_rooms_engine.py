@@ -16,10 +16,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_drafter_is_one_file_and_one_row(
-    pair: Pair,
-    samples: list[Request],
-    expected: list[Answer],
-    learn: Any,
+    pair: Pair, samples: list[Request], expected: list[Answer], learn: Any
 ) -> None:
     learn(tokens for answer in expected for tokens in answer.tokens)
     with pair.engine(nodes=7, topk=2, steps=4, tree={"drafter": "table"}) as llm:

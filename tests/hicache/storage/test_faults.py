@@ -81,11 +81,7 @@ def test_prefetch_under_faults_ends_and_gives_everything_back(tmp_path: Path) ->
     store, index = open_store(tmp_path, Faults(0.3)), HostIndex(8, LruPolicy(8), {0: 3000})
     slots = [memoryview(bytearray(3000)) for _ in range(8)]
     prefetcher = Prefetcher(
-        store,
-        index,
-        lambda page: ((page.key, slots[page.slot]),),
-        threads=3,
-        budget_bytes=15_000,
+        store, index, lambda page: ((page.key, slots[page.slot]),), threads=3, budget_bytes=15_000
     )
     rng = random.Random(5)
     loaded = 0

@@ -12,12 +12,7 @@ from vllm_graft.hicache.host.index import Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.guarded import guarded
-from vllm_graft.hicache.storage.tier.io_threads import (
-    Load,
-    Loader,
-    Outcome,
-    WriteBehind,
-)
+from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Outcome, WriteBehind
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key
 
 KEYS = [page_key(number) for number in range(3)]

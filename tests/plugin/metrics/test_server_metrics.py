@@ -12,11 +12,7 @@ from prometheus_client.mmap_dict import MmapedDict
 
 from tests.plugin.metrics.served_load import Counted, load, serve, settled
 from tests.support.answers.dashboard import without_data
-from tests.support.engines.pair_server import (
-    require_cpu_server,
-    server_settings,
-    speculate,
-)
+from tests.support.engines.pair_server import require_cpu_server, server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.engines.vllm_server import VllmServer
 from vllm_graft.metrics import server_info

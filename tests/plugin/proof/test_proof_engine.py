@@ -135,10 +135,7 @@ def test_it_passes_as_things_are(ours: Any, arms: Arms, expected: dict[str, list
     ],
 )
 def test_it_fails_for_a_planted_fault(
-    ours: Any,
-    expected: dict[str, list[Answer]],
-    fault: Fault,
-    monkeypatch: pytest.MonkeyPatch,
+    ours: Any, expected: dict[str, list[Answer]], fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = rounds_until(iter(ROUNDS), fault.round)
     with monkeypatch.context() as patch:

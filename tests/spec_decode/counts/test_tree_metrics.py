@@ -12,12 +12,7 @@ from prometheus_client import generate_latest
 from vllm_graft.base import log
 from vllm_graft.metrics.server_info import samples
 from vllm_graft.spec_decode.counts.tree_log import TreeLogging, show_depths
-from vllm_graft.spec_decode.counts.tree_metrics import (
-    METRICS,
-    ROWS,
-    WINDOW,
-    TreeWatch,
-)
+from vllm_graft.spec_decode.counts.tree_metrics import METRICS, ROWS, WINDOW, TreeWatch
 
 
 def statistics(paths: list[int], nodes: int, places: int) -> Any:

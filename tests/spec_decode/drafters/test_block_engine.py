@@ -247,10 +247,7 @@ def test_a_perfect_chain_is_accepted_to_the_end_of_a_shorter_block(
 def test_answers_hold_when_crowded(folder: Path, alone: list[Answer]) -> None:
     """Chunked prompts beside trees, prefix caching, preemption and n-grams, all at once."""
     few = crowded(blocks=6, max_model_len=128, tree={"ngram": True})
-    with (
-        engine(folder, "dspark", nodes=10, topk=3, steps=6, **few) as llm,
-        scheduling(llm) as seen,
-    ):
+    with engine(folder, "dspark", nodes=10, topk=3, steps=6, **few) as llm, scheduling(llm) as seen:
         assert differing(answer_all(llm, GREEDY + SEEDED[:2]), alone[:-1]) == []
         assert seen.chunks_beside_drafts > 0
         assert seen.preempted > 0

@@ -6,11 +6,7 @@ from typing import Any
 import pytest
 
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
-from vllm_graft.spec_decode.models.drafts import (
-    DENSE_DRAFTS,
-    draft_has_experts,
-    step_has_experts,
-)
+from vllm_graft.spec_decode.models.drafts import DENSE_DRAFTS, draft_has_experts, step_has_experts
 from vllm_graft.spec_decode.tree_part import TREES
 from vllm_graft.spec_decode.tuning.scheduling import _levels, tree_policy
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole

@@ -13,11 +13,7 @@ from tests.support.models.block_drafts import DEPTH, write_block_target, write_d
 from tests.support.models.latent_models import write_target
 from tests.support.models.lora_adapters import write_adapter
 from tests.support.models.mtp_targets import write_glm4_moe
-from tests.support.models.served_qwen import (
-    image_request,
-    write_served_qwen3_5,
-    write_text_qwen3_5,
-)
+from tests.support.models.served_qwen import image_request, write_served_qwen3_5, write_text_qwen3_5
 from tests.support.models.window_models import BLOCK, windowed_pair, write_gpt_oss
 from vllm_graft.spec_decode.trees.text_state import KEY
 from vllm_graft.testing import write_eagle3

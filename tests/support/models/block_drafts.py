@@ -54,12 +54,7 @@ def write_block_target(folder: Path, *, from_last: float = 0.0) -> Path:
     return folder
 
 
-def write_dflash(
-    folder: Path,
-    *,
-    error: float = 0.0,
-    causal: bool = False,
-) -> Path:
+def write_dflash(folder: Path, *, error: float = 0.0, causal: bool = False) -> Path:
     """Write a DFlash draft of the target; returns ``folder``.
 
     Args:
@@ -72,11 +67,7 @@ def write_dflash(
 
 
 def write_dflash2(
-    folder: Path,
-    *,
-    from_last: float = 0.0,
-    error: float = 0.0,
-    causal: bool = False,
+    folder: Path, *, from_last: float = 0.0, error: float = 0.0, causal: bool = False
 ) -> Path:
     """Write a DFlash 2 draft, whose scores of pairs know how the last token counts.
 

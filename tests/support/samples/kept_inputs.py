@@ -7,14 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support.samples.recurrent_samples import (
-    DEVICE,
-    Heads,
-    Rule,
-    alone,
-    deepest,
-    random,
-)
+from tests.support.samples.recurrent_samples import DEVICE, Heads, Rule, alone, deepest, random
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,

@@ -372,10 +372,7 @@ def test_an_fp8_cache_has_scales_and_its_queries_are_plain() -> None:
      ((9, 0), torch.float32, False)],
 )  # fmt: skip
 def test_a_kernel_takes_e4m3_queries_where_the_device_knows_them(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    taken: bool,
-    is_draft: bool,
+    capability: tuple[int, int], dtype: torch.dtype, taken: bool, is_draft: bool
 ) -> None:
     layer, recorder = grafted(VerifyMode.ALL, is_draft=is_draft, kv_cache_dtype="fp8")
     layer.impl.graft.workspace.capability = capability

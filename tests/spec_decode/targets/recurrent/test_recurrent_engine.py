@@ -331,9 +331,7 @@ SPOILT = [
 
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
-    ("device", "form", "spoilt"),
-    params(nightly=SPOILT, cuda=SPOILT[:2]),
-    scope="module",
+    ("device", "form", "spoilt"), params(nightly=SPOILT, cuda=SPOILT[:2]), scope="module"
 )
 def test_answers_differ_without(
     device: str,

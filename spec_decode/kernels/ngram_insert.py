@@ -174,20 +174,10 @@ def read_and_written(
 ) -> tuple[torch.Tensor | int | None, ...]:
     """The first arguments of a kernel that inserts matches."""
     return (
-        total_len,
-        idx_mapping,
-        state.history,
-        state.notes,
-        state.pending,
-        state.rates,
-        state.keys,
-        *state.remembered,
-        state.sources,
-        table.scores,
-        table.tokens,
-        table.parents,
-        state.history.shape[1],
-    )
+        total_len, idx_mapping,
+        state.history, state.notes, state.pending, state.rates, state.keys, *state.remembered,
+        state.sources, table.scores, table.tokens, table.parents, state.history.shape[1],
+    )  # fmt: skip
 
 
 MEMORY = 256.0

@@ -56,15 +56,8 @@ def refusals() -> tuple[Refusal, ...]:
         if feature.name not in served
     )
     return (
-        *CRASHES,
-        *DRIFTS,
-        *DRAFTS,
-        *LOOKUPS,
-        *ENGINE,
-        *family_refusals(),
-        *targets,
-        *VERIFICATION,
-    )
+        *CRASHES, *DRIFTS, *DRAFTS, *LOOKUPS, *ENGINE, *family_refusals(), *targets, *VERIFICATION,
+    )  # fmt: skip
 
 
 _SOFT_CAP = "attn_logit_softcapping"

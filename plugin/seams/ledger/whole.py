@@ -19,19 +19,7 @@ ROOMS = (
 notation, so that no part is imported with it."""
 
 LEDGER: tuple[Seam, ...] = (
-    *CORE,
-    *TREE,
-    *HISTORY,
-    *MTP,
-    *GEMMA4,
-    *NGRAM,
-    *BLOCK,
+    *CORE, *TREE, *HISTORY, *MTP, *GEMMA4, *NGRAM, *BLOCK,
     *(seam for room in ROOMS for seam in pkgutil.resolve_name(room)),
-    *DRAFT,
-    *VISION,
-    *TOOL,
-    *CACHE,
-    *METRICS,
-    *PLAN,
-    *LEARN,
-)
+    *DRAFT, *VISION, *TOOL, *CACHE, *METRICS, *PLAN, *LEARN,
+)  # fmt: skip

@@ -154,13 +154,7 @@ def _folded(layer: Any, cache: RecurrentCache) -> list[FoldedLayer]:
     rates, bias = trees.fold_gates()
     return [
         FoldedLayer(
-            trees.inputs,
-            cache.states,
-            rates,
-            bias,
-            trees.groups,
-            cache.blocks,
-            cache.block_size,
-            trees.DECAY,
+            trees.inputs, cache.states, rates, bias, trees.groups,
+            cache.blocks, cache.block_size, trees.DECAY,
         )
-    ]
+    ]  # fmt: skip

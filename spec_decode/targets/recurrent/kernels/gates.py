@@ -268,33 +268,18 @@ def arguments_of(
         (decays, betas, rates, bias), skips = gates[:4], None
     _, heads, value, key = states.shape
     return {
-        "rows": rows,
-        "decays": decays,
-        "betas": betas,
-        "rates": rates,
-        "bias": bias,
-        "skips": skips,
-        "states": states,
-        "columns": which.columns,
-        "num_accepted": which.num_accepted,
-        "query_start_loc": which.query_start_loc,
-        "parents": which.parents,
-        "outputs": outputs,
-        "scale": key**-0.5,
-        "lower_bound": 0.0 if lower_bound is None else lower_bound,
-        "row_stride": rows.stride(0),
-        "decay_stride": decays.stride(0),
+        "rows": rows, "decays": decays, "betas": betas, "rates": rates, "bias": bias,
+        "skips": skips, "states": states, "outputs": outputs,
+        "columns": which.columns, "num_accepted": which.num_accepted,
+        "query_start_loc": which.query_start_loc, "parents": which.parents,
+        "scale": key**-0.5, "lower_bound": 0.0 if lower_bound is None else lower_bound,
+        "row_stride": rows.stride(0), "decay_stride": decays.stride(0),
         "beta_stride": 0 if betas is None else betas.stride(0),
-        "block_stride": states.stride(0),
-        "column_stride": which.columns.stride(0),
+        "block_stride": states.stride(0), "column_stride": which.columns.stride(0),
         "output_stride": outputs.stride(0),
-        "DECAY": int(decay),
-        "BOUNDED": lower_bound is not None,
-        "GROUPS": groups,
-        "HEADS": heads,
-        "KEY": key,
-        "VALUE": value,
-    }
+        "DECAY": int(decay), "BOUNDED": lower_bound is not None, "GROUPS": groups,
+        "HEADS": heads, "KEY": key, "VALUE": value,
+    }  # fmt: skip
 
 
 @triton.jit

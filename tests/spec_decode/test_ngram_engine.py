@@ -119,6 +119,11 @@ class Watch:
         self.with_match += bool(path)
 
 
+def shallow(original: Any, *args: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs)
+    args[5].depths.clamp_(max=STEPS)
+
+
 def test_same_tokens_and_more_of_them_per_step(
     pair: Pair,
     copies: list[Request],
@@ -140,27 +145,16 @@ def test_same_tokens_and_more_of_them_per_step(
         assert counter(llm, "vllm:prefix_cache_hits") > 0
         # What the host has is what the device has counted.
         numbers = {name: counter(llm, f"vllm:graft_tree_ngram_nodes_{name}") for name in COUNTED}
+        assert watch.with_match > 10
+        assert watch.compared > watch.with_match
+        assert watch.deepest > STEPS + 4
+        # Negative control: nodes below the draft's levels get the positions of its last level.
+        wrap(monkeypatch, (tree_drafting, "finish_tree", shallow))
+        assert llm.reset_prefix_cache()
+        assert differing(answer_all(llm, copies), right[0])
     assert length > 1.4 * tree_alone, (length, tree_alone)
-    assert watch.with_match > 10
-    assert watch.compared > watch.with_match
-    assert watch.deepest > STEPS + 4
     found = info["counters"]["tree"]["ngrams"]
     assert found["nodes_verified"] > found["nodes_accepted"] > 15
     assert list(found["rates"]) == list(range(2, 9))
     assert found["rates"][8] > 0.89
     assert numbers == {name: found[f"nodes_{name}"] for name in COUNTED}
-
-
-def test_without_depths_tokens_differ(
-    pair: Pair, copies: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: nodes below the draft's levels get the positions of its last level."""
-    finish_tree = tree_drafting.finish_tree
-
-    def shallow(*args: Any, **kwargs: Any) -> None:
-        finish_tree(*args, **kwargs)
-        args[5].depths.clamp_(max=STEPS)
-
-    monkeypatch.setattr(tree_drafting, "finish_tree", shallow)
-    with pair.engine(**TREE, tree={"ngram": NGRAM}, max_num_seqs=3) as llm:
-        assert differing(answer_all(llm, copies), right[0])

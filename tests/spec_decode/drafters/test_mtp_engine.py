@@ -60,11 +60,17 @@ def alone(perfect: Pair) -> list[Answer]:
         return answer_all(llm, GREEDY + SEEDED)
 
 
-def test_answers_are_the_target_s(erring: Pair, alone: list[Answer]) -> None:
+def test_answers_are_the_target_s(
+    erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with erring.engine(nodes=31, topk=8, steps=3, **MTP) as llm:
         assert differing(answer_all(llm, GREEDY + SEEDED), alone) == []
         metrics = spec_metrics(llm)
         assert type(model_runner(llm).speculator).__name__ == "MtpTrees"
+        # Negative control: the accepted path's K/V stays where the tree left it.
+        monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: None)
+        assert llm.reset_prefix_cache()
+        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
     # Some drafts at the third depth are right, and fewer than at the first.
     assert metrics.accepted_per_position[0] > metrics.accepted_per_position[2] > 0
 
@@ -77,15 +83,6 @@ def test_answers_hold_when_crowded(erring: Pair, alone: list[Answer]) -> None:
         assert seen.chunks_beside_drafts > 0
         assert seen.preempted > 0
         assert counter(llm, "vllm:prefix_cache_hits") > 0
-
-
-def test_without_compaction_answers_differ(
-    erring: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: the accepted path's K/V stays where the tree left it."""
-    monkeypatch.setattr(dense_layer, "compact_kv", lambda *args, **kwargs: None)
-    with erring.engine(nodes=15, **MTP) as llm:
-        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) != []
 
 
 def test_a_chain_is_accepted_as_stock_vllm_s(erring: Pair, alone: list[Answer]) -> None:
@@ -112,14 +109,21 @@ def test_a_perfect_chain_is_accepted_to_its_end(
         (MTPSpeculator, "on_multi_step_decode_end"),
     ):
         monkeypatch.setattr(owner, name, _noted(calls, name, getattr(owner, name)))
-    with perfect.engine(nodes=5, topk=1, steps=5, **MTP) as llm, emitted(llm) as found:
-        assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
-    # One token of the prompt's step, then five drafts and the bonus token; the last is cut off.
-    assert set(map(tuple, found.values())) == {(1, 6, 6, 6, 6)}
-    assert len(calls) >= 12
-    assert calls == ["on_multi_step_decode_begin", "grow", "on_multi_step_decode_end"] * (
-        len(calls) // 3
-    )
+    with perfect.engine(nodes=5, topk=1, steps=5, **MTP) as llm:
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY), alone[: len(GREEDY)]) == []
+        # One token of the prompt's step, then five drafts and the bonus token; the last is cut off.
+        assert set(map(tuple, found.values())) == {(1, 6, 6, 6, 6)}
+        assert len(calls) >= 12
+        assert calls == ["on_multi_step_decode_begin", "grow", "on_multi_step_decode_end"] * (
+            len(calls) // 3
+        )
+        # Negative control: levels one position too deep answer the same, with fewer drafts right.
+        for plan in model_runner(llm).speculator.trees.plans.values():
+            plan.growth.depths += 1
+        with emitted(llm) as found:
+            assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
+        assert all(max(each) < 6 for each in found.values())
 
 
 def _noted(calls: list[str], name: str, stock: Any) -> Any:
@@ -128,22 +132,6 @@ def _noted(calls: list[str], name: str, stock: Any) -> Any:
         return stock(*args, **kwargs)
 
     return call
-
-
-def test_wrong_positions_are_seen(
-    perfect: Pair, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: levels one position too deep answer the same, with fewer drafts right."""
-    init = LevelGrowth.__init__
-
-    def spoiled(levels: LevelGrowth, *args: Any, **options: Any) -> None:
-        init(levels, *args, **options)
-        levels.depths += 1
-
-    monkeypatch.setattr(LevelGrowth, "__init__", spoiled)
-    with perfect.engine(nodes=5, topk=1, steps=5, **MTP) as llm, emitted(llm) as found:
-        assert differing(answer_all(llm, GREEDY[:2]), alone[:2]) == []
-    assert all(max(each) < 6 for each in found.values())
 
 
 @pytest.mark.nightly

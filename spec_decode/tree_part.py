@@ -31,7 +31,7 @@ from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
 from vllm_graft.seams.wrap import BuiltClasses, around, build_instead, require_speculator
-from vllm_graft.spec_decode.chunking.prompt_chunks import ask_workers, make_room
+from vllm_graft.spec_decode.chunking.graph_fit import ask_workers, count_fitted, make_room
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.counts.tree_metrics import METRICS
 from vllm_graft.spec_decode.grammars.tree_grammars import follow_trees, send_parents
@@ -51,7 +51,6 @@ from vllm_graft.spec_decode.presets.node_count import (
     leave_to_stock,
 )
 from vllm_graft.spec_decode.refusals.tree_refusals import LATE, refusals
-from vllm_graft.spec_decode.tuning.graph_fit import count_fitted
 from vllm_graft.spec_decode.tuning.rank_agreement import follow_ranks, step_together
 from vllm_graft.spec_decode.tuning.shapes import DENSE, NARROW, auto_schedule
 from vllm_graft.spec_decode.verification.accepted_kv import count_accepted, hold_saves

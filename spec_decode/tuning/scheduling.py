@@ -14,7 +14,8 @@ from vllm_graft.base.options import flag
 from vllm_graft.base.values import shown
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.spec_decode.chunking.prompt_chunks import ROWS, can_chunk, chunk_prompts
+from vllm_graft.spec_decode.chunking import graph_fit
+from vllm_graft.spec_decode.chunking.graph_fit import ROWS, can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.drafts import (
     draft_has_experts,
@@ -23,7 +24,6 @@ from vllm_graft.spec_decode.models.drafts import (
     step_has_experts,
 )
 from vllm_graft.spec_decode.trees.tree import TreeShape
-from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.tuning.copied_texts import CopiedTexts
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from vllm_graft.spec_decode.chunking.prompt_chunks import Handover
+from vllm_graft.spec_decode.chunking.graph_fit import Handover
 
 AGE = 2000.0
 """Timings after which one counts for 1/e. Raised, a machine that has changed is noticed later."""

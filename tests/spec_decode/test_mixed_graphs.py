@@ -10,7 +10,7 @@ from tests.support.answers.metrics_page import metrics_page
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.metrics.server_info import total
-from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts
+from vllm_graft.spec_decode.chunking.graph_fit import chunk_prompts
 from vllm_graft.spec_decode.verification.context import Counters
 from vllm_graft.testing import model_runner
 

@@ -8,8 +8,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing, scheduling
+from vllm_graft.spec_decode.chunking import graph_fit
 from vllm_graft.spec_decode.kernels.history import PathTokens, path_tokens
-from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.spec_decode.verification import sampler
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.testing.engine import model_runner

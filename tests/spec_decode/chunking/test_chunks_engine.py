@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.engines.pairs import Pair, Request, answer_all, differing, scheduling
-from vllm_graft.spec_decode.chunking.prompt_chunks import chunk_prompts, is_chunked
-from vllm_graft.spec_decode.tuning.graph_fit import fit_to_graphs
+from vllm_graft.spec_decode.chunking.graph_fit import chunk_prompts, fit_to_graphs, is_chunked
 from vllm_graft.testing import model_runner
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]

@@ -8,7 +8,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from vllm_graft.spec_decode.chunking.prompt_chunks import (
+from vllm_graft.spec_decode.chunking.graph_fit import (
     LEAST_NODES,
     LEAST_ROWS,
     MOST_CHUNKS,
@@ -19,10 +19,10 @@ from vllm_graft.spec_decode.chunking.prompt_chunks import (
     chunk_prompts,
     chunk_rows,
     is_chunked,
+    nodes_that_fit,
     rows_to_come,
     step_limit,
 )
-from vllm_graft.spec_decode.tuning.graph_fit import nodes_that_fit
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_flood_of_prompts_does_not_stop_drafts(tokens: int) -> None:
 def test_a_burst_is_served_as_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts of three chunks behind each other, once a few steps have had drafts."""
     burst = steps_without_drafts([1500, 1500], 12)
-    monkeypatch.setattr("vllm_graft.spec_decode.chunking.prompt_chunks.QUIET_STEPS", 1 << 30)
+    monkeypatch.setattr("vllm_graft.spec_decode.chunking.graph_fit.QUIET_STEPS", 1 << 30)
     assert steps_without_drafts([1500, 1500], 12) == burst
     assert sum(burst) == 4
     # The control: a flood would be another one.

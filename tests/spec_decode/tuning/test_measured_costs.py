@@ -10,7 +10,7 @@ import torch
 
 from tests.support.engines.pairs import Pair, Request, answer_all
 from vllm_graft.spec_decode import tree_part
-from vllm_graft.spec_decode.chunking.prompt_chunks import ROWS, captured_rows
+from vllm_graft.spec_decode.chunking.graph_fit import ROWS, captured_rows
 from vllm_graft.spec_decode.drafters import step_costs, tuner_seed
 from vllm_graft.spec_decode.drafters.mtp import MtpTrees
 from vllm_graft.spec_decode.drafters.step_costs import LentStates, draw_tokens

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from vllm_graft.spec_decode.chunking.prompt_chunks import LEAST_ROWS, ROWS
+from vllm_graft.spec_decode.chunking.graph_fit import LEAST_ROWS, ROWS, cut_trees
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.copied_texts import EVERY
-from vllm_graft.spec_decode.tuning.graph_fit import cut_trees
 from vllm_graft.spec_decode.tuning.rank_agreement import Heard
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner

@@ -43,6 +43,7 @@ from tests.support.models.served_qwen import (
 )
 from tests.support.watches import count_launches
 from vllm_graft.plan.memory import memory_of
+from vllm_graft.spec_decode.chunking import graph_fit
 from vllm_graft.spec_decode.targets.families import UnchangedState
 from vllm_graft.spec_decode.targets.recurrent import recurrent_family, recurrent_layer
 from vllm_graft.spec_decode.targets.recurrent.recurrent_family import RecurrentFamily
@@ -50,7 +51,6 @@ from vllm_graft.spec_decode.targets.recurrent.recurrent_kinds import (
     TreeDeltaRule,
     TreeSelectiveState,
 )
-from vllm_graft.spec_decode.tuning import graph_fit
 from vllm_graft.testing import cpu_engine, greedy, model_runner, spec_metrics, write_eagle3
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from vllm_graft.spec_decode.tuning.graph_fit import (
+from vllm_graft.spec_decode.chunking.graph_fit import (
     count_fitted,
     cut_trees,
     drafted,

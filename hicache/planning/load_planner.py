@@ -6,7 +6,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.host.controller import HybridCacheController
-from vllm_graft.hicache.host.index import HostIndex, Page
+from vllm_graft.hicache.host.index import Page, PageIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
@@ -21,7 +21,7 @@ class LoadPlanner:
     def __init__(
         self,
         geometry: Geometry,
-        index: HostIndex,
+        index: PageIndex,
         controller: HybridCacheController,
         stats: HiCacheStats,
     ) -> None:
@@ -102,6 +102,7 @@ class LoadPlanner:
         for page in stored:
             # Later hits on the page count as hits in host memory.
             page.from_storage = False
+        self._stats.add("hit_pages_of_others", sum(page.of_other for page in pages))
         from_storage = tokens * len(stored) // max(1, len(pages))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
         state.sources = {source: count for source, count in split.items() if count}

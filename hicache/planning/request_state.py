@@ -8,7 +8,7 @@ from typing import overload
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
-from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.index import PageIndex
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey, salted
 
@@ -116,6 +116,14 @@ class RequestState:
             if group.hit_policy is not HitPolicy.LAST_PAGE
         )
 
+    def needed(self, start: int, end: int) -> list[PageKey]:
+        """The keys of all pages that extend a prefix from ``start`` to ``end`` tokens."""
+        keys = []
+        for group in self.groups:
+            numbers = group.needed(start, end)
+            keys += self.keys[group.index][numbers.start : numbers.stop]
+        return keys
+
     def key_at(self, group: Group, tokens: int) -> PageKey | None:
         """The key of a group's page that ends at ``tokens``; None if there is no such page."""
         block = tokens // group.block_tokens - 1
@@ -131,7 +139,7 @@ class Recency:
     the head would be the oldest and leave first. Pages that the request found on the device are
     refreshed too, because they are in use although no request loads them from the host."""
 
-    def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
+    def __init__(self, groups: Sequence[Group], index: PageIndex) -> None:
         self._groups, self._index = groups, index
         self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
 

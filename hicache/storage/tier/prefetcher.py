@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from vllm_graft.base.counters import Counters
-from vllm_graft.hicache.host.index import HostIndex, Page
+from vllm_graft.hicache.host.index import Page, PageIndex
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Parts
@@ -34,7 +34,7 @@ class Prefetcher:
     def __init__(
         self,
         backend: StorageBackend,
-        index: HostIndex,
+        index: PageIndex,
         parts: Callable[[Page], Parts],
         *,
         threads: int = 4,
@@ -133,10 +133,8 @@ class Prefetcher:
 
     def _begin(self, key: PageKey) -> Load | None:
         """Begin a load; None if there is no room, or another copy is bringing the page."""
-        pages = None
-        if self._index.get(key) is None:
-            pages = self._index.reserve([key], from_storage=True)
-        if pages is None:
+        pages = self._index.reserve([key], from_storage=True)
+        if not pages:
             return None
         load = self._loads[key] = Load(pages[0], self._parts(pages[0]))
         self.bytes_in_flight += _bytes(load)

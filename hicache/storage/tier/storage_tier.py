@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
-from vllm_graft.hicache.host.index import HostIndex, Page
+from vllm_graft.hicache.host.index import Page, PageIndex
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -32,7 +32,7 @@ class StorageTier:
         self,
         backend: StorageBackend,
         pool: HostPool,
-        index: HostIndex,
+        index: PageIndex,
         geometry: Geometry,
         options: PrefetchConfig,
     ) -> None:
@@ -152,6 +152,7 @@ class StorageTier:
             self.backend.close()
         else:
             logger.warning("host KV cache: storage hangs; it is left as it is at shutdown.")
+        self._index.close()
         self._pool.close()
 
     def _clear(self) -> None:
@@ -160,9 +161,10 @@ class StorageTier:
         self._cleared = self.backend.clear()
 
     def _write(self, page: Page) -> None:
-        self._index.hold([page])
-        if not self._writer.submit((page, self._parts(page))):
-            self._index.release([page])
+        # Another engine may have evicted it already.
+        held = self._index.hold([page.key])
+        if held is None or not self._writer.submit((held[0], self._parts(held[0]))):
+            self._index.release(held or ())
             self.declined += 1
 
     def _parts(self, page: Page) -> Parts:

@@ -90,7 +90,9 @@ class HostPool:
         # orphan.
         self._shared: SharedSlots | None = None
         if name is not None:
-            leave, told = (region.remove, self._inode) if sharing is None else (region.leave, self._fd)
+            leave, told = (
+                (region.remove, self._inode) if sharing is None else (region.leave, self._fd)
+            )
             self._leave = Finalize(self, leave, (name, told), exitpriority=0)
         if node is not None and part is not None:
             prefer_node(self.address + part.start, len(part), node)

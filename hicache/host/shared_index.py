@@ -152,7 +152,7 @@ class SharedIndex(PageIndex):
             return had
 
     def look(self) -> None:
-        if self._slots.head[GIVEN] != self._seen:
+        if self._slots.head[GIVEN] != self._seen or self._slots.care_is_due:
             with self._slots.locked() as had:
                 if had:
                     self._learn()

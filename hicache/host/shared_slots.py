@@ -144,12 +144,16 @@ class SharedSlots:
         had = self._lock(self._patience if seconds is None else seconds)
         self._patience = PATIENCE if had else 0
         try:
-            if had and self._clock() - self._cared > CARE_SECONDS * 1e9:
+            if had and self.care_is_due:
                 self.care()
             yield had
         finally:
             if had:
                 self._locks.free(_MUTEX)
+
+    @property
+    def care_is_due(self) -> bool:
+        return self._clock() - self._cared > CARE_SECONDS * 1e9
 
     def claim_scheduler(self) -> None:
         """Say that this process has the engine's scheduler, of which there is one."""

@@ -12,7 +12,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import KEY, Nonce, nonce_of, stamp, without_nonce
-from vllm_graft.hicache.pages.geometry import _region_name
+from vllm_graft.hicache.pages.geometry import _engine_id
 from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
@@ -65,7 +65,7 @@ def _multi(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(config: Any) -> str:
-    return _region_name(config.kv_transfer_config, config.parallel_config)
+    return _engine_id(config.kv_transfer_config, config.parallel_config).hex()
 
 
 def test_each_configuration_has_a_nonce_of_its_own_also_from_one_object_of_the_users() -> None:

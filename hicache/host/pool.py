@@ -182,7 +182,7 @@ class HostPool:
             return
         if self._shared is not None:
             self._shared.close()
-        elif self.name is not None:
+        if self.name is not None and self.sharing is None:
             region.remove(self.name, self._inode)
         self.unpin()
         self._view.release()

@@ -10,6 +10,7 @@ from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_slots import (
     FILLING,
     GIVEN,
+    GONE,
     READY,
     RECORD_BYTES,
     Array,
@@ -36,13 +37,14 @@ class SharedIndex(PageIndex):
         self._key_of: dict[int, PageKey] = {}
         self._pages: dict[int, Page] = {}
         """The pages that this engine holds, by their slots."""
-        self._offered: list[Page] = []
+        self._offered: set[int] = set()
+        """Slots that are pinned for loads that requests of this step may begin."""
         self._counted = (0, 0, 0, 0)
         self.look()
 
     def __len__(self) -> int:
-        state = self._slots.state
-        return int(np.count_nonzero((state == FILLING) | (state == READY)))
+        # FILLING and READY; the least number wraps around.
+        return int(np.count_nonzero(self._slots.state - np.uint8(FILLING) < GONE - FILLING))
 
     @property
     def num_free(self) -> int:
@@ -73,8 +75,7 @@ class SharedIndex(PageIndex):
         with self._slots.locked() as had:
             if not had:
                 return None
-            self._learn()
-            if not (wanted := self._missing(wanted)):
+            if self._learn() and not (wanted := self._missing(wanted)):
                 return []
             taken = self._slots.take(len(wanted))
             if taken is None:
@@ -96,22 +97,25 @@ class SharedIndex(PageIndex):
         self.release(pages)
 
     def hold(self, keys: Sequence[PageKey]) -> list[Page] | None:
-        others = [key for key in keys if self._held(key) is None]
-        if others:
-            with self._slots.locked() as had:
-                if not had:
-                    return None
-                self._learn()
-                if not all(key in self._slot_of for key in others):
-                    return None
-                slots = np.array([self._slot_of[key] for key in others])
-                if not self._slots.pin(slots):
-                    return None
-                foreign = self._slots.owner[slots] != self._slots.row + 1
-            for key, slot, of_other in zip(others, slots.tolist(), foreign.tolist()):
-                self._pages[slot] = Page(key, slot, ready=True, of_other=of_other)
-        pages = [page for key in keys if (page := self._held(key)) is not None]
+        slots = self._where(keys)
+        pinned = self._pages.keys() | self._offered
+        if not pinned.issuperset(slots):
+            found = self._pin(keys)
+            if found is None:
+                return None
+            slots = found
+        pages = []
+        others = (self._slots.owner[slots] != self._slots.row + 1).tolist()
+        for key, slot, of_other in zip(keys, slots, others):
+            page = self._pages.get(slot)
+            if page is None:
+                page = Page(key, slot, ready=True, of_other=of_other)
+            elif not (page.ready and page.indexed):
+                self._unpin(slots)
+                return None
+            pages.append(page)
         for page in pages:
+            self._pages[page.slot] = page
             page.holds += 1
         return pages
 
@@ -121,8 +125,8 @@ class SharedIndex(PageIndex):
             page.holds -= 1
             if page.holds == 0:
                 ended.append(self._pages.pop(page.slot))
-        self._slots.unpin(_slots(page for page in ended if page.ready))
         self._slots.abandon(_slots(page for page in ended if not page.ready))
+        self._unpin(page.slot for page in ended if page.ready)
 
     def forget(self, pages: Iterable[Page]) -> None:
         known = [page for page in pages if page.indexed]
@@ -158,20 +162,20 @@ class SharedIndex(PageIndex):
                     self._learn()
 
     def offer(self, keys: Sequence[PageKey]) -> bool:
-        pages = self.hold(keys)
-        self._offered += pages or ()
-        return pages is not None
+        slots = self._pin(keys)
+        self._offered.update(slots or ())
+        return slots is not None
 
     def end_offers(self) -> None:
-        self.release(self._offered)
-        self._offered = []
+        offered, self._offered = self._offered, set()
+        self._unpin(offered)
 
     def counts(self) -> dict[str, int]:
         slots, before = self._slots, self._counted
         self._counted = (slots.evicted, slots.waits, slots.given_up, slots.reaped)
         names = ("evictions", "lock_waits", "lock_timeouts", "reaped_engines")
         found = {name: now - was for name, now, was in zip(names, self._counted, before)}
-        return {**found, "sharing_engines": slots.engines_alive}
+        return {**found, "sharing_engines": slots.alive}
 
     def close(self) -> None:
         self._pool.close()
@@ -179,17 +183,31 @@ class SharedIndex(PageIndex):
     def _missing(self, keys: Mapping[PageKey, int]) -> dict[PageKey, int]:
         return {key: block for key, block in keys.items() if self.get(key) is None}
 
-    def _held(self, key: PageKey) -> Page | None:
-        """The page of a key, if this engine holds it and it is ready."""
-        page = self._pages.get(self._slot_of.get(key, -1))
-        return page if page is not None and page.ready and page.key == key else None
+    def _where(self, keys: Iterable[PageKey]) -> list[int]:
+        """The slots of pages, -1 where none is known."""
+        get = self._slot_of.get
+        return [get(key, -1) for key in keys]
 
-    def _learn(self) -> None:
-        """Take in which slots were given to which pages; the lock is held."""
+    def _pin(self, keys: Sequence[PageKey]) -> list[int] | None:
+        """Pin ready pages, and return their slots; None, with nothing pinned, if one is not."""
+        with self._slots.locked() as had:
+            if not had:
+                return None
+            self._learn()
+            slots = self._where(keys)
+            return slots if -1 not in slots and self._slots.pin(np.array(slots, np.int64)) else None
+
+    def _unpin(self, slots: Iterable[int]) -> None:
+        """Unpin what neither a job nor an offer needs any more."""
+        free = [slot for slot in slots if slot not in self._pages and slot not in self._offered]
+        self._slots.unpin(np.array(free, np.int64))
+
+    def _learn(self) -> bool:
+        """Take in which slots were given to which pages, and whether any was; the lock is held."""
         slots = self._slots
         given = int(slots.head[GIVEN])
         if given == self._seen:
-            return
+            return False
         if given - self._seen > self.num_slots:
             self._slot_of.clear()
             self._key_of.clear()
@@ -207,6 +225,7 @@ class SharedIndex(PageIndex):
             if known and record.startswith(self._space):
                 key = _key(record)
                 self._slot_of[key], self._key_of[slot] = slot, key
+        return True
 
     def _record(self, key: PageKey) -> bytes:
         head = self._space + key.hash.ljust(MAX_HASH_BYTES, b"\0") + key.pool.to_bytes(2, "little")

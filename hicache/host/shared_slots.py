@@ -21,6 +21,7 @@ An engine takes back its own pins without the lock.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +92,7 @@ class SharedSlots:
 
     Attributes:
         row: number of the engine among :data:`OWNERS`.
+        alive: number of engines that share the pool, this one included, when it was last seen to.
         waits: how often the lock was another engine's.
         given_up: how often it could not be had within :data:`PATIENCE`.
         evicted: number of pages that this process has evicted.
@@ -123,11 +125,12 @@ class SharedSlots:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.num_slots = num_slots
+        self.alive = 1
         self.waits = self.given_up = self.evicted = self.reaped = 0
         begin = 0
         for name, kind, of in _arrays(num_slots):
             count = int(np.prod(of))
-            array = np.frombuffer(memory, kind, count, begin).reshape(of)
+            array: NDArray[Any] = np.frombuffer(memory, kind, count, begin).reshape(of)
             setattr(self, name, array)
             begin += array.nbytes
         self.head = np.frombuffer(memory, np.int64, HEAD_BYTES // 8, len(memory) - HEAD_BYTES)
@@ -166,9 +169,10 @@ class SharedSlots:
 
     def care(self) -> None:
         """Note which rows are dead, and give back what those had that are dead for a while."""
-        self._cared = self._clock()
+        self._cared, self.alive = self._clock(), 0
         for row in self._rows():
             if row == self.row or self._locks.elsewhere(_ROW + row):
+                self.alive += 1
                 continue
             if not self.died[row]:
                 self.pins[row] = 0
@@ -266,6 +270,7 @@ class SharedSlots:
                 for row in map(int, rows or np.flatnonzero(~self.engines.any(axis=1))):
                     self._locks.take(_ROW + row, shared=True)
                     self.engines[row] = own
+                    self._cared = 0
                     return row
                 self.care()
             if time.monotonic() > end:
@@ -278,11 +283,6 @@ class SharedSlots:
     def _rows(self) -> list[int]:
         """The rows that are taken."""
         return [int(row) for row in np.flatnonzero(self.engines.any(axis=1))]
-
-    @property
-    def engines_alive(self) -> int:
-        rows = self._rows()
-        return sum(row == self.row or self._locks.elsewhere(_ROW + row) for row in rows)
 
     def _free(self, count: int) -> Array:
         """``count`` free slots or more, or all that there are."""
@@ -304,7 +304,7 @@ class SharedSlots:
         # Pages that were used since the last search are not the oldest any more.
         some = slots[: 2 * count + 16]
         still = (self.state[some] >= READY) & (self.used[some] == stamps[: len(some)])
-        found = some[still & ~self.pins[:, some].any(axis=0)][:count]
+        found: Array = some[still & ~self.pins[:, some].any(axis=0)][:count]
         if len(found) == count:
             last = int(np.flatnonzero(slots == found[-1])[0]) + 1
             self._oldest = slots[last:], stamps[last:]

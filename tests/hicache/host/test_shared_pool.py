@@ -107,7 +107,9 @@ def test_what_is_not_the_region_is_not_mapped(
 def test_another_size_is_refused_with_both(folder: Path) -> None:
     one = _pool(1)
     larger = PoolShape(SHAPE.num_slots * 2, SHAPE.slot_bytes, 1)
-    with pytest.raises(ConfigError, match=rf"is {2 * BYTES}, but the servers .* have {BYTES}: give"):
+    with pytest.raises(
+        ConfigError, match=rf"is {2 * BYTES}, but the servers .* have {BYTES}: give"
+    ):
         _pool(2, shape=larger, size=2 * BYTES)
     assert list(region.pools(NAME[:-16])) == [BYTES]
     one.close()
@@ -130,7 +132,9 @@ def test_a_start_that_fails_leaves_the_others_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = _pool(1)
-    monkeypatch.setattr(HostPool, "_populate", lambda *_: (_ for _ in ()).throw(ConfigError("full")))
+    monkeypatch.setattr(
+        HostPool, "_populate", lambda *_: (_ for _ in ()).throw(ConfigError("full"))
+    )
     with pytest.raises(ConfigError, match="full"):
         _pool(2)
     assert (folder / NAME).exists()

@@ -126,12 +126,10 @@ def test_an_engine_may_die_while_it_joins(machine: Machine) -> None:
     machine.check_all(KEYS)
 
 
+STORES, LOADS = ("store",) * 3 + ("stored",) * 2, ("load", "load", "offered", "loaded")
 STEPS = st.tuples(
     st.integers(0, 2),
-    st.sampled_from(
-        "store store store stored stored load load offered loaded failed use clear empty wait die "
-        "start".split()
-    ),
+    st.sampled_from(STORES + LOADS + ("failed", "use", "clear", "empty", "wait", "die", "start")),
     st.lists(st.sampled_from(KEYS), unique=True, min_size=1, max_size=4),
     st.none() | st.integers(0, 300),
 )
@@ -345,7 +343,7 @@ def test_what_is_held_is_let_go_without_the_lock(pair: tuple[Engine, Engine]) ->
 
 
 def test_a_process_joins_the_row_of_its_engine(machine: Machine) -> None:
-    """It lives as long as one of its processes: a rank may still copy when its scheduler is dead."""
+    """It lives as long as one of them: a rank may copy when its scheduler is dead."""
     one, other = machine.start(), machine.start()
     rank = machine.open()
     found = SharedSlots(
@@ -360,7 +358,7 @@ def test_a_process_joins_the_row_of_its_engine(machine: Machine) -> None:
         machine.wait(10)
         one.store(KEYS[4:8])
     assert (one.slots.state == FILLING).sum() == 6
-    assert one.slots.engines_alive == 2
+    assert one.slots.alive == 2
     os.close(rank)
     for _ in range(3):
         machine.wait(10)

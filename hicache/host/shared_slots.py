@@ -286,16 +286,17 @@ class SharedSlots:
 
     def _free(self, count: int) -> Array:
         """``count`` free slots or more, or all that there are."""
-        found: list[Array] = []
+        found = [np.empty(0, np.int64)]
         left, first = count, self._cursor
         for begin in (*range(first, self.num_slots, WINDOW), *range(0, first, WINDOW)):
             end = min(begin + WINDOW, first if begin < first else self.num_slots)
-            some = np.flatnonzero(self.state[begin:end] == FREE) + begin
-            found.append(some)
-            left -= len(some)
-            if left <= 0:
-                self._cursor = begin
-                break
+            window = self.state[begin:end]
+            if window.min() == FREE:
+                found.append(np.flatnonzero(window == FREE) + begin)
+                left -= len(found[-1])
+                if left <= 0:
+                    self._cursor = begin
+                    break
         return np.sort(np.concatenate(found))
 
     def _evict(self, count: int) -> Array | None:

@@ -129,10 +129,10 @@ class Geometry:
 def pool_prefix(config: HiCacheConfig, vllm_config: VllmConfig) -> str:
     """The first part of the name of a region that engines share; the model need not be loaded. It
     keeps apart what had no use for each other's slots. Keys of pages have the whole namespace."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    sizes = [parallel.tensor_parallel_size, vllm_config.cache_config.cache_dtype]
-    named = digest_of(model.model, model.revision, model.dtype, sizes, config.page_options)
-    return REGION_PREFIX + named
+    model: Any = vllm_config.model_config
+    named = [getattr(model, name, None) for name in ("model", "revision", "dtype")]
+    sizes = [vllm_config.parallel_config.tensor_parallel_size, vllm_config.cache_config.cache_dtype]
+    return REGION_PREFIX + digest_of(*named, sizes, config.page_options)
 
 
 def digest_of(*parts: Any) -> str:

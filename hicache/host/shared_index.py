@@ -39,6 +39,8 @@ class SharedIndex(PageIndex):
         """The pages that this engine holds, by their slots."""
         self._offered: set[int] = set()
         """Slots that are pinned for loads that requests of this step may begin."""
+        self._read: set[PageKey] = set()
+        """The pages that this engine has read from storage and not loaded since."""
         self._counted = (0, 0, 0, 0)
         self.look()
 
@@ -57,7 +59,7 @@ class SharedIndex(PageIndex):
         page = self._pages.get(slot)
         if page is not None and page.key == key:
             return page if page.indexed else None
-        return Page(key, slot, ready=state == READY)
+        return Page(key, slot, ready=state == READY, from_storage=key in self._read)
 
     def has(self, key: PageKey) -> bool:
         slot = self._slot_of.get(key)
@@ -93,6 +95,8 @@ class SharedIndex(PageIndex):
     def commit(self, pages: Sequence[Page]) -> None:
         for page in pages:
             page.ready = page.indexed
+            if page.ready and page.from_storage:
+                self._read.add(page.key)
         self._slots.complete(_slots(page for page in pages if page.ready))
         self.release(pages)
 
@@ -109,13 +113,15 @@ class SharedIndex(PageIndex):
         for key, slot, of_other in zip(keys, slots, others):
             page = self._pages.get(slot)
             if page is None:
-                page = Page(key, slot, ready=True, of_other=of_other)
+                read = key in self._read
+                page = Page(key, slot, ready=True, from_storage=read, of_other=of_other)
             elif not (page.ready and page.indexed):
                 self._unpin(slots)
                 return None
             pages.append(page)
         for page in pages:
             self._pages[page.slot] = page
+            self._read.discard(page.key)
             page.holds += 1
         return pages
 
@@ -221,6 +227,7 @@ class SharedIndex(PageIndex):
             before = self._key_of.pop(slot, None)
             if before is not None and self._slot_of.get(before) == slot:
                 del self._slot_of[before]
+                self._read.discard(before)
             record = records[place * RECORD_BYTES : (place + 1) * RECORD_BYTES]
             if known and record.startswith(self._space):
                 key = _key(record)

@@ -238,10 +238,10 @@ class SharedSlots:
         self.used[slots] = self._clock() + np.arange(len(slots))
 
     def close(self) -> None:
-        """Let go of the memory. The row is another's once all processes of the engine have."""
-        for name, _, _ in _arrays(0):
-            setattr(self, name, np.empty(0))
-        self.head = np.zeros(HEAD_BYTES // 8, np.int64)
+        """Let go of the memory. The row is another's once all processes of the engine have. What
+        comes later, as the end of a read that hangs, changes nothing."""
+        for name in ("head", *(name for name, _, _ in _arrays(0))):
+            setattr(self, name, np.zeros_like(getattr(self, name)))
 
     def _lock(self, seconds: float) -> bool:
         if self._locks.take(_MUTEX):

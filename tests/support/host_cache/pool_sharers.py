@@ -19,6 +19,7 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
+from vllm_graft.hicache.config.nonce import REGION_PREFIX
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_index import SharedIndex
@@ -108,7 +109,7 @@ def scheduler(results: Any, name: str, engine: bytes, seed: int, seconds: float)
 def run(seconds: float, seed: int, engines: int = 3) -> dict[str, float]:
     """Let engines share a pool, of which some are killed or stopped at random."""
     draw, total, stall = random.Random(seed), Counter[str](), 0.0
-    name = f"{region.PREFIX}{draw.getrandbits(64):016x}{os.getpid():016x}"
+    name = f"{REGION_PREFIX}{draw.getrandbits(64):016x}{os.getpid():016x}"
     end, started = time.monotonic() + seconds, 0
     living: dict[int, tuple[Any, Connection]] = {}
     while time.monotonic() < end or living:

@@ -6,13 +6,13 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_graft.base.errors import ConfigError, HookError
+from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.cache_refusals import storage_offer
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
-from vllm_graft.hicache.host.index import HostIndex, PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.pages import engine_core
@@ -40,11 +40,16 @@ def make_scheduler(
         if config.shared or config.storage is not None:
             engine = engine_of(config, geometry, vllm_config, kv_cache_config, core)
             pool = HostPool(geometry.shape, geometry.shared_name, sharing=geometry.sharing)
-        index: PageIndex
-        if config.shared:
-            index = SharedIndex(pool, namespace(replace(engine, common=True)), page_bytes)
-        else:
-            index = HostIndex(slots, make_policy(config.eviction, slots), page_bytes)
+        if config.shared and core is not None and not (pool.shared and pool.shared.accompanied):
+            raise GraftError(
+                f"{flag('shared')}: the ranks have mapped another region than the scheduler's "
+                f"{pool.name}, so they disagree about the model. Please report this with its name."
+            )
+        index = (
+            SharedIndex(pool, namespace(replace(engine, common=True)), page_bytes)
+            if config.shared
+            else HostIndex(slots, make_policy(config.eviction, slots), page_bytes)
+        )
         tier = None
         if config.storage is not None:
             backend = make_backend(config, namespace(engine))

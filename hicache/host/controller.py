@@ -5,7 +5,7 @@ reported it."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_graft.hicache.host.index import Page, PageIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 from vllm_graft.hicache.pages.groups import Group
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -45,7 +45,7 @@ class Finished:
 class HybridCacheController:
     """Reserves slots and issues and completes operations over all pools, all or nothing."""
 
-    def __init__(self, groups: Sequence[Group], index: PageIndex, num_workers: int) -> None:
+    def __init__(self, groups: Sequence[Group], index: HostIndex, num_workers: int) -> None:
         self.groups = {group.index: group for group in groups}
         self.index = index
         self.jobs: dict[int, Job] = {}

@@ -2,7 +2,6 @@
 uses it. A page is *ready* once its bytes are in host memory and were checked; only then is it
 offered to requests. A page that a copy or a write needs is *held*, and is not evicted meanwhile."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,36 +33,45 @@ class Page:
     of_other: bool = False
 
 
-class PageIndex(ABC):
-    """Maps page keys to slots of the host pool.
+class HostIndex:
+    """Maps page keys to slots of a pool that one engine uses; ``SharedIndex`` is for several. The
+    policy orders ready pages. ``page_bytes`` has the bytes of a page of each pool, by the pool's
+    number."""
 
-    Attributes:
-        page_cost: seconds that recomputing a page of each pool takes, by the pool's number.
-        evictions: pages that this engine has evicted.
-    """
-
-    def __init__(self, num_slots: int, page_bytes: Mapping[int, int]) -> None:
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, page_bytes: Mapping[int, int]
+    ) -> None:
         self.num_slots = num_slots
+        self.policy = policy
         self.page_cost = dict.fromkeys(page_bytes, 0.0)
+        """Seconds that recomputing a page of each pool takes, by the pool's number."""
         self.evictions = 0
+        self._page_bytes = dict(page_bytes)
+        self._pages: dict[PageKey, Page] = {}
+        self._free = FreeSlots(num_slots)
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Number of pages in the pool, ready or not."""
+        """Number of pages in the index, ready or not."""
+        return len(self._pages)
 
     @property
-    @abstractmethod
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        return len(self._free)
 
-    @abstractmethod
     def get(self, key: PageKey) -> Page | None:
         """The page of ``key``, ready or not."""
+        return self._pages.get(key)
 
-    @abstractmethod
     def has(self, key: PageKey) -> bool:
         """Whether the page can be loaded now."""
+        page = self._pages.get(key)
+        return page is not None and page.ready
 
-    @abstractmethod
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """Tell the policy that pages were used. The least valuable page comes first."""
+        for key in keys:
+            self.policy.touch(key)
+
     def reserve(
         self,
         keys: Sequence[PageKey],
@@ -74,100 +82,6 @@ class PageIndex(ABC):
         ready, and each is held once. Pages that the pool has already, or that are on their way to
         it, are left out. ``blocks`` are the device blocks that their bytes will come from. The
         result is None, with nothing changed, if there cannot be a slot for each."""
-
-    @abstractmethod
-    def commit(self, pages: Sequence[Page]) -> None:
-        """Make reserved pages ready, because their bytes have arrived, and release them. In each
-        pool the head of the prefix comes first, as the tail shall be evicted before it."""
-
-    @abstractmethod
-    def hold(self, keys: Sequence[PageKey]) -> list[Page] | None:
-        """Keep the slots of ready pages until :meth:`release` was called as often as this. The
-        result is None, with nothing held, if one of them is not ready."""
-
-    @abstractmethod
-    def release(self, pages: Iterable[Page]) -> None:
-        """Undo one :meth:`hold` of each page."""
-
-    @abstractmethod
-    def forget(self, pages: Iterable[Page]) -> None:
-        """Remove held pages from the index. Their slots are freed when nothing holds them."""
-
-    @abstractmethod
-    def touch(self, keys: Iterable[PageKey]) -> None:
-        """Note that pages were used. The least valuable page comes first."""
-
-    @abstractmethod
-    def refresh(self, keys: Iterable[PageKey]) -> None:
-        """Note that pages are recent, without a use. The least valuable comes first."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget all pages that this engine has in flight or finds by its keys of until now."""
-
-    def empty(self) -> bool:
-        """Forget all pages, those of other engines too, after :meth:`clear`; False if that has to
-        be tried again."""
-        return True
-
-    def look(self) -> None:  # noqa: B027
-        """Learn which pages other engines have brought."""
-
-    def offer(self, keys: Sequence[PageKey]) -> bool:
-        """Keep ready pages until :meth:`end_offers`, as a request may be going to load them; False
-        if one of them is not ready any more. Only others' evictions can come between."""
-        return True
-
-    def end_offers(self) -> None:  # noqa: B027
-        """Let go of what was offered. Loads that were issued hold their pages themselves."""
-
-    def counts(self) -> dict[str, int]:
-        """Counters since the last call, and gauges."""
-        found = {"evictions": self.evictions}
-        self.evictions = 0
-        return found
-
-    def close(self) -> None:  # noqa: B027
-        """Let go of the memory."""
-
-
-class HostIndex(PageIndex):
-    """The index of a pool that one engine uses. The policy orders ready pages. ``page_bytes`` has
-    the bytes of a page of each pool, by the pool's number."""
-
-    def __init__(
-        self, num_slots: int, policy: EvictionPolicy, page_bytes: Mapping[int, int]
-    ) -> None:
-        super().__init__(num_slots, page_bytes)
-        self.policy = policy
-        self._page_bytes = dict(page_bytes)
-        self._pages: dict[PageKey, Page] = {}
-        self._free = FreeSlots(num_slots)
-
-    def __len__(self) -> int:
-        return len(self._pages)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def get(self, key: PageKey) -> Page | None:
-        return self._pages.get(key)
-
-    def has(self, key: PageKey) -> bool:
-        page = self._pages.get(key)
-        return page is not None and page.ready
-
-    def touch(self, keys: Iterable[PageKey]) -> None:
-        for key in keys:
-            self.policy.touch(key)
-
-    def reserve(
-        self,
-        keys: Sequence[PageKey],
-        from_storage: bool = False,
-        blocks: Sequence[int] | None = None,
-    ) -> list[Page] | None:
         blocks = [0] * len(keys) if blocks is None else blocks
         wanted = {key: block for key, block in zip(keys, blocks) if key not in self._pages}
         short = len(wanted) - len(self._free)
@@ -187,10 +101,13 @@ class HostIndex(PageIndex):
         return pages
 
     def refresh(self, keys: Iterable[PageKey]) -> None:
+        """Tell the policy that pages are recent, without a use. The least valuable comes first."""
         for key in keys:
             self.policy.refresh(key)
 
     def commit(self, pages: Sequence[Page]) -> None:
+        """Make reserved pages ready, because their bytes have arrived, and release them. In each
+        pool the head of the prefix comes first, as the tail shall be evicted before it."""
         for page in reversed(pages):
             page.ready = True
             if page.indexed:
@@ -199,6 +116,8 @@ class HostIndex(PageIndex):
         self.release(pages)
 
     def hold(self, keys: Sequence[PageKey]) -> list[Page] | None:
+        """Keep the slots of ready pages until :meth:`release` was called as often as this. The
+        result is None, with nothing held, if one of them is not ready."""
         pages = [page for key in keys if (page := self._pages.get(key)) is not None and page.ready]
         if len(pages) < len(keys):
             return None
@@ -207,20 +126,47 @@ class HostIndex(PageIndex):
         return pages
 
     def release(self, pages: Iterable[Page]) -> None:
+        """Undo one :meth:`hold` of each page."""
         for page in pages:
             page.holds -= 1
             if not page.indexed and page.holds == 0:
                 self._free.give(page.slot)
 
     def forget(self, pages: Iterable[Page]) -> None:
+        """Remove held pages from the index. Their slots are freed when nothing holds them."""
         for page in pages:
             if page.indexed:
                 self.policy.remove(page.key)
                 self._drop(page)
 
     def clear(self) -> None:
+        """Forget all pages that this engine finds by its keys of until now, or has in flight."""
         self.forget(list(self._pages.values()))
         self.policy.clear()
+
+    def empty(self) -> bool:
+        """Forget all pages, those of other engines too, after :meth:`clear`; False if that has to
+        be tried again."""
+        return True
+
+    def look(self) -> None:
+        """Learn which pages other engines have brought."""
+
+    def offer(self, keys: Sequence[PageKey]) -> bool:
+        """Keep ready pages until :meth:`end_offers`, as a request may be going to load them; False
+        if one is not ready any more. Nothing but other engines can come between."""
+        return True
+
+    def end_offers(self) -> None:
+        """Let go of what was offered. Loads that were issued hold their pages themselves."""
+
+    def counts(self) -> dict[str, int]:
+        """Counters since the last call, and gauges."""
+        found, self.evictions = {"evictions": self.evictions}, 0
+        return found
+
+    def close(self) -> None:
+        """Let go of the memory."""
 
     def _drop(self, page: Page) -> None:
         del self._pages[page.key]

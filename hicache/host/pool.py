@@ -88,7 +88,7 @@ class HostPool:
         # is shared. If the engine ends before that, this finalizer removes it; it runs in
         # multiprocessing's children too. If the engine is killed, the next one removes it as an
         # orphan.
-        self._shared: SharedSlots | None = None
+        self.shared: SharedSlots | None = None
         if name is not None:
             leave, told = (
                 (region.remove, self._inode) if sharing is None else (region.leave, self._fd)
@@ -103,26 +103,13 @@ class HostPool:
                 self.close()
                 raise
         if sharing is not None:
-            self._share(range(shape.num_bytes, size), sharing)
-
-    @property
-    def shared(self) -> SharedSlots:
-        """The control of slots that other engines share."""
-        assert self._shared is not None
-        return self._shared
-
-    def _share(self, control: range, sharing: Sharing) -> None:
-        try:
-            self._populate(control)
-            self._shared = SharedSlots(
-                self._view[control.start : control.stop],
-                self.shape.num_slots,
-                ByteLocks(self._fd),
-                sharing.engine,
-            )
-        except (ConfigError, GraftError):
-            self.close()
-            raise
+            try:
+                self._populate(range(shape.num_bytes, size))
+                memory, locks = self._view[shape.num_bytes :], ByteLocks(self._fd)
+                self.shared = SharedSlots(memory, shape.num_slots, locks, sharing.engine)
+            except GraftError:
+                self.close()
+                raise
 
     def shard_address(self, shard: int) -> int:
         """Address of slot 0 of a shard."""
@@ -180,8 +167,8 @@ class HostPool:
         """Unpin and unmap the memory. All copies must have ended. A second call does nothing."""
         if self._anchor is None:
             return
-        if self._shared is not None:
-            self._shared.close()
+        if self.shared is not None:
+            self.shared.close()
         if self.name is not None and self.sharing is None:
             region.remove(self.name, self._inode)
         self.unpin()

@@ -36,7 +36,7 @@ _OURS = re.compile(rf"{PREFIX}[0-9a-f]{{32}}({re.escape(INCOMPLETE)})?")
 _MODE = 0o600
 
 
-def create(name: str, num_bytes: int, host_bytes: int = 0, fresh: bool = True) -> int:
+def create(name: str, num_bytes: int, host_bytes: int = 0) -> int:
     """Create the region, in exactly one process of an engine, and return its descriptor.
 
     The descriptor has a shared lock, which a process that maps the file keeps until it unmaps it,
@@ -44,9 +44,8 @@ def create(name: str, num_bytes: int, host_bytes: int = 0, fresh: bool = True) -
 
     Raises:
         ConfigError: if ``/dev/shm`` has not enough room.
-        GraftError: if it cannot be created, or there is a file of this name already although the
-            name is ``fresh``.
-        FileExistsError: if the name is not, and there is.
+        GraftError: if there is a file of this name already, or it cannot be created.
+        FileExistsError: if there is one, of :func:`join`, which gives ``host_bytes``.
     """
     try:
         _require_room(num_bytes)
@@ -56,7 +55,7 @@ def create(name: str, num_bytes: int, host_bytes: int = 0, fresh: bool = True) -
         finally:
             os.close(directory)
     except FileExistsError:
-        if not fresh:
+        if host_bytes:
             raise
         raise GraftError(
             f"{SHM / name} exists: another engine was started with the same VllmConfig. Make one "
@@ -76,7 +75,7 @@ def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
             raise _unusable(path, f"has not come within {seconds:.0f} s")
         time.sleep(0.01)
     try:
-        problem = _problem(fd) or _size_problem(fd, num_bytes)
+        problem = _problem(fd, num_bytes)
         if problem is None and not _kept(fd):
             problem = "was deleted: the process that created it has ended"
         if problem:
@@ -103,18 +102,21 @@ def join(name: str, num_bytes: int, host_bytes: int, seconds: float = OPEN_SECON
         with contextlib.suppress(FileExistsError):
             fd = _open(path)
             if fd is None:
-                return create(name, num_bytes, host_bytes, fresh=False)
+                return create(name, num_bytes, host_bytes)
             try:
-                if problem := _problem(fd):
-                    raise _unusable(path, problem)
+                problem = _problem(fd)
                 # Else it is being made or deleted.
-                if _kept(fd) and os.fstat(fd).st_nlink == 1:
-                    _check_size(path, fd, num_bytes, host_bytes)
-                    found, fd = fd, -1
-                    return found
+                if problem or (_kept(fd) and os.fstat(fd).st_nlink == 1):
+                    if not problem and (other := _head(fd)) != host_bytes:
+                        raise ConfigError(
+                            f"{flag('host_bytes')} is {host_bytes}, but the servers that share "
+                            f"{path} have {other}: give the same, or end them first."
+                        )
+                    if problem := problem or _problem(fd, num_bytes):
+                        raise _unusable(path, problem)
+                    return os.dup(fd)
             finally:
-                if fd >= 0:
-                    os.close(fd)
+                os.close(fd)
         time.sleep(0.01)
     raise _unusable(path, f"is being made by another process for {seconds:.0f} s, or has two names")
 
@@ -238,8 +240,8 @@ def _open(path: Path) -> int | None:
         raise _unusable(path, f"cannot be opened: {error}") from None
 
 
-def _problem(fd: int) -> str | None:
-    """Why an open file cannot be a region of this user; None if it can."""
+def _problem(fd: int, num_bytes: int | None = None) -> str | None:
+    """Why an open file cannot be a region of this user, of so many bytes; None if it can."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
@@ -247,27 +249,14 @@ def _problem(fd: int) -> str | None:
         return problem
     if stat.S_IMODE(status.st_mode) != _MODE:
         return f"has mode {stat.S_IMODE(status.st_mode):o} instead of {_MODE:o}"
+    if num_bytes not in (None, status.st_size):
+        return f"has {status.st_size} bytes instead of {num_bytes}"
     return None
-
-
-def _size_problem(fd: int, num_bytes: int) -> str | None:
-    size = os.fstat(fd).st_size
-    return None if size == num_bytes else f"has {size} bytes instead of {num_bytes}"
 
 
 def _kept(fd: int) -> bool:
     """Lock an open file, so that it is not deleted; False if it was, as unlocked ones are."""
     return lock_descriptor(fd, shared=True) and os.fstat(fd).st_nlink > 0
-
-
-def _check_size(path: Path, fd: int, num_bytes: int, host_bytes: int) -> None:
-    if (other := _head(fd)) != host_bytes:
-        raise ConfigError(
-            f"{flag('host_bytes')} is {host_bytes}, but the servers that share {path} have "
-            f"{other}: give the same, or end them first."
-        )
-    if problem := _size_problem(fd, num_bytes):
-        raise _unusable(path, problem)
 
 
 def _head(fd: int) -> int:

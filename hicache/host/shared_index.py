@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.free_slots import facing
-from vllm_graft.hicache.host.index import Page, PageIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_slots import (
     FILLING,
@@ -14,28 +15,28 @@ from vllm_graft.hicache.host.shared_slots import (
     READY,
     RECORD_BYTES,
     Array,
-    SharedSlots,
 )
 from vllm_graft.hicache.pages.page_key import MAX_HASH_BYTES, NAMESPACE_BYTES, PageKey
 
 _POOL_AT = NAMESPACE_BYTES + MAX_HASH_BYTES
 
 
-class SharedIndex(PageIndex):
+class SharedIndex(HostIndex):
     """Finds pages of a namespace. Which page is in which slot is learned from the pool's log, and
     is exact while the pool's lock is held; else a page may have left. So it is asked again, with
     the lock, before a page is read."""
 
     def __init__(self, pool: HostPool, space: bytes, page_bytes: Mapping[int, int]) -> None:
-        super().__init__(pool.shape.num_slots, page_bytes)
-        self._pool, self._space = pool, space
-        self._slots: SharedSlots = pool.shared
+        slots = pool.shape.num_slots
+        super().__init__(slots, LruPolicy(slots), page_bytes)
+        assert pool.shared is not None
+        self._pool, self._space, self._slots = pool, space, pool.shared
         self._slots.claim_scheduler()
         self._seen = -self.num_slots - 1
         """Number of pages that slots had been given to at the last look."""
         self._slot_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
-        self._pages: dict[int, Page] = {}
+        self._ours: dict[int, Page] = {}
         """The pages that this engine holds, by their slots."""
         self._offered: set[int] = set()
         """Slots that are pinned for loads that requests of this step may begin."""
@@ -56,7 +57,7 @@ class SharedIndex(PageIndex):
         slot = self._slot_of.get(key)
         if slot is None or (state := self._slots.state.item(slot)) not in (FILLING, READY):
             return None
-        page = self._pages.get(slot)
+        page = self._ours.get(slot)
         if page is not None and page.key == key:
             return page if page.indexed else None
         return Page(key, slot, ready=state == READY, from_storage=key in self._read)
@@ -89,7 +90,7 @@ class SharedIndex(PageIndex):
         pages = [
             Page(key, slot, holds=1, from_storage=from_storage) for key, slot in zip(wanted, slots)
         ]
-        self._pages.update(zip(slots, pages))
+        self._ours.update(zip(slots, pages))
         return pages
 
     def commit(self, pages: Sequence[Page]) -> None:
@@ -102,7 +103,7 @@ class SharedIndex(PageIndex):
 
     def hold(self, keys: Sequence[PageKey]) -> list[Page] | None:
         slots = self._where(keys)
-        pinned = self._pages.keys() | self._offered
+        pinned = self._ours.keys() | self._offered
         if not pinned.issuperset(slots):
             found = self._pin(keys)
             if found is None:
@@ -111,7 +112,7 @@ class SharedIndex(PageIndex):
         pages = []
         others = (self._slots.owner[slots] != self._slots.row + 1).tolist()
         for key, slot, of_other in zip(keys, slots, others):
-            page = self._pages.get(slot)
+            page = self._ours.get(slot)
             if page is None:
                 read = key in self._read
                 page = Page(key, slot, ready=True, from_storage=read, of_other=of_other)
@@ -120,7 +121,7 @@ class SharedIndex(PageIndex):
                 return None
             pages.append(page)
         for page in pages:
-            self._pages[page.slot] = page
+            self._ours[page.slot] = page
             self._read.discard(page.key)
             page.holds += 1
         return pages
@@ -130,7 +131,7 @@ class SharedIndex(PageIndex):
         for page in pages:
             page.holds -= 1
             if page.holds == 0:
-                ended.append(self._pages.pop(page.slot))
+                ended.append(self._ours.pop(page.slot))
         self._slots.abandon(_slots(page for page in ended if not page.ready))
         self._unpin(page.slot for page in ended if page.ready)
 
@@ -151,7 +152,7 @@ class SharedIndex(PageIndex):
     refresh = touch
 
     def clear(self) -> None:
-        for page in self._pages.values():
+        for page in self._ours.values():
             # What is ready is right for others, and this engine's keys are other ones from now on.
             page.indexed &= page.ready
 
@@ -205,7 +206,7 @@ class SharedIndex(PageIndex):
 
     def _unpin(self, slots: Iterable[int]) -> None:
         """Unpin what neither a job nor an offer needs any more."""
-        free = [slot for slot in slots if slot not in self._pages and slot not in self._offered]
+        free = [slot for slot in slots if slot not in self._ours and slot not in self._offered]
         self._slots.unpin(np.array(free, np.int64))
 
     def _learn(self) -> bool:

@@ -165,6 +165,11 @@ class SharedSlots:
                 "another engine was started with the same VllmConfig. Make one for each engine."
             )
 
+    @property
+    def accompanied(self) -> bool:
+        """Whether another process of the engine, as its ranks, has this region mapped as well."""
+        return self._locks.elsewhere(_ROW + self.row)
+
     # What needs the lock.
 
     def care(self) -> None:

@@ -108,8 +108,7 @@ class Geometry:
         name, sharing = None, None
         if config.shared:
             sharing = Sharing(_engine_id(transfer, parallel), int(config.host_bytes))
-            laid = [[g.index, g.page_bytes, *g.layers] for g in groups]
-            name = pool_prefix(config, vllm_config) + digest_of(laid, shape.slot_bytes, shards)
+            name = pool_prefix(config, vllm_config) + digest_of(shape.slot_bytes, shards)
         elif not alone:
             name = REGION_PREFIX + _engine_id(transfer, parallel).hex()
         return cls(
@@ -128,11 +127,12 @@ class Geometry:
 
 def pool_prefix(config: HiCacheConfig, vllm_config: VllmConfig) -> str:
     """The first part of the name of a region that engines share; the model need not be loaded. It
-    keeps apart what had no use for each other's slots. Keys of pages have the whole namespace."""
+    only keeps apart what had little use for each other's slots, by what no process changes while
+    it loads a model. Records of pages have the whole namespace."""
     model: Any = vllm_config.model_config
     named = [getattr(model, name, None) for name in ("model", "revision", "dtype")]
-    sizes = [vllm_config.parallel_config.tensor_parallel_size, vllm_config.cache_config.cache_dtype]
-    return REGION_PREFIX + digest_of(*named, sizes, config.page_options)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return REGION_PREFIX + digest_of(*named, ranks, config.page_options)
 
 
 def digest_of(*parts: Any) -> str:

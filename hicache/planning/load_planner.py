@@ -6,7 +6,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.host.controller import HybridCacheController
-from vllm_graft.hicache.host.index import Page, PageIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata
 from vllm_graft.hicache.pages.geometry import Geometry
@@ -21,7 +21,7 @@ class LoadPlanner:
     def __init__(
         self,
         geometry: Geometry,
-        index: PageIndex,
+        index: HostIndex,
         controller: HybridCacheController,
         stats: HiCacheStats,
     ) -> None:

@@ -8,7 +8,7 @@ from typing import overload
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
-from vllm_graft.hicache.host.index import PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey, salted
 
@@ -139,7 +139,7 @@ class Recency:
     the head would be the oldest and leave first. Pages that the request found on the device are
     refreshed too, because they are in use although no request loads them from the host."""
 
-    def __init__(self, groups: Sequence[Group], index: PageIndex) -> None:
+    def __init__(self, groups: Sequence[Group], index: HostIndex) -> None:
         self._groups, self._index = groups, index
         self._waiting: list[tuple[list[PageKey], list[PageKey]]] = []
 

@@ -12,7 +12,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
-from vllm_graft.hicache.host.index import PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
@@ -38,7 +38,7 @@ class HiCacheScheduler:
         self,
         config: HiCacheConfig,
         geometry: Geometry,
-        index: PageIndex,
+        index: HostIndex,
         speculative: bool,
         tier: StorageTier | None = None,
     ) -> None:

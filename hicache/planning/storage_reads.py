@@ -4,7 +4,7 @@ import time
 
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_graft.hicache.host.index import PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy, longest_hit
@@ -32,7 +32,7 @@ class StorageReads:
         self,
         tier: StorageTier,
         geometry: Geometry,
-        index: PageIndex,
+        index: HostIndex,
         cost: CostModel,
         stats: HiCacheStats,
     ) -> None:

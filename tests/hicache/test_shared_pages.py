@@ -23,7 +23,7 @@ from tests.support.models.latent_models import write_deepseek
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.eviction import LruPolicy
-from vllm_graft.hicache.host.index import HostIndex, PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.messages.operation import (
@@ -96,7 +96,7 @@ class Engine:
     def __init__(self, name: str, sharing: Sharing | None = None) -> None:
         self.geometry = replace(geometry(name, replicas=2), sharing=sharing)
         self.ranks = [HiCacheWorker(self.geometry, rank, BLOCKS) for rank in range(RANKS)]
-        self.index: PageIndex = HostIndex(SLOTS, LruPolicy(SLOTS), {0: PAGE})
+        self.index: HostIndex = HostIndex(SLOTS, LruPolicy(SLOTS), {0: PAGE})
         if sharing is not None:
             pool = HostPool(self.geometry.shape, name, sharing=sharing)
             self.index = SharedIndex(pool, bytes(16), {0: PAGE})

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from vllm_graft.base.counters import Counters
-from vllm_graft.hicache.host.index import Page, PageIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.tier.io_threads import Load, Loader, Parts
@@ -34,7 +34,7 @@ class Prefetcher:
     def __init__(
         self,
         backend: StorageBackend,
-        index: PageIndex,
+        index: HostIndex,
         parts: Callable[[Page], Parts],
         *,
         threads: int = 4,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
-from vllm_graft.hicache.host.index import Page, PageIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -32,7 +32,7 @@ class StorageTier:
         self,
         backend: StorageBackend,
         pool: HostPool,
-        index: PageIndex,
+        index: HostIndex,
         geometry: Geometry,
         options: PrefetchConfig,
     ) -> None:

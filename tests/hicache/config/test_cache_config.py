@@ -117,7 +117,9 @@ def test_engines_share_memory_by_what_their_pages_are() -> None:
     assert prefix(config) == prefix(replica) == prefix(other)
     assert len({_name(config), _name(replica), _name(other)}) == 3
     assert prefix(config) != prefix(_config(transfer(shared=True, kv_layout="BLHNC")))
-    replica.cache_config.cache_dtype = "fp8"
+    replica.cache_config.cache_dtype = "fp8"  # As a worker does while it loads a model.
+    assert prefix(config) == prefix(replica)
+    replica.parallel_config.tensor_parallel_size = 2
     assert prefix(config) != prefix(replica)
 
 

@@ -12,7 +12,7 @@ from tests.support.host_cache.dying_engines import Machine
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.eviction import ArcPolicy, EvictionPolicy, Key, LruPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
-from vllm_graft.hicache.host.index import HostIndex, PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer, merge_ops
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -122,7 +122,7 @@ def _key(number: int, pool: int = 0) -> PageKey:
 
 
 def _controller(slots: int, workers: int = 1, shared: bool = False) -> HybridCacheController:
-    index: PageIndex = HostIndex(slots, LruPolicy(slots), {0: 4096, 1: 4096})
+    index = HostIndex(slots, LruPolicy(slots), {0: 4096, 1: 4096})
     if shared:
         index = Machine(slots).start().index
     return HybridCacheController(GROUPS, index, workers)

@@ -100,7 +100,7 @@ class Machine:
         """What an engine holds and may read is the page that it asked for; two do not fill one."""
         filling: list[int] = []
         for engine in self.engines:
-            for page in engine.index._pages.values():
+            for page in engine.index._ours.values():
                 if page.ready:
                     assert self.content[page.slot] == page.key, "a wrong page is read"
                 else:

@@ -8,6 +8,7 @@ survivor stood still for a second, or something was left in `/dev/shm`.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -126,15 +127,16 @@ def run(seconds: float, seed: int, engines: int = 3) -> dict[str, float]:
         time.sleep(draw.uniform(0.005, 0.05))
         victim = draw.choice(sorted(living))
         process, pipe = living[victim]
-        action = draw.random()
-        if time.monotonic() < end and action < 0.15:
-            os.kill(process.pid, signal.SIGKILL)
-            total["kills"] += 1
-        elif time.monotonic() < end and action < 0.25:
-            os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(draw.uniform(0.01, 0.2))
-            os.kill(process.pid, signal.SIGCONT)
-            total["stops"] += 1
+        action = draw.random() if time.monotonic() < end else 1.0
+        with contextlib.suppress(ProcessLookupError):  # It has ended by itself.
+            if action < 0.15:
+                os.kill(process.pid, signal.SIGKILL)
+                total["kills"] += 1
+            elif action < 0.25:
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(draw.uniform(0.01, 0.2))
+                os.kill(process.pid, signal.SIGCONT)
+                total["stops"] += 1
         for number, (process, pipe) in list(living.items()):
             if pipe.poll():
                 try:

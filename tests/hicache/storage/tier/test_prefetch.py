@@ -13,7 +13,7 @@ from tests.support.host_cache.dying_engines import Machine
 from tests.support.host_cache.prefetches import wait_for
 from tests.support.host_cache.third_stores import GoodStore
 from vllm_graft.hicache.host.eviction import LruPolicy
-from vllm_graft.hicache.host.index import HostIndex, PageIndex
+from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
@@ -63,7 +63,7 @@ class Bench:
         self, slots: int = 40, threads: int = 2, budget: int = 1 << 20, shared: bool = False
     ) -> None:
         self.store, self.now, self.slots = Store(KEYS), 0.0, slots
-        self.index: PageIndex = HostIndex(slots, LruPolicy(slots), {0: PAGE})
+        self.index = HostIndex(slots, LruPolicy(slots), {0: PAGE})
         if shared:
             self.index = Machine(slots).start().index
         self.buffers = [memoryview(bytearray(PAGE)) for _ in range(slots)]

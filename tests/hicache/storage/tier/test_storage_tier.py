@@ -13,7 +13,7 @@ from tests.support.host_cache.third_stores import raising
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import LruPolicy
-from vllm_graft.hicache.host.index import HostIndex, Page, PageIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
@@ -36,14 +36,13 @@ class _Rig:
     def __init__(self, folder: Path, shared: bool = False) -> None:
         shape = PoolShape(SLOTS, PAGE, SHARDS)
         self.geometry = Geometry((GROUP,), shape, None, SHARDS, 1, False, frozenset())
-        self.index: PageIndex
         if shared:
             name, sharing = region.PREFIX + secrets.token_hex(16), Sharing(b"engine".ljust(16), 1)
             self.pool = HostPool(shape, name, sharing=sharing)
             self.index = SharedIndex(self.pool, b"n" * 16, {0: SIZE})
         else:
             self.pool = HostPool(shape)
-            self.index = HostIndex(SLOTS, LruPolicy(SLOTS), {0: SIZE})
+            self.index: HostIndex = HostIndex(SLOTS, LruPolicy(SLOTS), {0: SIZE})
         options = {"path": str(folder), "max_bytes": "16MiB"}
         self.backend = SegmentsBackend(b"n" * 16, options)
         self.tier = StorageTier(

@@ -59,7 +59,7 @@ GRACE_SECONDS = 2.0
 to it while the driver ends it."""
 
 WINDOW = 1 << 14
-"""Slots that a search for free ones looks at together."""
+"""Slots that a search for free ones looks at first. Raised, a pool with many takes longer."""
 
 _MUTEX, _ROW = 0, 1
 _SCHEDULER = _ROW + OWNERS
@@ -102,19 +102,14 @@ class SharedSlots:
         GraftError: if the lock can't be had, or as many engines as there are rows live.
     """
 
-    died: Array
-    """``[OWNERS]``: nanoseconds since boot at which a row was found dead, 0 for others."""
-    used: Array
-    """``[slots]``: nanoseconds since boot of the last use; 0 for what nobody wants."""
-    log: Array
-    """``[slots]``: a ring of the slots that were given to pages, in order."""
-    engines: NDArray[np.uint8]
-    records: NDArray[np.uint8]
-    owner: NDArray[np.uint8]
-    """``[slots]``: 1 + the row that has filled a slot; 0 if that is dead."""
+    died: Array  # Nanoseconds since boot at which a row was found dead; 0 for others.
+    used: Array  # Nanoseconds since boot of a slot's last use; 0 for what nobody wants.
+    log: Array  # A ring of the slots that were given to pages, in order.
+    engines: NDArray[np.uint8]  # The ids of the rows' engines.
+    records: NDArray[np.uint8]  # What names the page of each slot.
+    owner: NDArray[np.uint8]  # 1 + the row that has filled a slot; 0 if that is dead.
     state: NDArray[np.uint8]
-    pins: NDArray[np.uint8]
-    """``[OWNERS, slots]``: 1 where a row's copies read the page."""
+    pins: NDArray[np.uint8]  # 1 where a row's copies read a slot's page.
 
     def __init__(
         self,
@@ -137,14 +132,20 @@ class SharedSlots:
         self._locks, self._clock = locks, clock
         self._patience, self._cared = PATIENCE, 0
         self._oldest: tuple[Array, Array] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._cursor = 0
         self.row = -1
         self.row = self._join(engine)
-        self._cursor = self.row * num_slots // OWNERS
 
     @contextlib.contextmanager
     def locked(self, seconds: float | None = None) -> Iterator[bool]:
         """Keep all other engines from changes inside; yields whether the lock could be had."""
-        had = self._lock(self._patience if seconds is None else seconds)
+        end = time.monotonic() + (self._patience if seconds is None else seconds)
+        if not (had := self._locks.take(_MUTEX)):
+            self.waits += 1
+            while not had and time.monotonic() < end:
+                time.sleep(5e-5)
+                had = self._locks.take(_MUTEX)
+            self.given_up += not had
         self._patience = PATIENCE if had else 0
         try:
             if had and self.care_is_due:
@@ -199,7 +200,7 @@ class SharedSlots:
             if evicted is None:
                 return None
             free = np.sort(np.concatenate((free, evicted)))
-        return _ranges(free, count)
+        return free[:count] if count in (1, len(free)) else _ranges(free, count)
 
     def fill(self, slots: Array, records: NDArray[np.uint8]) -> None:
         """Give free slots to pages that this engine will write, named by ``[len(slots), 84]``."""
@@ -248,18 +249,6 @@ class SharedSlots:
         for name in ("head", *(name for name, _, _ in _arrays(0))):
             setattr(self, name, np.zeros_like(getattr(self, name)))
 
-    def _lock(self, seconds: float) -> bool:
-        if self._locks.take(_MUTEX):
-            return True
-        self.waits += 1
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(5e-5)
-            if self._locks.take(_MUTEX):
-                return True
-        self.given_up += 1
-        return False
-
     def _join(self, engine: bytes) -> int:
         end = time.monotonic() + JOIN_SECONDS
         own = np.frombuffer(engine, np.uint8)
@@ -291,18 +280,12 @@ class SharedSlots:
 
     def _free(self, count: int) -> Array:
         """``count`` free slots or more, or all that there are."""
-        found = [np.empty(0, np.int64)]
-        left, first = count, self._cursor
-        for begin in (*range(first, self.num_slots, WINDOW), *range(0, first, WINDOW)):
-            end = min(begin + WINDOW, first if begin < first else self.num_slots)
-            window = self.state[begin:end]
-            if window.min() == FREE:
-                found.append(np.flatnonzero(window == FREE) + begin)
-                left -= len(found[-1])
-                if left <= 0:
-                    self._cursor = begin
-                    break
-        return np.sort(np.concatenate(found))
+        begin = self._cursor
+        free = np.flatnonzero(self.state[begin : begin + WINDOW] == FREE) + begin
+        if len(free) < count:
+            free = np.flatnonzero(self.state == FREE)
+            self._cursor = int(free[0]) if len(free) else 0
+        return free
 
     def _evict(self, count: int) -> Array | None:
         """Free the ``count`` pages that nobody has used for the longest time."""
@@ -333,19 +316,9 @@ class SharedSlots:
 def _ranges(free: Array, count: int) -> Array:
     """``count`` of the ascending ``free`` slots, from the shortest range with so many, or from the
     longest ranges."""
-    if len(free) == count or count == 1:
-        return free[:count]
     begins = np.flatnonzero(np.diff(free, prepend=-2) > 1)
     lengths = np.diff(begins, append=len(free))
-    fits = np.flatnonzero(lengths >= count)
-    if len(fits):
-        begin = begins[fits[np.argmin(lengths[fits])]]
-        return free[begin : begin + count]
-    found: list[Array] = []
-    for number in np.argsort(-lengths, kind="stable"):
-        found.append(free[begins[number] : begins[number] + lengths[number]])
-        count -= len(found[-1])
-        if count <= 0:
-            break
-    taken = np.concatenate(found)
-    return np.sort(taken[: len(taken) + min(count, 0)])
+    runs = np.argsort(np.where(lengths >= count, lengths - len(free) - 1, -lengths), kind="stable")
+    runs = runs[: np.searchsorted(np.cumsum(lengths[runs]), count) + 1]
+    taken = [free[begins[run] : begins[run] + lengths[run]] for run in runs]
+    return np.sort(np.concatenate(taken)[:count])

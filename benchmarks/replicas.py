@@ -18,15 +18,16 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graft.bench.common import arm_processes
 from vllm_graft.bench.common.arm import percentile
-from vllm_graft.bench.common.serve_flags import Serving
 from vllm_graft.bench.hicache.cache_parts import Sizes, add_sizes, read_sizes
-from vllm_graft.bench.hicache.command import read_arm
 from vllm_graft.bench.hicache.prompt_driver import Answer, Driver, random_prompt
 from vllm_graft.bench.hicache.sessions import length_between
+
+if TYPE_CHECKING:
+    from vllm_graft.bench.common.serve_flags import Serving
 
 OTHERS = "vllm:graft_hicache_hit_pages_of_others"
 PAUSE = 5.0
@@ -98,6 +99,8 @@ class Replica:
 
 def measure(pool: str, replicas: int, sizes: Sizes, given: Serving) -> dict[str, Any]:
     """Let replicas with a kind of host memory answer all turns."""
+    from vllm_graft.bench.hicache.command import read_arm
+
     size = int(sizes.host_gib * 2**30)
     extra = {
         "shared": {"shared": True, "host_bytes": size},
@@ -125,6 +128,9 @@ def measure(pool: str, replicas: int, sizes: Sizes, given: Serving) -> dict[str,
 
 def main(words: list[str] | None = None) -> None:
     """Print a line of JSON for each kind of host memory."""
+    # Replicas import this module before their engine prepares for vLLM.
+    from vllm_graft.bench.common.serve_flags import Serving
+
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--pools", nargs="+", default=["private", "shared", "private", "shared"])

@@ -350,6 +350,9 @@ def test_a_process_joins_the_row_of_its_engine(machine: Machine) -> None:
         machine.memory, SLOTS, ByteLocks(rank), (2).to_bytes(16, "little"), lambda: machine.now
     )
     assert found.row == other.slots.row != one.slots.row
+    assert found.accompanied
+    assert other.slots.accompanied
+    assert not one.slots.accompanied
     with pytest.raises(GraftError, match="same VllmConfig"):
         found.claim_scheduler()
     other.store(KEYS[:2])

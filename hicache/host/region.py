@@ -159,8 +159,7 @@ def remove_orphans() -> int:
             freed += size or 0
     if removed:
         logger.info(
-            "host KV cache: deleted %d region(s) with %d MiB in %s, of engines that were killed "
-            "while they started.",
+            "host KV cache: deleted %d region(s) with %d MiB in %s, of engines that were killed.",
             removed,
             freed >> 20,
             SHM,

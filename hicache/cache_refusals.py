@@ -18,6 +18,7 @@ from vllm_graft.hicache.config.cache_config import (
     refuse_misspelt,
 )
 from vllm_graft.hicache.config.connector_options import flags_below
+from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
 from vllm_graft.hicache.pages.pool_shape import least_page_bytes
@@ -169,11 +170,14 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     if not _is_here(parallel) or getattr(current_platform, "is_planned", False):
         return
     engines, wanted = parallel.data_parallel_size_local, config.host_bytes
+    if config.shared:  # Engines take it once.
+        engines = 1
     each = f" for each of {engines} data-parallel engines" if engines > 1 else ""
     head = f"{key} is {human(wanted)}{each}, but"
     machine = machine_bytes()
     # As far as that is a tenth of all.
-    needed = min((1 + engines * parallel.world_size) * PROCESS_BYTES, machine // 10)
+    ranks = parallel.data_parallel_size_local * parallel.world_size
+    needed = min((1 + ranks) * PROCESS_BYTES, machine // 10)
     if wanted * engines > machine - needed:
         # Rounded down, so that the advice is not refused.
         tenths = 10 * (machine - needed) // engines >> 30
@@ -183,13 +187,47 @@ def _too_large(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
             f"lower {key} to {tenths / 10:g}GiB or less",
         )
         return
-    shares = parallel.world_size > 1 or config.storage is not None
+    shares = parallel.world_size > 1 or config.storage is not None or config.shared
     shared = filesystem_bytes(SHM) if shares else None
     if shared is not None and wanted * engines > shared:
         yield Found(
             f"{head} {SHM} has {human(shared)}",
             f"raise its size (docker --shm-size), or lower {key}",
         )
+
+
+@REFUSALS.row(
+    "`shared` with other `host_bytes` than the servers that share host memory already",
+    "It is one region.",
+    "give the same `host_bytes`, or end those servers first",
+)
+@_of_each
+def _shared_size(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
+    from vllm_graft.hicache.pages.geometry import pool_prefix
+
+    if not config.shared or not _is_here(vllm_config.parallel_config):
+        return
+    for other in region.pools(pool_prefix(config, vllm_config)):
+        if other != (wanted := int(config.host_bytes)):
+            yield Found(
+                f"{flag('host_bytes')} is {wanted}, but servers that share host memory for this "
+                f"model have {other}",
+                f"give {flag('host_bytes')}={other}, or end them first",
+            )
+
+
+@REFUSALS.row(
+    "`shared` with an `eviction` other than `lru`, or with weights that a trainer sends",
+    "Engines keep one order of pages, and such weights are shared with nobody.",
+    "set `shared` to false",
+)
+@_of_each
+def _shared_alone(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
+    if config.shared and config.eviction != "lru":
+        key = flag("eviction")
+        yield Found(f"{key} is {config.eviction}, and shared memory has lru", f"drop {key}")
+    if config.shared and getattr(vllm_config, "weight_transfer_config", None) is not None:
+        yield Found("--weight-transfer-config is given", f"drop {flag('shared')}")
 
 
 PROCESS_BYTES = 2 << 30

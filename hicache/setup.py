@@ -1,11 +1,12 @@
 """Builds the scheduler's side with the store and the policy that the configuration names."""
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_graft.base.errors import ConfigError, HookError
+from vllm_graft.base.errors import ConfigError, GraftError, HookError
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.cache_refusals import storage_offer
 from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
@@ -13,6 +14,7 @@ from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import EvictionPolicy
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.namespace import Engine, namespace
@@ -31,18 +33,26 @@ def make_scheduler(
     """Build the scheduler's side of an engine. Raises `HookError` if an entry has the wrong type,
     and `ConfigError` if no plugin provides a named entry, or the entry refuses its options."""
     try:
-        index = HostIndex(
-            geometry.shape.num_slots,
-            make_policy(config.eviction, geometry.shape.num_slots),
-            {group.index: group.page_bytes for group in geometry.groups},
-        )
+        slots = geometry.shape.num_slots
+        page_bytes = {group.index: group.page_bytes for group in geometry.groups}
         speculative = vllm_config.speculative_config is not None
         core = engine_core.core_of(vllm_config.model_config.model)
+        if config.shared or config.storage is not None:
+            engine = engine_of(config, geometry, vllm_config, kv_cache_config, core)
+            pool = HostPool(geometry.shape, geometry.shared_name, sharing=geometry.sharing)
+        if config.shared and core is not None and not (pool.shared and pool.shared.accompanied):
+            raise GraftError(
+                f"{flag('shared')}: the ranks have mapped another region than the scheduler's "
+                f"{pool.name}, so they disagree about the model. Please report this with its name."
+            )
+        index = (
+            SharedIndex(pool, namespace(replace(engine, common=True)), page_bytes)
+            if config.shared
+            else HostIndex(slots, make_policy(config.eviction, slots), page_bytes)
+        )
         tier = None
         if config.storage is not None:
-            engine = engine_of(config, geometry, vllm_config, kv_cache_config, core)
             backend = make_backend(config, namespace(engine))
-            pool = HostPool(geometry.shape, geometry.shared_name)
             tier = StorageTier(backend, pool, index, geometry, config.prefetch)
         scheduler = HiCacheScheduler(config, geometry, index, speculative, tier)
         if core is not None:
@@ -50,7 +60,7 @@ def make_scheduler(
         return scheduler
     finally:
         # All ranks have mapped the region by now, because vLLM registers KV caches before.
-        if geometry.shared_name is not None:
+        if geometry.shared_name is not None and geometry.sharing is None:
             region.remove(geometry.shared_name)
 
 

@@ -61,6 +61,11 @@ class HiCacheConfig(Section):
     """Bytes of host memory for all ranks of this engine, ``"64GiB"`` or a number. It is pinned on
     GPUs."""
 
+    shared: bool = False
+    """Whether host memory is shared with every server of this user on this machine that serves the
+    same model in the same form and sets this too, and by all replicas of data parallelism. All give
+    the same ``host_bytes``, which is taken once."""
+
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
         "write_through"
     )

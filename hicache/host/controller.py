@@ -61,15 +61,13 @@ class HybridCacheController:
         that the host has already, or that are on their way to it, are left out. The result is None
         if no page is left to store, or if there is not enough room for all of them, which
         ``declined_stores`` counts. Volatile pages are not written to storage."""
-        wanted = {key: block for key, block in source if self.index.get(key) is None}
-        if not wanted:
-            return None
-        blocks = list(wanted.values())
+        wanted = dict(source)
         # All pools share the slots, so one reservation takes all slots or changes nothing.
-        pages = self.index.reserve(list(wanted), blocks=blocks)
-        if pages is None:
-            self.declined_stores += 1
+        pages = self.index.reserve(list(wanted), blocks=list(wanted.values()))
+        if not pages:
+            self.declined_stores += pages is None
             return None
+        blocks = [wanted[page.key] for page in pages]
         for page in pages:
             page.volatile = volatile
         operation = self._issue(Direction.STORE, pages, blocks, priority, [])
@@ -80,12 +78,9 @@ class HybridCacheController:
     def load(self, source: PageBlocks, request_id: str) -> CacheOperation | None:
         """Hold pages of one request in all pools, and issue a load of them to these blocks. The
         result is None, with nothing held, if the host does not have all of the pages."""
-        pages = [
-            page for key, _ in source if (page := self.index.get(key)) is not None and page.ready
-        ]
-        if len(pages) < len(source):
+        pages = self.index.hold([key for key, _ in source])
+        if pages is None:
             return None
-        self.index.hold(pages)
         blocks = [block for _, block in source]
         return self._issue(Direction.LOAD, pages, blocks, 0, [request_id])
 

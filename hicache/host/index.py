@@ -20,6 +20,7 @@ class Page:
         indexed: False once the key was forgotten. The slot is then freed when nothing holds it.
         from_storage: whether the bytes come from storage.
         volatile: whether the bytes must not outlive the engine.
+        of_other: whether another engine has written the bytes.
     """
 
     key: PageKey
@@ -29,11 +30,13 @@ class Page:
     indexed: bool = True
     from_storage: bool = False
     volatile: bool = False
+    of_other: bool = False
 
 
 class HostIndex:
-    """Maps page keys to slots of the host pool. The policy orders ready pages. ``page_bytes`` has
-    the bytes of a page of each pool, by the pool's number."""
+    """Maps page keys to slots of a pool that one engine uses; ``SharedIndex`` is for several. The
+    policy orders ready pages. ``page_bytes`` has the bytes of a page of each pool, by the pool's
+    number."""
 
     def __init__(
         self, num_slots: int, policy: EvictionPolicy, page_bytes: Mapping[int, int]
@@ -76,9 +79,12 @@ class HostIndex:
         blocks: Sequence[int] | None = None,
     ) -> list[Page] | None:
         """Reserve slots for new pages, and evict other pages if necessary. The new pages are not
-        ready, and each is held once. ``blocks`` are the device blocks that their bytes will come
-        from. The result is None, with nothing changed, if there cannot be a slot for each."""
-        short = len(keys) - len(self._free)
+        ready, and each is held once. Pages that the pool has already, or that are on their way to
+        it, are left out. ``blocks`` are the device blocks that their bytes will come from. The
+        result is None, with nothing changed, if there cannot be a slot for each."""
+        blocks = [0] * len(keys) if blocks is None else blocks
+        wanted = {key: block for key, block in zip(keys, blocks) if key not in self._pages}
+        short = len(wanted) - len(self._free)
         if short > 0:
             victims = self.policy.evict(short, self._is_protected)
             if victims is None:
@@ -87,13 +93,11 @@ class HostIndex:
                 if isinstance(key, PageKey):
                     self._drop(self._pages[key])
             self.evictions += len(victims)
-        slots = self._free.take(len(keys))
-        if blocks is not None:
-            slots = facing(slots, blocks)
+        slots = facing(self._free.take(len(wanted)), list(wanted.values()))
         pages = [
-            Page(key, slot, holds=1, from_storage=from_storage) for key, slot in zip(keys, slots)
+            Page(key, slot, holds=1, from_storage=from_storage) for key, slot in zip(wanted, slots)
         ]
-        self._pages.update(zip(keys, pages))
+        self._pages.update(zip(wanted, pages))
         return pages
 
     def refresh(self, keys: Iterable[PageKey]) -> None:
@@ -111,10 +115,15 @@ class HostIndex:
                 self.policy.insert(page.key, self.page_cost[pool], self._page_bytes[pool])
         self.release(pages)
 
-    def hold(self, pages: Iterable[Page]) -> None:
-        """Keep the slots of pages until :meth:`release` was called as often as this."""
+    def hold(self, keys: Sequence[PageKey]) -> list[Page] | None:
+        """Keep the slots of ready pages until :meth:`release` was called as often as this. The
+        result is None, with nothing held, if one of them is not ready."""
+        pages = [page for key in keys if (page := self._pages.get(key)) is not None and page.ready]
+        if len(pages) < len(keys):
+            return None
         for page in pages:
             page.holds += 1
+        return pages
 
     def release(self, pages: Iterable[Page]) -> None:
         """Undo one :meth:`hold` of each page."""
@@ -124,15 +133,40 @@ class HostIndex:
                 self._free.give(page.slot)
 
     def forget(self, pages: Iterable[Page]) -> None:
-        """Remove pages from the index. Their slots are freed when nothing holds them."""
+        """Remove held pages from the index. Their slots are freed when nothing holds them."""
         for page in pages:
             if page.indexed:
                 self.policy.remove(page.key)
                 self._drop(page)
 
     def clear(self) -> None:
+        """Forget all pages that this engine finds by its keys of until now, or has in flight."""
         self.forget(list(self._pages.values()))
         self.policy.clear()
+
+    def empty(self) -> bool:
+        """Forget all pages, those of other engines too, after :meth:`clear`; False if that has to
+        be tried again."""
+        return True
+
+    def look(self) -> None:
+        """Learn which pages other engines have brought."""
+
+    def offer(self, keys: Sequence[PageKey]) -> bool:
+        """Keep ready pages until :meth:`end_offers`, as a request may be going to load them; False
+        if one is not ready any more. Nothing but other engines can come between."""
+        return True
+
+    def end_offers(self) -> None:
+        """Let go of what was offered. Loads that were issued hold their pages themselves."""
+
+    def counts(self) -> dict[str, int]:
+        """Counters since the last call, and gauges."""
+        found, self.evictions = {"evictions": self.evictions}, 0
+        return found
+
+    def close(self) -> None:
+        """Let go of the memory."""
 
     def _drop(self, page: Page) -> None:
         del self._pages[page.key]

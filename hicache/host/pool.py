@@ -20,7 +20,9 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.log import info_once
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.host import region
-from vllm_graft.hicache.pages.pool_shape import PoolShape
+from vllm_graft.hicache.host.byte_locks import ByteLocks
+from vllm_graft.hicache.host.shared_slots import SharedSlots, control_bytes
+from vllm_graft.hicache.pages.pool_shape import PoolShape, Sharing
 
 POPULATE_BYTES = 1 << 30
 """Most bytes of a shared region that one call makes present. Signals wait for the call to end."""
@@ -41,6 +43,8 @@ class HostPool:
         part: the bytes whose memory this process takes at once; None if it takes none.
         creates: whether this process creates the file, and deletes the ``orphans`` of killed
             engines. Exactly one process of the engine does.
+        sharing: set if other engines share the file. Then any process creates it, and the control
+            of its slots, ``shared``, lies behind the pages.
 
     Raises:
         GraftError: if there is not enough memory, or the file belongs to something else.
@@ -53,9 +57,9 @@ class HostPool:
         node: int | None = None,
         part: range | None = None,
         creates: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
-        self.shape = shape
-        self.name = name
+        self.shape, self.name, self.sharing = shape, name, sharing
         self.orphans = region.remove_orphans() if creates else 0
         self._pinned: list[int] = []
         self._fd = -1
@@ -63,11 +67,15 @@ class HostPool:
         if name is None:
             self._map = _map_private(shape.num_bytes)
         else:
-            open_region = region.create if creates else region.attach
-            self._fd = open_region(name, shape.num_bytes)
+            control = control_bytes(shape.num_slots) if sharing is not None else 0
+            size = shape.num_bytes + control
+            if sharing is not None:
+                self._fd = region.join(name, size, sharing.host_bytes)
+            else:
+                self._fd = region.create(name, size) if creates else region.attach(name, size)
             self._inode = os.fstat(self._fd).st_ino
-            self._map = mmap.mmap(self._fd, shape.num_bytes, flags=mmap.MAP_SHARED)
-            info_once(f"host KV cache: {shape.num_bytes >> 20} MiB in {region.SHM / name}")
+            self._map = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED)
+            info_once(f"host KV cache: {size >> 20} MiB in {region.SHM / name}")
         with contextlib.suppress(OSError, ValueError):
             # Huge pages cause fewer TLB misses. Kernels without them refuse, which does no harm.
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -76,17 +84,30 @@ class HostPool:
         self._view = memoryview(self._map)
         self._anchor: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
-        # The scheduler removes the file's name once all processes have mapped the file. If the
-        # engine ends before that, this finalizer removes it; it runs in multiprocessing's children
-        # too. If the engine is killed, the next one removes it as an orphan.
+        # The scheduler removes the file's name once all processes have mapped the file, unless it
+        # is shared. If the engine ends before that, this finalizer removes it; it runs in
+        # multiprocessing's children too. If the engine is killed, the next one removes it as an
+        # orphan.
+        self.shared: SharedSlots | None = None
         if name is not None:
-            Finalize(self, region.remove, (name, self._inode), exitpriority=0)
+            leave, told = (
+                (region.remove, self._inode) if sharing is None else (region.leave, self._fd)
+            )
+            self._leave = Finalize(self, leave, (name, told), exitpriority=0)
         if node is not None and part is not None:
             prefer_node(self.address + part.start, len(part), node)
         if name is not None and part is not None:
             try:
                 self._populate(part)
             except ConfigError:
+                self.close()
+                raise
+        if sharing is not None:
+            try:
+                self._populate(range(shape.num_bytes, size))
+                memory, locks = self._view[shape.num_bytes :], ByteLocks(self._fd)
+                self.shared = SharedSlots(memory, shape.num_slots, locks, sharing.engine)
+            except GraftError:
                 self.close()
                 raise
 
@@ -146,7 +167,9 @@ class HostPool:
         """Unpin and unmap the memory. All copies must have ended. A second call does nothing."""
         if self._anchor is None:
             return
-        if self.name is not None:
+        if self.shared is not None:
+            self.shared.close()
+        if self.name is not None and self.sharing is None:
             region.remove(self.name, self._inode)
         self.unpin()
         self._view.release()
@@ -157,6 +180,9 @@ class HostPool:
             self._map.close()
         if self._fd >= 0:
             os.close(self._fd)
+            self._leave.cancel()
+        if self.sharing is not None:
+            region.remove_unused(region.SHM / str(self.name))
 
 
 def _map_private(num_bytes: int) -> mmap.mmap:

@@ -1,14 +1,20 @@
 """The shared region: a file in ``/dev/shm`` that only the processes of one engine map. One process
 creates the file and locks it before it has a name. The others open it by that name. Every process
 holds a shared lock while it has the file mapped. So if a file is not locked, its engine was killed
-before it could remove the name. The next engine that starts deletes such files."""
+before it could remove the name. The next engine that starts deletes such files.
+
+A region that several engines share keeps its name. Any process creates it, and the last one that
+leaves deletes it.
+"""
 
 import contextlib
 import fcntl
 import os
 import re
 import stat
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError, GraftError
@@ -17,6 +23,7 @@ from vllm_graft.base.log import logger
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.config.nonce import REGION_PREFIX as PREFIX
 from vllm_graft.hicache.host.machine_memory import unclaimed_bytes
+from vllm_graft.hicache.host.shared_slots import HEAD_BYTES
 
 SHM = Path("/dev/shm")
 INCOMPLETE = ".new"
@@ -29,7 +36,7 @@ _OURS = re.compile(rf"{PREFIX}[0-9a-f]{{32}}({re.escape(INCOMPLETE)})?")
 _MODE = 0o600
 
 
-def create(name: str, num_bytes: int) -> int:
+def create(name: str, num_bytes: int, host_bytes: int = 0) -> int:
     """Create the region, in exactly one process of an engine, and return its descriptor.
 
     The descriptor has a shared lock, which a process that maps the file keeps until it unmaps it,
@@ -38,15 +45,18 @@ def create(name: str, num_bytes: int) -> int:
     Raises:
         ConfigError: if ``/dev/shm`` has not enough room.
         GraftError: if there is a file of this name already, or it cannot be created.
+        FileExistsError: if there is one, of :func:`join`, which gives ``host_bytes``.
     """
     try:
         _require_room(num_bytes)
         directory = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return _create(directory, name, num_bytes)
+            return _create(directory, name, num_bytes, host_bytes)
         finally:
             os.close(directory)
     except FileExistsError:
+        if host_bytes:
+            raise
         raise GraftError(
             f"{SHM / name} exists: another engine was started with the same VllmConfig. Make one "
             "for each engine."
@@ -60,24 +70,73 @@ def attach(name: str, num_bytes: int, seconds: float = OPEN_SECONDS) -> int:
     `GraftError` if the region does not appear within ``seconds``, or is not this engine's."""
     path = SHM / name
     end = time.monotonic() + seconds
-    while True:
-        try:
-            # O_NONBLOCK: a pipe of this name would block the call forever.
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            break
-        except FileNotFoundError:
-            if time.monotonic() > end:
-                raise _unusable(path, f"has not come within {seconds:.0f} s") from None
-        except OSError as error:
-            raise _unusable(path, f"cannot be opened: {error}") from None
+    while (fd := _open(path)) is None:
+        if time.monotonic() > end:
+            raise _unusable(path, f"has not come within {seconds:.0f} s")
         time.sleep(0.01)
     try:
-        if problem := _problem(fd, num_bytes):
+        problem = _problem(fd, num_bytes)
+        if problem is None and not _kept(fd):
+            problem = "was deleted: the process that created it has ended"
+        if problem:
             raise _unusable(path, problem)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def join(name: str, num_bytes: int, host_bytes: int, seconds: float = OPEN_SECONDS) -> int:
+    """Open the region that several engines share, or create it if none does; see :func:`create`.
+    Its head, the last bytes, begins with the pool's ``host_bytes``.
+
+    Raises:
+        ConfigError: if ``/dev/shm`` has not enough room, or the others have given other
+            ``host_bytes``.
+        GraftError: if a file of this name is not the region, or it is being made for too long.
+    """
+    path = SHM / name
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        remove_unused(path)
+        with contextlib.suppress(FileExistsError):
+            fd = _open(path)
+            if fd is None:
+                return create(name, num_bytes, host_bytes)
+            try:
+                problem = _problem(fd)
+                # Else it is being made or deleted.
+                if problem or (_kept(fd) and os.fstat(fd).st_nlink == 1):
+                    if not problem and (other := _head(fd)) != host_bytes:
+                        raise ConfigError(
+                            f"{flag('host_bytes')} is {host_bytes}, but the servers that share "
+                            f"{path} have {other}: give the same, or end them first."
+                        )
+                    if problem := problem or _problem(fd, num_bytes):
+                        raise _unusable(path, problem)
+                    return os.dup(fd)
+            finally:
+                os.close(fd)
+        time.sleep(0.01)
+    raise _unusable(path, f"is being made by another process for {seconds:.0f} s, or has two names")
+
+
+def leave(name: str, fd: int) -> None:
+    """Give up a region that several engines share, when this process ends without closing it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    remove_unused(SHM / name)
+
+
+def pools(prefix: str) -> Iterator[int]:
+    """The ``host_bytes`` of regions that engines share now, whose names begin with ``prefix``."""
+    for path in SHM.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _problem(fd) is None and not lock_descriptor(fd):
+                    yield _head(fd)
+            finally:
+                os.close(fd)
 
 
 def remove(name: str, inode: int | None = None) -> None:
@@ -95,14 +154,12 @@ def remove_orphans() -> int:
     removed = freed = 0
     for path in SHM.iterdir() if SHM.is_dir() else ():
         if _OURS.fullmatch(path.name):
-            with contextlib.suppress(OSError):
-                size = _remove_orphan(path)
-                removed += size is not None
-                freed += size or 0
+            size = remove_unused(path)
+            removed += size is not None
+            freed += size or 0
     if removed:
         logger.info(
-            "host KV cache: deleted %d region(s) with %d MiB in %s, of engines that were killed "
-            "while they started.",
+            "host KV cache: deleted %d region(s) with %d MiB in %s, of engines that were killed.",
             removed,
             freed >> 20,
             SHM,
@@ -110,8 +167,15 @@ def remove_orphans() -> int:
     return removed
 
 
-def _remove_orphan(path: Path) -> int | None:
+def remove_unused(path: Path) -> int | None:
     """Delete a region that no process has locked; return its bytes, or None if it was kept."""
+    try:
+        return _remove_unused(path)
+    except OSError:
+        return None
+
+
+def _remove_unused(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
@@ -135,11 +199,13 @@ def _require_room(num_bytes: int) -> None:
         )
 
 
-def _create(directory: int, name: str, num_bytes: int) -> int:
+def _create(directory: int, name: str, num_bytes: int, host_bytes: int) -> int:
     source = name + INCOMPLETE
     fd = _new(directory, source)
     try:
         os.ftruncate(fd, num_bytes)
+        if host_bytes:
+            os.pwrite(fd, host_bytes.to_bytes(8, sys.byteorder), num_bytes - HEAD_BYTES)
         os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         os.close(fd)
@@ -162,8 +228,19 @@ def _new(directory: int, name: str) -> int:
         os.close(fd)
 
 
-def _problem(fd: int, num_bytes: int) -> str | None:
-    """Lock an open file, and say why it is not the region of this engine; None if it is."""
+def _open(path: Path) -> int | None:
+    """Open a region; None if there is no such file."""
+    try:
+        # O_NONBLOCK: a pipe of this name would block the call forever.
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, f"cannot be opened: {error}") from None
+
+
+def _problem(fd: int, num_bytes: int | None = None) -> str | None:
+    """Why an open file cannot be a region of this user, of so many bytes; None if it can."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
@@ -171,12 +248,19 @@ def _problem(fd: int, num_bytes: int) -> str | None:
         return problem
     if stat.S_IMODE(status.st_mode) != _MODE:
         return f"has mode {stat.S_IMODE(status.st_mode):o} instead of {_MODE:o}"
-    if status.st_size != num_bytes:
+    if num_bytes not in (None, status.st_size):
         return f"has {status.st_size} bytes instead of {num_bytes}"
-    # Unlocked files are deleted by other engines: then the process that created it has ended.
-    if not lock_descriptor(fd, shared=True) or not os.fstat(fd).st_nlink:
-        return "was deleted: the process that created it has ended"
     return None
+
+
+def _kept(fd: int) -> bool:
+    """Lock an open file, so that it is not deleted; False if it was, as unlocked ones are."""
+    return lock_descriptor(fd, shared=True) and os.fstat(fd).st_nlink > 0
+
+
+def _head(fd: int) -> int:
+    """The ``host_bytes`` of a region that engines share; 0 of another file."""
+    return int.from_bytes(os.pread(fd, 8, max(0, os.fstat(fd).st_size - HEAD_BYTES)), sys.byteorder)
 
 
 def _unusable(path: Path, problem: str) -> GraftError:

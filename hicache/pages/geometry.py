@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -27,10 +29,13 @@ from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import REGION_PREFIX, nonce_of
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.layout import layer_order
-from vllm_graft.hicache.pages.pool_shape import PoolShape
+from vllm_graft.hicache.pages.pool_shape import PoolShape, Sharing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+SHARED_FORMAT = 1
+"""Version of how engines use a region that they share; others get another region."""
 
 _CONVERTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Kinds of K/V that can be kept as fp8."""
@@ -44,13 +49,14 @@ class Geometry:
     """Sizes and roles on which all processes of an engine agree.
 
     Attributes:
-        shared_name: name of the shared region's file, unique to this engine. Rank 0 creates the
-            file. None if one process uses the memory alone.
+        shared_name: name of the shared region's file, unique to this engine unless it is one of
+            ``sharing``. Rank 0 creates the file. None if one process uses the memory alone.
         replicas: number of consecutive ranks that hold the same KV, as all do with MLA. They share
             a shard, of which each writes a part.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
         convert_from: dtype of the device's K/V if the host keeps it as fp8, else None.
+        sharing: set if other engines use the same region.
         fails_blocks: whether vLLM can end just the requests that have read invalid blocks. With
             several groups it cannot tell which request a block belongs to. Nor can it recompute:
             Model Runner V2 does not set back the positions of a running request on the device.
@@ -65,6 +71,7 @@ class Geometry:
     handed_off: frozenset[int]
     fails_blocks: bool = False
     convert_from: torch.dtype | None = None
+    sharing: Sharing | None = None
 
     def shard_of(self, rank: int) -> int:
         """The shard that a rank reads. It and its replicas write it."""
@@ -97,18 +104,40 @@ class Geometry:
         handed_off = {
             g.index for g in groups if isinstance(specs[g.index].kv_cache_spec, MambaSpec)
         }
+        shape = PoolShape.fit(int(config.host_bytes), largest, shards)
+        name, sharing = None, None
+        if config.shared:
+            sharing = Sharing(_engine_id(transfer, parallel), int(config.host_bytes))
+            name = pool_prefix(config, vllm_config) + digest_of(shape.slot_bytes, shards)
+        elif not alone:
+            name = REGION_PREFIX + _engine_id(transfer, parallel).hex()
         return cls(
-            groups=groups, shape=PoolShape.fit(int(config.host_bytes), largest, shards),
-            shared_name=None if alone else _region_name(transfer, parallel),
-            num_workers=parallel.world_size, replicas=replicas,
-            zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing, handed_off=frozenset(handed_off),
+            groups=groups, shape=shape, shared_name=name, num_workers=parallel.world_size,
+            replicas=replicas, zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
+            handed_off=frozenset(handed_off),
             fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
-            convert_from=convert_from,
+            convert_from=convert_from, sharing=sharing,
         )  # fmt: skip
 
 
-def _region_name(transfer: Any, parallel: Any) -> str:
-    """The name of the shared region, which only the processes of this engine can derive."""
+def pool_prefix(config: HiCacheConfig, vllm_config: VllmConfig) -> str:
+    """The first part of the name of a region that engines share; the model need not be loaded. It
+    only keeps apart what had little use for each other's slots, by what no process changes while
+    it loads a model. Records of pages have the whole namespace."""
+    model: Any = vllm_config.model_config
+    named = [getattr(model, name, None) for name in ("model", "revision", "dtype")]
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return REGION_PREFIX + digest_of(*named, ranks, config.page_options)
+
+
+def digest_of(*parts: Any) -> str:
+    """16 hexadecimal digits of values, this user, and the form of shared regions."""
+    text = repr([SHARED_FORMAT, os.geteuid(), vllm.__version__, *parts])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _engine_id(transfer: Any, parallel: Any) -> bytes:
+    """The id of an engine, 16 bytes, which only its processes can derive."""
     nonce = nonce_of(transfer.kv_connector_extra_config)
     if nonce is None:
         raise ConfigError(
@@ -118,7 +147,7 @@ def _region_name(transfer: Any, parallel: Any) -> str:
         )
     # Data-parallel engines share one nonce; vLLM gives each its own id, which may be any text.
     engine = f"{nonce} {transfer.engine_id} {parallel.data_parallel_index}"
-    return REGION_PREFIX + hashlib.blake2b(engine.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(engine.encode(), digest_size=16).digest()
 
 
 def cached_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:

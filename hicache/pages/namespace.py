@@ -37,6 +37,7 @@ class Engine:
         kv_cache_config: vLLM's; None before the model is loaded.
         attention: see :func:`~vllm_graft.hicache.pages.engine_core.ask_attention`.
         layout: how the host lays pages out, and what else only a loaded model tells.
+        common: whether replicas of data parallelism have one namespace.
     """
 
     vllm_config: Any
@@ -45,6 +46,7 @@ class Engine:
     kv_cache_config: Any = None
     attention: Mapping[str, Sequence[str]] | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
+    common: bool = False
 
     def models(self) -> dict[str, Any]:
         """The configurations of the target and, if it has one, of the draft."""
@@ -163,6 +165,10 @@ def _device(engine: Engine) -> str:
     return str(current_platform.device_type)
 
 
+def _replica(engine: Engine) -> int | None:
+    return None if engine.common else engine.vllm_config.parallel_config.data_parallel_index
+
+
 def _pools(engine: Engine) -> list[Any]:
     return [
         [group.kv_cache_spec, group.kv_cache_spec.page_size_bytes, list(group.layer_names)]
@@ -215,7 +221,7 @@ INPUTS: tuple[Input, ...] = (
     Input("layout", "`VLLM_KV_CACHE_LAYOUT`", lambda engine: os.environ.get("VLLM_KV_CACHE_LAYOUT")),
     Input("options", "the connector's `kv_layout` and `host_dtype`", lambda engine: dict(engine.options)),
     Input("parallel sizes", "tensor, pipeline, context and expert parallelism", _field("parallel_config", *_PARALLEL)),
-    Input("replica", "the number of the data-parallel replica", _field("parallel_config", "data_parallel_index")),
+    Input("replica", "the number of the data-parallel replica, for storage", _replica),
     Input("states", "dtypes of recurrent states", _field("cache_config", "mamba_cache_dtype", "mamba_ssm_cache_dtype"), early=False),
     Input("pools", "kinds, sizes and layers of the pools", _pools, early=False),
     Input("hash blocks", "how many tokens a hash covers", _hash_blocks, early=False),

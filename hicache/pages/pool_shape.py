@@ -73,6 +73,19 @@ class PoolShape:
         return range(*(shard * self.shard_bytes + slot * self.slot_bytes for slot in slots))
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What tells the engines of a pool that several share.
+
+    Attributes:
+        engine: id of this engine, 16 bytes that only its processes can derive.
+        host_bytes: bytes of the pool as the user gave them, on which all engines agree.
+    """
+
+    engine: bytes
+    host_bytes: int
+
+
 def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
     """The least bytes of a page of a target or a draft on all ranks; 0 if its layers differ."""
     model = target_of(vllm_config)

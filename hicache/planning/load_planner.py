@@ -102,6 +102,7 @@ class LoadPlanner:
         for page in stored:
             # Later hits on the page count as hits in host memory.
             page.from_storage = False
+        self._stats.add("hit_pages_of_others", sum(page.of_other for page in pages))
         from_storage = tokens * len(stored) // max(1, len(pages))
         split = {CacheHitSource.DISK: from_storage, CacheHitSource.HOST: tokens - from_storage}
         state.sources = {source: count for source, count in split.items() if count}

@@ -116,6 +116,14 @@ class RequestState:
             if group.hit_policy is not HitPolicy.LAST_PAGE
         )
 
+    def needed(self, start: int, end: int) -> list[PageKey]:
+        """The keys of all pages that extend a prefix from ``start`` to ``end`` tokens."""
+        keys = []
+        for group in self.groups:
+            numbers = group.needed(start, end)
+            keys += self.keys[group.index][numbers.start : numbers.stop]
+        return keys
+
     def key_at(self, group: Group, tokens: int) -> PageKey | None:
         """The key of a group's page that ends at ``tokens``; None if there is no such page."""
         block = tokens // group.block_tokens - 1

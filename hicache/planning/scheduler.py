@@ -50,7 +50,8 @@ class HiCacheScheduler:
             StorageReads(tier, geometry, index, self.cost, self.stats) if tier else None
         )
         self._states: dict[str, RequestState] = {}
-        self._salt = self._adapter_salt = b""
+        # K/V of adapters is this engine's alone, as another one's may have other weights.
+        self._salt, self._adapter_salt = b"", os.urandom(SALT_BYTES)
         self._loads = LoadPlanner(geometry, index, self.controller, self.stats)
         self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
@@ -98,10 +99,14 @@ class HiCacheScheduler:
         reads = self.storage_reads
         if reads is not None and not reads.may_run(state, bool(self._running)):
             return None, False
+        self.index.look()
         end = self._longest(state, computed, self._limit(request))
         if end <= computed:
             return 0, False
-        state.chosen = chosen = self._choose(state, computed, end)
+        chosen = self._choose(state, computed, end)
+        if chosen is not None and not self.index.offer(state.needed(computed, chosen.end)):
+            chosen = None
+        state.chosen = chosen
         return (0, False) if chosen is None else (chosen.end - computed, not chosen.layerwise)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -191,6 +196,7 @@ class HiCacheScheduler:
         )
 
     def build(self, output: SchedulerOutput) -> HiCacheMetadata:
+        self.index.end_offers()
         stores, fences = self._surviving(output), self._fences(output)
         metadata = self._loads.take()
         metadata.early_stores, metadata.fences = stores, fences
@@ -247,7 +253,8 @@ class HiCacheScheduler:
         """Forget every page, and store new ones where no other engine finds them. A cache is reset
         because its pages are no longer right, so the namespace may not be either."""
         self._forget()
-        return self.storage_reads is None or self.storage_reads.reset()
+        emptied = self.index.empty()
+        return (self.storage_reads is None or self.storage_reads.reset()) and emptied
 
     def changed(self, change: Change) -> None:
         """Find no page of before the change any more; see :class:`Change`. Pages that are in
@@ -279,6 +286,7 @@ class HiCacheScheduler:
     def close(self) -> None:
         if self.storage_reads is not None:
             self.storage_reads.tier.close()
+        self.index.close()
 
     def take_stats(self) -> HiCacheStats | None:
         """Counters since the last call, and current gauges; None if nothing was counted."""
@@ -290,11 +298,11 @@ class HiCacheScheduler:
             "free_pages": self.index.num_free,
             "jobs": len(self.controller.jobs),
             **self.cost.learned(),
-            "evictions": self.index.evictions,
+            **self.index.counts(),
             "declined_stores": self.controller.declined_stores,
         }
         self.stats.reset()
-        self.index.evictions = self.controller.declined_stores = 0
+        self.controller.declined_stores = 0
         if self.storage_reads is not None:
             data["write_queue"] = self.storage_reads.tier.write_queue
         return HiCacheStats(data=data)

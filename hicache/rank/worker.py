@@ -93,6 +93,7 @@ class HiCacheWorker:
             node,
             geometry.memory_of(self._rank),
             creates=self._rank == 0,
+            sharing=geometry.sharing,
         )
         shard = HostShard.of(self._pool, self._shard)
         self._unhooked = frozenset(
@@ -138,6 +139,7 @@ class HiCacheWorker:
             "slots": shape.num_slots,
             "slot_bytes": shape.slot_bytes,
             "ranks_of_a_page": self._geometry.replicas,
+            "shared": self._geometry.sharing is not None,
             "orphaned_regions": self._pool.orphans if self._pool is not None else 0,
             "strided_copies": self._engine is not None and self._engine.strided,
             "staged_loads": self._engine is not None and self._engine.staged,

@@ -23,7 +23,8 @@ from vllm_graft.hicache.cache_part import CACHE
 from vllm_graft.hicache.cache_refusals import parse_connectors
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host import machine_memory as memory
-from vllm_graft.hicache.pages import namespace
+from vllm_graft.hicache.host import region
+from vllm_graft.hicache.pages import geometry, namespace
 from vllm_graft.hicache.pages.pool_shape import PAGE, least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
@@ -594,6 +595,36 @@ def test_what_leaves_vllm_no_memory_is_refused(
     elsewhere = _stored(path="") | {"host_bytes": "65GiB"}
     assert _accepted(_engine(elsewhere, data_parallel_backend="ray"))
     assert _accepted(_engine(elsewhere, data_parallel_size_local=0))
+
+
+def test_shared_memory_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_refusals, "machine_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(cache_refusals, "filesystem_bytes", lambda path: 48 * GIB)
+    monkeypatch.setattr(geometry, "pool_prefix", lambda *_: "pool")
+    monkeypatch.setattr(region, "pools", lambda prefix: [40 * GIB] if prefix == "pool" else [])
+    both = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+    assert _refusal({"host_bytes": "40GiB"}, **both)
+    shared = {"host_bytes": "40GiB", "shared": True}
+    assert _accepted(_engine(shared, **both))
+    assert "/dev/shm has 48.0 GiB" in _refusal(shared | {"host_bytes": "50GiB"}, **both)
+    assert _refusal(shared | {"host_bytes": "41GiB"}) == (
+        f"{FLAG}.host_bytes is {41 * GIB}, but servers that share host memory for this model have "
+        f"{40 * GIB}. It is one region: give {FLAG}.host_bytes={40 * GIB}, or end them first."
+    )
+    assert _accepted(_engine(shared | {"host_bytes": "41GiB"}, data_parallel_backend="ray"))
+    assert _accepted(_engine({"host_bytes": "41GiB"}))
+
+
+def test_shared_memory_has_one_order_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometry, "pool_prefix", lambda *_: "pool of nobody")
+    shared = {"host_bytes": "64MiB", "shared": True}
+    assert "eviction is arc, and shared memory has lru" in _refusal(shared | {"eviction": "arc"})
+    trained = _engine(shared)
+    trained.weight_transfer_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"--weight-transfer-config is given.*drop .*\.shared"):
+        _accepted(trained)
+    trained.kv_transfer_config.kv_connector_extra_config = {"host_bytes": "64MiB"}
+    assert _accepted(trained)
 
 
 @pytest.mark.parametrize(

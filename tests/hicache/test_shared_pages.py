@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,12 +24,14 @@ from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer, share_of
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
-from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape, Sharing
 from vllm_graft.hicache.rank.worker import HiCacheWorker
 
 Pairs = dict[int, list[tuple[int, int]]]
@@ -85,10 +88,13 @@ def test_ranks_allocate_all_memory_between_them(replicas: int) -> None:
 class Engine:
     """Ranks of one engine, which map a region; pairs of them hold the same K/V."""
 
-    def __init__(self, name: str) -> None:
-        self.geometry = geometry(name, replicas=2)
+    def __init__(self, name: str, sharing: Sharing | None = None) -> None:
+        self.geometry = replace(geometry(name, replicas=2), sharing=sharing)
         self.ranks = [HiCacheWorker(self.geometry, rank, BLOCKS) for rank in range(RANKS)]
-        self.index = HostIndex(SLOTS, LruPolicy(SLOTS), {0: PAGE})
+        self.index: HostIndex = HostIndex(SLOTS, LruPolicy(SLOTS), {0: PAGE})
+        if sharing is not None:
+            pool = HostPool(self.geometry.shape, name, sharing=sharing)
+            self.index = SharedIndex(pool, bytes(16), {0: PAGE})
         self.controller = HybridCacheController((GROUP,), self.index, RANKS)
         self.caches = []
         for rank, worker in enumerate(self.ranks):
@@ -103,6 +109,11 @@ class Engine:
         for rank, worker in enumerate(self.ranks):
             with mock.patch("ctypes.memmove") if rank == forgets else contextlib.nullcontext():
                 worker.store(HiCacheMetadata(stores=[operation]))
+
+    def close(self) -> None:
+        for worker in self.ranks:
+            worker.close()
+        self.index.close()
 
     def report(self, rank: int) -> None:
         self.ranks[rank].results(HiCacheMetadata())
@@ -127,8 +138,7 @@ def engine() -> Iterator[Engine]:
     name = region.PREFIX + secrets.token_hex(16)
     found = Engine(name)
     yield found
-    for worker in found.ranks:
-        worker.close()
+    found.close()
     region.remove(name)
 
 
@@ -146,6 +156,24 @@ def test_a_page_is_read_once_every_rank_has_reported(engine: Engine, count: int)
     written = [worker.counters().get("store_bytes", 0) for worker in engine.ranks]
     assert sum(written[:2]) == sum(written[2:]) == count * PAGE
     assert count == 1 or min(written) == count * PAGE // 2
+
+
+def test_ranks_of_two_engines_share_pages() -> None:
+    """A page is the other engine's once every rank of the first has reported its share."""
+    name = region.PREFIX + secrets.token_hex(16)
+    one, other = (Engine(name, Sharing(bytes([number]) * 16, 1)) for number in (1, 2))
+    one.store(KEYS)
+    for rank in range(RANKS):
+        other.index.look()
+        assert other.controller.load([(key, 0) for key in KEYS], "a") is None
+        one.report(rank)
+    other.index.look()
+    assert all(other.loaded(KEYS, rank) for rank in range(RANKS))
+    one.close()
+    assert other.index.counts()["sharing_engines"] == 2
+    assert other.controller.load([(key, 0) for key in KEYS], "b") is not None
+    other.close()
+    assert not (region.SHM / name).exists()
 
 
 def test_a_share_that_fails_leaves_no_page(engine: Engine) -> None:

@@ -126,10 +126,8 @@ class Prefetcher:
 
     def _begin(self, key: PageKey) -> Load | None:
         """Begin a load; None if there is no room, or another copy is bringing the page."""
-        pages = None
-        if self._index.get(key) is None:
-            pages = self._index.reserve([key], from_storage=True)
-        if pages is None:
+        pages = self._index.reserve([key], from_storage=True)
+        if not pages:
             return None
         load = self._loads[key] = Load(pages[0], self._parts(pages[0]))
         self.bytes_in_flight += _bytes(load)

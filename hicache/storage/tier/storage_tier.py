@@ -151,6 +151,7 @@ class StorageTier:
             self.backend.close()
         else:
             logger.warning("host KV cache: storage hangs; it is left as it is at shutdown.")
+        self._index.close()
         self._pool.close()
 
     def _clear(self) -> None:
@@ -159,9 +160,10 @@ class StorageTier:
         self._cleared = self.backend.clear()
 
     def _write(self, page: Page) -> None:
-        self._index.hold([page])
-        if not self._writer.submit((page, self._parts(page))):
-            self._index.release([page])
+        # Another engine may have evicted it already.
+        held = self._index.hold([page.key])
+        if held is None or not self._writer.submit((held[0], self._parts(held[0]))):
+            self._index.release(held or ())
             self.declined += 1
 
     def _parts(self, page: Page) -> Parts:

@@ -12,7 +12,7 @@ from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import KEY, Nonce, nonce_of, stamp, without_nonce
-from vllm_graft.hicache.pages.geometry import _region_name
+from vllm_graft.hicache.pages.geometry import _engine_id, pool_prefix
 from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
 FLAG = "--kv-transfer-config.kv_connector_extra_config"
@@ -65,7 +65,7 @@ def _multi(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(config: Any) -> str:
-    return _region_name(config.kv_transfer_config, config.parallel_config)
+    return _engine_id(config.kv_transfer_config, config.parallel_config).hex()
 
 
 def test_each_configuration_has_a_nonce_of_its_own_also_from_one_object_of_the_users() -> None:
@@ -103,6 +103,24 @@ def test_engines_of_data_parallelism_have_regions_of_their_own() -> None:
     names = [_name(found) for found in (config, other, third)]
     assert len(set(names)) == 3
     assert not any(set(name) & set("/.\0") for name in names)
+
+
+def test_engines_share_memory_by_what_their_pages_are() -> None:
+    """Replicas and servers of one model, whatever their ids are; and each knows itself."""
+
+    def prefix(config: Any) -> str:
+        return pool_prefix(HiCacheConfig.parse(_extra(config)), config)
+
+    config, other = _config(transfer(shared=True)), _config(transfer(shared=True, load="async"))
+    replica = copy.deepcopy(config)
+    replica.parallel_config.data_parallel_index = 2
+    assert prefix(config) == prefix(replica) == prefix(other)
+    assert len({_name(config), _name(replica), _name(other)}) == 3
+    assert prefix(config) != prefix(_config(transfer(shared=True, kv_layout="BLHNC")))
+    replica.cache_config.cache_dtype = "fp8"  # As a worker does while it loads a model.
+    assert prefix(config) == prefix(replica)
+    replica.parallel_config.tensor_parallel_size = 2
+    assert prefix(config) != prefix(replica)
 
 
 def test_connectors_below_a_multi_connector_have_regions_of_their_own() -> None:

@@ -248,7 +248,7 @@ def test_a_start_that_fails_leaves_no_file(name: str) -> None:
     """This holds if the scheduler's side cannot be made, and if a rank ends before that."""
     rank = HostPool(SHAPE, name, creates=True)
     assert (region.SHM / name).exists()
-    geometry = SimpleNamespace(shared_name=name)
+    geometry = SimpleNamespace(shared_name=name, sharing=None)
     with pytest.raises(AttributeError, match="shape"):
         setup.make_scheduler(None, geometry, None, None)  # type: ignore[arg-type]
     assert not (region.SHM / name).exists()

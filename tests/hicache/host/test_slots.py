@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.host_cache.dying_engines import Machine
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.eviction import ArcPolicy, EvictionPolicy, Key, LruPolicy
 from vllm_graft.hicache.host.free_slots import FreeSlots, facing
@@ -120,9 +121,14 @@ def _key(number: int, pool: int = 0) -> PageKey:
     return PageKey(number.to_bytes(4, "big"), pool)
 
 
-def _controller(slots: int, workers: int = 1) -> HybridCacheController:
+def _controller(slots: int, workers: int = 1, shared: bool = False) -> HybridCacheController:
     index = HostIndex(slots, LruPolicy(slots), {0: 4096, 1: 4096})
+    if shared:
+        index = Machine(slots).start().index
     return HybridCacheController(GROUPS, index, workers)
+
+
+both_pools = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 
 
 def _done(controller: HybridCacheController, operation: CacheOperation | None) -> None:
@@ -130,8 +136,9 @@ def _done(controller: HybridCacheController, operation: CacheOperation | None) -
     controller.report({operation.ids[0]: 1}, {})
 
 
-def test_pools_are_reserved_together_or_not_at_all() -> None:
-    controller = _controller(slots=3)
+@both_pools
+def test_pools_are_reserved_together_or_not_at_all(shared: bool) -> None:
+    controller = _controller(slots=3, shared=shared)
     four = [(_key(0), 10), (_key(1), 11), (_key(0, 1), 12), (_key(1, 1), 13)]
     assert controller.store(four) is None
     assert controller.index.num_free == 3
@@ -142,8 +149,9 @@ def test_pools_are_reserved_together_or_not_at_all() -> None:
     assert {transfer.group: len(transfer) for transfer in operation.transfers} == {0: 2, 1: 1}
 
 
-def test_pages_are_offered_once_every_rank_has_copied() -> None:
-    controller = _controller(slots=2, workers=2)
+@both_pools
+def test_pages_are_offered_once_every_rank_has_copied(shared: bool) -> None:
+    controller = _controller(slots=2, workers=2, shared=shared)
     operation = controller.store([(_key(0), 10)])
     assert operation is not None
     controller.report({operation.ids[0]: 1}, {})
@@ -154,20 +162,22 @@ def test_pages_are_offered_once_every_rank_has_copied() -> None:
     assert controller.index.has(_key(0))
 
 
-def test_what_is_being_loaded_is_not_evicted() -> None:
-    controller = _controller(slots=1)
+@both_pools
+def test_what_is_being_loaded_is_not_evicted(shared: bool) -> None:
+    controller = _controller(slots=1, shared=shared)
     _done(controller, controller.store([(_key(0), 10)]))
     load = controller.load([(_key(0), 20)], "r")
     assert controller.store([(_key(1), 11)]) is None
     _done(controller, load)
     assert controller.store([(_key(1), 11)]) is not None
     assert not controller.index.has(_key(0))
-    assert controller.index.evictions == 1
+    assert controller.index.counts()["evictions"] == 1
 
 
+@both_pools
 @pytest.mark.parametrize("direction", list(Direction))
-def test_failed_pages_are_forgotten(direction: Direction) -> None:
-    controller = _controller(slots=1)
+def test_failed_pages_are_forgotten(direction: Direction, shared: bool) -> None:
+    controller = _controller(slots=1, shared=shared)
     operation = controller.store([(_key(0), 10)])
     if direction is Direction.LOAD:
         _done(controller, operation)
@@ -207,8 +217,9 @@ def test_fences_name_the_stores_that_read_a_block() -> None:
     assert controller.jobs_reading([10, 11]) == set()
 
 
-def test_a_cancelled_store_leaves_nothing() -> None:
-    controller = _controller(slots=1)
+@both_pools
+def test_a_cancelled_store_leaves_nothing(shared: bool) -> None:
+    controller = _controller(slots=1, shared=shared)
     operation = controller.store([(_key(0), 10)])
     assert operation is not None
     controller.cancel(operation)

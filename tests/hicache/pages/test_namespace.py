@@ -1,5 +1,6 @@
 """Any change that gives a page another meaning gives it another namespace."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,6 +257,15 @@ def test_one_input_alone_makes_another_namespace(
     assert namespace(changed) != whole
     [row] = [row for row in INPUTS if row.name == name]
     assert (namespace_start(changed) != start) == row.early
+
+
+def test_replicas_have_one_namespace_in_shared_memory(checkpoint: Path) -> None:
+    """Storage has one for each, as one engine at a time has a namespace of it open."""
+    one = engine(checkpoint)
+    other = replace(one, vllm_config=copy.deepcopy(one.vllm_config))
+    other.vllm_config.parallel_config.data_parallel_index = 3
+    assert namespace(one) != namespace(other)
+    assert namespace(replace(one, common=True)) == namespace(replace(other, common=True))
 
 
 def test_the_docs_list_every_input() -> None:

@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.host_cache.dying_engines import Machine
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex
@@ -28,13 +29,32 @@ BLOCKS = 4
 TOKENS = 16 * BLOCKS
 
 
+NOTHING: dict[str, Any] = {
+    "kv_connector_block_state": None,
+    "num_scheduled_tokens": {},
+    "total_num_scheduled_tokens": 0,
+    "new_block_ids_to_zero": None,
+    "scheduled_new_reqs": [],
+    "scheduled_cached_reqs": SimpleNamespace(new_block_ids=[]),
+    "kv_cache_block_copies": None,
+}
+"""The output of a step of vLLM's scheduler in which nothing runs."""
+
+
 class Engine:
     """The scheduler's side, with one request at a time of four full blocks."""
 
-    def __init__(self, load: str = "async", page_bytes: int = 4096, slots: int = 32) -> None:
+    def __init__(
+        self,
+        load: str = "async",
+        page_bytes: int = 4096,
+        slots: int = 32,
+        index: HostIndex | None = None,
+    ) -> None:
         shape, group = PoolShape(slots, page_bytes, 1), replace(GROUP, page_bytes=page_bytes)
         geometry = Geometry((group,), shape, None, 1, 1, False, frozenset())
-        index = HostIndex(slots, LruPolicy(slots), {0: page_bytes})
+        if index is None:
+            index = HostIndex(slots, LruPolicy(slots), {0: page_bytes})
         config = HiCacheConfig.parse({"host_bytes": "128KiB", "load": load})
         self.scheduler = HiCacheScheduler(config, geometry, index, speculative=False)
         self.requests = 0
@@ -62,13 +82,12 @@ class Engine:
             get_block_ids=lambda _: [list(range(1, BLOCKS + 1))], boundary_state_offloads={}
         )
         output: Any = SimpleNamespace(
-            kv_connector_block_state=tables,
-            num_scheduled_tokens={request.request_id: TOKENS},
-            total_num_scheduled_tokens=TOKENS,
-            new_block_ids_to_zero=None,
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-            kv_cache_block_copies=None,
+            **NOTHING
+            | {
+                "kv_connector_block_state": tables,
+                "num_scheduled_tokens": {request.request_id: TOKENS},
+                "total_num_scheduled_tokens": TOKENS,
+            }
         )
         metadata: HiCacheMetadata = self.scheduler.build(output)
         return [*metadata.early_stores, *metadata.stores]
@@ -245,6 +264,58 @@ def test_a_load_is_free_beside_a_prompt_that_takes_longer(tokens: int | None) ->
     loads = engine.join()
     assert bool(loads.sync_loads) == (tokens == 16_384)
     assert bool(loads.async_loads) == (tokens != 16_384)
+
+
+@pytest.fixture
+def sharing() -> Iterator[tuple[Engine, Engine, HostIndex]]:
+    """Two engines and another index of a pool with room for one prompt, which the first has."""
+    with Machine(BLOCKS) as machine:
+        indices = [machine.start().index for _ in range(3)]
+        one, other = (Engine(slots=BLOCKS, index=index) for index in indices[:2])
+        one.fill()
+        yield one, other, indices[2]
+
+
+FRESH = [PageKey(bytes([100 + number]) * 32, 0) for number in range(BLOCKS)]
+
+
+def test_an_offer_of_shared_pages_stays_until_its_step_is_built(
+    sharing: tuple[Engine, Engine, HostIndex],
+) -> None:
+    _, other, third = sharing
+    request, blocks = other.request(), list(range(1, BLOCKS + 1))
+    assert other.begin(request) == TOKENS
+    assert third.reserve(FRESH) is None
+    tables: Any = SimpleNamespace(get_block_ids=lambda: [blocks])
+    other.scheduler.allocated(request, tables, TOKENS)
+    loads = other.scheduler._loads._next.async_loads
+    other.step(request)
+    # The load holds its pages until it has ended.
+    assert third.reserve(FRESH) is None
+    other.ended(loads)
+    other.begin(other.request())
+    other.step(request)
+    # An offer that was not taken ends with its step.
+    assert third.reserve(FRESH) is not None
+
+
+def test_who_shares_is_told_of_resets_and_not_of_weights(
+    sharing: tuple[Engine, Engine, HostIndex],
+) -> None:
+    one, other, _ = sharing
+    one.scheduler.changed(Change.WEIGHTS)
+    assert one.begin(one.request()) == 0
+    assert other.offered() == TOKENS
+    other.scheduler.build(SimpleNamespace(**NOTHING))  # type: ignore[arg-type]
+    assert one.scheduler.reset()
+    assert other.offered() == 0
+
+
+def test_adapters_share_no_pages(sharing: tuple[Engine, Engine, HostIndex]) -> None:
+    one, other, _ = sharing
+    one.fill(lora=True)
+    assert one.offered(lora=True) == TOKENS
+    assert other.offered(lora=True) == 0
 
 
 SECONDS = 0.005

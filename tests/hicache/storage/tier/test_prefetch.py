@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.host_cache.dying_engines import Machine
 from tests.support.host_cache.prefetches import wait_for
 from tests.support.host_cache.third_stores import GoodStore
 from vllm_graft.hicache.host.eviction import LruPolicy
@@ -58,9 +59,13 @@ class Store(GoodStore):
 class Bench:
     """A store, an index and a prefetcher whose clock is set by hand."""
 
-    def __init__(self, slots: int = 40, threads: int = 2, budget: int = 1 << 20) -> None:
+    def __init__(
+        self, slots: int = 40, threads: int = 2, budget: int = 1 << 20, shared: bool = False
+    ) -> None:
         self.store, self.now, self.slots = Store(KEYS), 0.0, slots
         self.index = HostIndex(slots, LruPolicy(slots), {0: PAGE})
+        if shared:
+            self.index = Machine(slots).start().index
         self.buffers = [memoryview(bytearray(PAGE)) for _ in range(slots)]
         self.prefetcher = Prefetcher(
             self.store,
@@ -94,12 +99,12 @@ class Bench:
             assert self.store.begun.acquire(timeout=30)
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Bench]]:
+@pytest.fixture(params=["private", "shared"])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
     def build(**options: int) -> Bench:
-        benches.append(Bench(**options))
+        benches.append(Bench(**options, shared=request.param == "shared"))
         return benches[-1]
 
     yield build

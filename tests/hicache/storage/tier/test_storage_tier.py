@@ -1,5 +1,6 @@
 """Storage below the host pool: pages of several shards, resets, and writes that cannot be kept."""
 
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -10,14 +11,16 @@ import pytest
 
 from tests.support.host_cache.third_stores import raising
 from vllm_graft.hicache.config.cache_config import PrefetchConfig
+from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.eviction import LruPolicy
 from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.host.pool import HostPool
+from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey
-from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
+from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape, Sharing
 from vllm_graft.hicache.planning.storage_reads import StorageReads
 from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
@@ -30,11 +33,16 @@ GROUP = Group(0, 16, 1, HitPolicy.ALL_PAGES, 0, SIZE, ("layers.0",))
 
 
 class _Rig:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shared: bool = False) -> None:
         shape = PoolShape(SLOTS, PAGE, SHARDS)
         self.geometry = Geometry((GROUP,), shape, None, SHARDS, 1, False, frozenset())
-        self.index = HostIndex(SLOTS, LruPolicy(SLOTS), {0: SIZE})
-        self.pool = HostPool(shape)
+        if shared:
+            name, sharing = region.PREFIX + secrets.token_hex(16), Sharing(b"engine".ljust(16), 1)
+            self.pool = HostPool(shape, name, sharing=sharing)
+            self.index = SharedIndex(self.pool, b"n" * 16, {0: SIZE})
+        else:
+            self.pool = HostPool(shape)
+            self.index: HostIndex = HostIndex(SLOTS, LruPolicy(SLOTS), {0: SIZE})
         options = {"path": str(folder), "max_bytes": "16MiB"}
         self.backend = SegmentsBackend(b"n" * 16, options)
         self.tier = StorageTier(
@@ -56,7 +64,11 @@ class _Rig:
         self.tier.store([self.keep(number) for number in numbers])
         self.settle()
         if forget:
-            self.index.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        self.index.clear()
+        assert self.index.empty()
 
     def hang(self, patch: pytest.MonkeyPatch, name: str) -> tuple[threading.Event, threading.Event]:
         """Let a call of the store set the first event, and wait for the second."""
@@ -100,9 +112,9 @@ def _content(number: int, shard: int) -> bytes:
     return bytes([number, shard]) * (SIZE // 2)
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[_Rig]:
-    made = _Rig(tmp_path)
+@pytest.fixture(params=["private", "shared"])
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[_Rig]:
+    made = _Rig(tmp_path, shared=request.param == "shared")
     yield made
     made.tier.close()
 
@@ -110,7 +122,7 @@ def rig(tmp_path: Path) -> Iterator[_Rig]:
 def test_shards_come_back_together(rig: _Rig) -> None:
     rig.store(*range(3))
     assert rig.tier.written == 3
-    rig.index.clear()
+    rig.forget()
     assert rig.tier.contains([_key(0), _key(9)]) == {_key(0): True, _key(9): False}
     operation = rig.fetch(0, 1, 2)
     assert operation.loaded == 3
@@ -175,20 +187,25 @@ def test_volatile_pages_stay_in_memory(rig: _Rig) -> None:
     assert not rig.tier.contains([_key(0)])[_key(0)]
 
 
+def _holds(rig: _Rig) -> int:
+    page = rig.index.get(_key(0))
+    return page.holds if page is not None else -1
+
+
 def test_pages_are_held_while_they_are_written(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     _, gate = rig.hang(monkeypatch, "write")
     page = rig.keep(0)
     rig.tier.store([page])
-    assert page.holds == 1
+    assert _holds(rig) == 1
     assert rig.index.reserve([_key(number) for number in range(1, SLOTS + 1)]) is None
     gate.set()
     rig.settle()
-    assert page.holds == 0
+    assert _holds(rig) == 0
 
 
 def test_nothing_written_before_a_reset_is_read_after_it(rig: _Rig) -> None:
     rig.tier.store([rig.keep(number) for number in range(4)])
-    rig.index.clear()
+    rig.forget()
     assert rig.tier.reset()
     rig.settle()
     assert not any(rig.tier.contains([_key(number) for number in range(4)]).values())
@@ -261,7 +278,7 @@ def test_a_reset_does_not_wait_for_storage_that_hangs(
         assert begun.wait(20)
     else:
         rig.settle()
-    rig.index.clear()
+    rig.forget()
     assert not rig.tier.reset()
     assert not rig.tier.reset(), "a second one waits for the same"
     # Until storage has forgotten its pages, nothing is offered and nothing is kept.

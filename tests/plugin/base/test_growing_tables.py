@@ -22,7 +22,7 @@ COMMANDS = (
 
 BOUNDED = {
     "An entry per class, name, metric or place of the code.": """
-        plugin/base/counters.py:Counters._values plugin/base/info.py:._counted
+        plugin/base/metric.py:Counters._values plugin/base/info.py:._counted
         plugin/base/info.py:._declined plugin/base/info.py:._providers
         plugin/hooks/manager.py:Manager._configured plugin/hooks/manager.py:Manager._hooks
         plugin/hooks/manager.py:Manager._plugins plugin/hooks/manager.py:Manager.broken
@@ -48,6 +48,7 @@ BOUNDED = {
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
         plugin/base/log.py:Once._said""",
     "Filled at the start, from the model's layers and the configuration.": """
+        spec_decode/heads/head_weights.py:HeadWeights._parameters
         plugin/seams/permission.py:Seen.flags plugin/seams/permission.py:Seen.rows
         spec_decode/targets/dense/two_pass.py:KernelChoice.costs
         spec_decode/targets/dense/two_pass.py:KernelChoice.used
@@ -70,6 +71,8 @@ BOUNDED = {
         spec_decode/counts/tree_metrics.py:TreeWatch._nodes
         spec_decode/tuning/acceptance.py:_DeepPaths._paths
         spec_decode/tuning/copied_texts.py:CopiedTexts._texts
+        plugin/learn/yields.py:Yields.by_nodes
+        spec_decode/heads/head_weights.py:HeadWeights._read
         spec_decode/tuning/step_times.py:StepTimes._kept
         spec_decode/tuning/step_times.py:StepTimes._seen
         spec_decode/tuning/step_times.py:StepTimes._measured
@@ -130,7 +133,12 @@ BOUNDED = {
         hicache/host/eviction.py:ArcPolicy._gone_once
         hicache/host/eviction.py:ArcPolicy._often hicache/host/eviction.py:ArcPolicy._once
         hicache/host/eviction.py:LruPolicy._order
-        hicache/planning/store_planner.py:TouchCounter._counts""",
+        hicache/planning/store_planner.py:TouchCounter._counts
+        hicache/host/shared_index.py:SharedIndex._key_of
+        hicache/host/shared_index.py:SharedIndex._offered
+        hicache/host/shared_index.py:SharedIndex._ours
+        hicache/host/shared_index.py:SharedIndex._read
+        hicache/host/shared_index.py:SharedIndex._slot_of""",
     "An entry per page, file or neighbour of the storage, within its max_bytes.": """
         hicache/storage/segments/directory.py:Directory._seen
         hicache/storage/segments/recovery.py:Recovered.entries

@@ -67,7 +67,8 @@ def reason_of(error: BaseException) -> str:
     except Exception:  # A third party's __str__.
         text = ""
     if len(text) > 4 * _SHOWN:
-        text = text[: 4 * _SHOWN] + "..."
+        # What is wrong often stands at the end.
+        text = f"{text[: 2 * _SHOWN]} ... {text[-2 * _SHOWN :]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -62,6 +62,12 @@ class RankAnswers:
     ranks: list[dict[str, Any]]
 
 
+def _cause(log: str) -> str:
+    """What a log says of a failure: the first traceback, which is a worker's, and the end."""
+    first = max(0, log.find("Traceback"))
+    return f"{log[first : first + 6000]}\n...\n{log[-2000:]}"
+
+
 def ask(
     folder: Path,
     questions: Questions,
@@ -93,7 +99,7 @@ def ask(
             status = -1
         finally:
             _end(process.pid)
-    assert status == 0, log.read_text()[-4000:]
+    assert status == 0, _cause(log.read_text())
     found: RankAnswers = pickle.loads(answered.read_bytes())
     return found
 

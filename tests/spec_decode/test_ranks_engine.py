@@ -134,6 +134,7 @@ def test_a_chain_of_stock_s_is_told_its_length_on_two_ranks(pair: Pair, tmp_path
         (families.experts, "auto"),
         (families.dspark, "fixed"),
         (families.windows, "fixed"),
+        (families.sinks, "fixed"),
         (families.grammars, "auto"),
         (families.ngrams, "fixed"),
         (families.ngrams_alone, "auto"),
@@ -152,7 +153,8 @@ def test_families_agree_on_two_ranks(
     found = rank_answers.ask(tmp_path, Questions(engine, family.predict(expected)), cuda=False)
     assert found.rounds == [expected]
     assert compared_trees(found) > 0
-    assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
+    if family.accepts:
+        assert found.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
 LENGTH = 64

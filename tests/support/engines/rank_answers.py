@@ -63,9 +63,9 @@ class RankAnswers:
 
 
 def _cause(log: str) -> str:
-    """What a log says of a failure: the first traceback, which is a worker's, and the end."""
-    first = max(0, log.find("Traceback"))
-    return f"{log[first : first + 6000]}\n...\n{log[-2000:]}"
+    """What a log says of a failure: errors, of which the first is a worker's, and the end."""
+    errors = [line for line in log.splitlines() if "Error: " in line]
+    return "\n".join([*errors[:4], "...", log[-3000:]])
 
 
 def ask(

@@ -136,7 +136,9 @@ def windows(folder: Path, pair: Pair) -> Family:
 
 def sinks(folder: Path, pair: Pair) -> Family:
     """Windows, sinks and experts; the head is random."""
-    target, draft = write_gpt_oss(folder / "target"), write_eagle3(folder / "draft")
+    # VLLM's gpt-oss has no copies of K/V heads, so that each rank needs one of its own.
+    target = write_gpt_oss(folder / "target", num_key_value_heads=2)
+    draft = write_eagle3(folder / "draft")
     requests = greedily(PROMPTS, logprobs=None)
     options = {"block_size": BLOCK, "skip_tokenizer_init": True}
     return Family(target, eagle(draft), requests, options, accepts=False)

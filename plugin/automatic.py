@@ -112,7 +112,7 @@ def _offer(
     wanted = given.get(part.name)
     if wanted and isinstance(offer, Offer):
         values = {**offer.section.model_dump(exclude_unset=True), **wanted}
-        says = f"{offer.says}, {' and '.join(wanted)} as given"
+        says = f"{' and '.join(wanted)} as given, {offer.says}"
         offer = replace(offer, section=type(offer.section).model_validate(values), says=says)
     if isinstance(offer, Offer):
         offer = _unless_ruled_out(part, offer, vllm_config)

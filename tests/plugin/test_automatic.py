@@ -867,7 +867,7 @@ def test_a_memory_may_stand_beside_a_preset(config: Any, drafted: bool, memory: 
     alone = copy.deepcopy(config)
     config.additional_config = {"graft": {"preset": "auto", "tree": {"memory": memory}}}
     decided = start(config)
-    assert decided.on["tree"] == f"{start(alone).on['tree']}, memory as given"
+    assert decided.on["tree"] == f"memory as given, {start(alone).on['tree']}"
     found, without = tree_of(config), tree_of(alone)
     size = 128 << 20 if isinstance(memory, dict) else 64 << 20
     assert MemoryConfig.model_validate(found.pop("memory")).bytes == size

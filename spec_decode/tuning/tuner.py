@@ -45,6 +45,10 @@ COPIED = 6
 """Tokens at a text's end that stood in it before, for which drafts end a rest. Drafts that lose
 then double it. Raised, copies are noticed later, and phrases that come twice cost less."""
 
+DEAF = 16
+"""Steps, for each of these tokens, in which no copy ends a rest after drafts that one had asked for
+have lost. Raised, a few requests that copy in a large batch cost the others less."""
+
 MOST_COPIED = 48
 """Most tokens that are wanted. Raised, texts that mislead often cost less."""
 
@@ -131,7 +135,7 @@ class NodeTuner:
         self._rests = rests and 0 in schedule[1:]
         self._saved = self._grant = TRIAL
         self._won = 0.0
-        self._copied, self._heeded = COPIED, False
+        self._copied, self._heeded, self._deaf = COPIED, False, 0
         self._cuts = cuts
         self._max_rows = max_rows
         self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
@@ -169,8 +173,9 @@ class NodeTuner:
     @property
     def copied(self) -> int:
         """Tokens at a text's end that end the rest of drafts if they stood in it before; 0 where
-        none rest."""
-        return self._copied if self._rests and self._saved < TRIAL else 0
+        none rest, or copies have misled."""
+        listens = self._rests and self._saved < TRIAL and not self._deaf
+        return self._copied if listens else 0
 
     def heed(self, copied: int) -> None:
         """Try drafts again if so many tokens at the end of a text stood in it before."""
@@ -226,6 +231,7 @@ class NodeTuner:
             )
         history = self._batches[size]
         history.add(emitted, prompts, context)
+        self._deaf = max(0, self._deaf - 1) if same else 0
         if not same:
             self._grant_again()
             history.steps_left = history.steps_left if nodes else 0
@@ -242,6 +248,7 @@ class NodeTuner:
                 history.steps_left = 0
                 if self._heeded:
                     self._copied, self._heeded = min(2 * self._copied, MOST_COPIED), False
+                    self._deaf = DEAF * self._copied
                 # What a trial costs beyond `TRIAL` is saved afterwards. Steps are chosen ahead, so
                 # that it takes more than a block.
                 least = min(TRIAL - 2 * BLOCK * (ratio - 1), 0.0)

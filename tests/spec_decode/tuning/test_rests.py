@@ -131,6 +131,18 @@ def test_phrases_that_come_twice_cost_a_fiftieth(seed: int) -> None:
     assert rate(steps) > 0.98 * best_rate(1, 0.05, HOST_BOUND)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_one_of_many_that_copies_for_ever_costs_a_fiftieth(seed: int) -> None:
+    engine = Engine(make(), 64, seed, HOST_BOUND)
+    engine.serve(0.05, 200)
+    steps = []
+    for _ in range(300):
+        steps += engine.serve(0.05, 4)
+        if not steps[-1].nodes:
+            engine.tuner.heed(engine.tuner.copied)
+    assert rate(steps) > 0.98 * best_rate(64, 0.05, HOST_BOUND)
+
+
 def test_steps_without_drafts_are_timed_once() -> None:
     """Copies that are good beyond doubt are never interrupted, others for a block."""
     for chance, rests in ((COPY, 0), (0.5, BLOCK)):

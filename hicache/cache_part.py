@@ -19,7 +19,7 @@ from vllm_graft.seams.post_import import after_import
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 NOT_BY_PRESET = (
-    "How much of this machine's memory it may take is for you to say: add --kv-transfer-config "
+    "Only you can say how much of this machine's memory it may take: add --kv-transfer-config "
     f'\'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"host_bytes": "64GiB"}}\'.'
 )
@@ -58,6 +58,7 @@ class CachePart(Part):
     def describe(self, asked: Asked, vllm_config: Any) -> str:
         return "; ".join(
             f"host KV cache of {config.host_bytes.human_readable()}"
+            f"{', shared with other servers' if config.shared else ''}"
             + (f", storage {config.storage['backend']}" if config.storage else "")
             for _, config in asked
         )

@@ -217,15 +217,24 @@ def _shared_size(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
 
 
 @REFUSALS.row(
-    "`shared` with an `eviction` other than `lru`, or with weights that a trainer sends",
-    "Engines keep one order of pages, and such weights are shared with nobody.",
+    "`shared` with an `eviction` other than `lru`",
+    "Servers that share memory keep one order of pages.",
+    "set `shared` to false",
+)
+@_of_each
+def _shared_order(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
+    if config.shared and config.eviction != "lru":
+        key = flag("eviction")
+        yield Found(f"{key} is {config.eviction}, and shared memory has lru", f"drop {key}")
+
+
+@REFUSALS.row(
+    "`shared` with weights that a trainer sends",
+    "Pages of weights that change are found by their own server alone.",
     "set `shared` to false",
 )
 @_of_each
 def _shared_alone(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
-    if config.shared and config.eviction != "lru":
-        key = flag("eviction")
-        yield Found(f"{key} is {config.eviction}, and shared memory has lru", f"drop {key}")
     if config.shared and getattr(vllm_config, "weight_transfer_config", None) is not None:
         yield Found("--weight-transfer-config is given", f"drop {flag('shared')}")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_graft.base import decision
@@ -16,7 +16,6 @@ from vllm_graft.base.options import (
     FLAG,
     KEY,
     Section,
-    did_you_mean,
     flag,
     parse_section,
     section_type,
@@ -69,7 +68,7 @@ class GraftConfig(Section):
                 _require_beside(values)
             others = (decision.NAME, decision.PRESET)
             given = {key: value for key, value in values.items() if key not in others}
-            config = parse_section(cls, given, hints=HINTS)
+            config = parse_section(cls, given, hints={**_hints(given), **HINTS})
             # A part is not named by what a preset may be given for it.
             return config if preset is None else config.model_copy(update=dict.fromkeys(LEFT))
         return parse_section(cls, values, hints=HINTS)
@@ -83,6 +82,17 @@ class GraftConfig(Section):
         return cls.parse(additional[KEY])
 
 
+def _hints(given: Iterable[object]) -> dict[str, str]:
+    """What to say of keys that are a preset's misspelt, or belong into a part's section."""
+    hints = {}
+    for key in (key for key in given if isinstance(key, str)):
+        if _near(_word(key), [decision.PRESET]):
+            hints[key] = f" Did you mean {decision.PRESET!r}?"
+        elif parts := [name for name in GraftConfig.model_fields if key in _SECTIONS[name]]:
+            hints[key] = f" Did you mean {' or '.join(flag(name, key) for name in parts)}?"
+    return hints
+
+
 def read(vllm_config: VllmConfig) -> GraftConfig | None:
     """The configuration, as `GraftConfig.from_vllm`, after `refuse_misplaced`."""
     refuse_misplaced(vllm_config.additional_config)
@@ -91,12 +101,13 @@ def read(vllm_config: VllmConfig) -> GraftConfig | None:
 
 def _require_preset(value: object, *path: str) -> None:
     if value not in decision.PRESETS:
+        near = difflib.get_close_matches(str(value)[:80], decision.PRESETS, n=1)
         or_else = (
             "" if path else f", or a mapping with the keys {', '.join(GraftConfig.model_fields)}"
         )
         raise ConfigError(
             f"{below(FLAG, *path)}: {shown(value)} is no preset."
-            f"{did_you_mean(str(value)[:80], decision.PRESETS)} "
+            f"{f' Did you mean {near[0]!r}?' if near else ''} "
             f"Allowed: {', '.join(decision.PRESETS)}{or_else}."
         )
 
@@ -111,15 +122,17 @@ def left_to_user(values: Mapping[str, object]) -> dict[str, Mapping[str, object]
 
 
 def _require_beside(values: Mapping[str, object]) -> None:
-    """Raise ConfigError for parts beside a preset, which decides on them."""
-    given = left_to_user(values)
-    left = [name for name in given if given[name] and given[name].keys() <= {*LEFT[name]}]
-    if others := [name for name in values if name in _DECIDED and name not in left]:
-        beside = " and ".join(flag(name, key) for name, keys in LEFT.items() for key in keys)
+    """Raise ConfigError for keys beside a preset, which decides on them."""
+    given, others = left_to_user(values), list[str]()
+    for name in (name for name in values if name in _DECIDED):
+        keys = [key for key in given.get(name, ()) if key not in LEFT[name]]
+        others += [flag(name, key) for key in keys] if given.get(name) else [flag(name)]
+    if others:
+        left = [flag(name, key) for name, keys in LEFT.items() for key in keys]
         raise ConfigError(
-            f"{flag(decision.PRESET)} decides on {' and '.join(map(flag, others))}: drop the "
-            "preset and name all parts, or drop what is named beside it. Only "
-            f"{beside} may stand there."
+            f"{flag(decision.PRESET)} {values[decision.PRESET]} decides on {' and '.join(others)}: "
+            "drop that, or drop the preset and name all parts. Beside a preset only "
+            f"{' and '.join([flag(LearnConfig.NAME), *left])} may stand."
         )
 
 

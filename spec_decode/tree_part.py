@@ -27,6 +27,7 @@ from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.refusal import Refusal, sentences
+from vllm_graft.base.values import human
 from vllm_graft.hooks import entries, manager
 from vllm_graft.seams.permission import require_seams
 from vllm_graft.seams.post_import import after_import
@@ -154,6 +155,8 @@ class TreePart(Part):
         shape = f"trees of {most}{nodes} nodes (topk {asked.topk}, steps {asked.steps}{levels})"
         if asked.topk == 1:
             shape = f"chains of {most}{nodes} tokens (topk 1), verified by the target's own layers"
+        if asked.memory is not None:
+            shape += f" with a memory of {human(int(asked.memory.bytes))}"
         return f"{shape}; {', '.join(parts)}"
 
     def verify(self, asked: TreeConfig, worker: Any, vllm_config: Any) -> None:

@@ -113,12 +113,12 @@ def join(name: str, num_bytes: int, host_bytes: int, seconds: float = OPEN_SECON
                             f"{path} have {other}: give the same, or end them first."
                         )
                     if problem := problem or _problem(fd, num_bytes):
-                        raise _unusable(path, problem)
+                        raise _unshared(path, problem)
                     return os.dup(fd)
             finally:
                 os.close(fd)
         time.sleep(0.01)
-    raise _unusable(path, f"is being made by another process for {seconds:.0f} s, or has two names")
+    raise _unshared(path, f"is being made by another process for {seconds:.0f} s, or has two names")
 
 
 def leave(name: str, fd: int) -> None:
@@ -261,6 +261,13 @@ def _kept(fd: int) -> bool:
 def _head(fd: int) -> int:
     """The ``host_bytes`` of a region that engines share; 0 of another file."""
     return int.from_bytes(os.pread(fd, 8, max(0, os.fstat(fd).st_size - HEAD_BYTES)), sys.byteorder)
+
+
+def _unshared(path: Path, problem: str) -> GraftError:
+    return GraftError(
+        f"{path}, the host memory that servers share by {flag('shared')}, {problem}. End those "
+        f"servers and remove the file, or set {flag('shared')} to false."
+    )
 
 
 def _unusable(path: Path, problem: str) -> GraftError:

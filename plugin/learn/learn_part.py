@@ -40,7 +40,7 @@ REFUSALS.append(
 
 @REFUSALS.row(
     "a folder for records that others may read, or that can't be written",
-    "It gets what users ask and are answered.",
+    "Nobody else may read what users ask and are answered.",
     f"name another folder in `{_FOLDER}`, one that does not exist yet, or one of yours with rights "
     "for its owner alone (`chmod 700`)",
 )
@@ -51,7 +51,7 @@ def _folder(asked: LearnConfig, vllm_config: Any) -> Iterator[Found]:
 
 @REFUSALS.row(
     "`follow` with other drafts than those of an EAGLE-3 head",
-    "`vllm-graft learn` trains no other ones.",
+    "`vllm-graft learn` trains EAGLE-3 heads alone.",
     "set `speculative_config.method` to 'eagle3' with a head that `vllm-graft train` made, or "
     f"drop `{_FOLLOW}`",
 )
@@ -84,7 +84,7 @@ def _form(asked: LearnConfig, vllm_config: Any) -> Iterator[Found]:
 
 @REFUSALS.row(
     "a file where published heads are looked for",
-    "Each of them is a folder.",
+    "Heads are published as folders below one folder.",
     f"name the folder of `vllm-graft learn --publish` in `{_FOLLOW}`",
 )
 def _published(asked: LearnConfig, vllm_config: Any) -> Iterator[Found]:

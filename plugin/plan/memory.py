@@ -66,7 +66,8 @@ def memory_of(vllm_config: Any) -> tuple[list[Memory], str]:
             "host pool",
             size := int(cache.host_bytes),
             HOST,
-            f"host_bytes, for all ranks together{each}"
+            f"host_bytes, for all {'servers that share it' if cache.shared else 'ranks'} together"
+            + ("" if cache.shared else each)
             + ("" if cache.host_dtype else _host_tokens(size, specs, planned)),
         )
         for _, cache in parse_connectors(planned)

@@ -206,8 +206,9 @@ def _target_of(read: argparse.Namespace, model_config: Any) -> Target:
     for name in ("hidden_size", "vocab_size"):
         if (found := layer_of(config)[name]) != target.layer[name]:
             raise ConfigError(
-                f"--start-from {read.start_from} has a {name} of {found}, and MODEL {read.model} "
-                f"has {target.layer[name]}: give a head that was trained for it."
+                f"--start-from (of `vllm-graft learn`: --head) {read.start_from} has a {name} of "
+                f"{found}, and MODEL {read.model} has {target.layer[name]}: give a head that was "
+                "trained for it."
             )
     return replace(target, aux=tuple(config["eagle_aux_hidden_state_layer_ids"]))
 

@@ -206,8 +206,9 @@ def read_head(folder: Path) -> tuple[Head, Tensor]:
         head.load_state_dict({name: each.float() for name, each in weights.items()})
     except Exception as error:  # Of files, JSON, safetensors, missing keys and wrong shapes.
         raise ConfigError(
-            f"{shown(str(folder))} has no head that training can go on with: {reason_of(error)}. "
-            "Give the folder of one that `vllm-graft train` made."
+            f"--start-from (of `vllm-graft learn`: --head) {shown(str(folder))} has no head that "
+            f"training can go on with: {reason_of(error)}. Give the folder of one that `vllm-graft "
+            "train` made."
         ) from None
     return head, offsets + torch.arange(len(offsets))
 

@@ -55,10 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--head", required=True, metavar="HEAD", help=told)
     told = "folder for heads: that of the server's --additional-config.graft.learn.follow"
     add("--publish", required=True, metavar="FOLDER", help=told)
-    told = "of a round, most of them on the GPU (default: %(default)g)"
+    told = "minutes of a round, most of them on the GPU (default: %(default)g)"
     add("--minutes-per-round", type=float, default=10.0, help=told)
-    add("--rounds", type=int, default=0, help="to train for, at most (default: no limit)")
-    told = "by which a new head's acceptance length must be better (default: %(default)g)"
+    add("--rounds", type=int, default=0, help="rounds to train for, at most (default: no limit)")
+    told = "share by which a new head's acceptance length must be better (default: %(default)g)"
     add("--margin", type=float, default=0.01, help=told)
     return parser
 
@@ -113,13 +113,16 @@ class Learner:
         """Train until all rounds are over. A round that fails is told, and another one begins.
         Raises `GraftError` if none could be one."""
         check(*self._asked(self.base.parent))
-        done, seen = 0, 0.0
+        done, seen, waits = 0, 0.0, False
         while not self.read.rounds or done < self.read.rounds:
             newest = self._newest()
             if newest <= seen:
+                if not waits:
+                    print(f"Waiting for new records in {self.read.from_traffic}.", flush=True)
+                waits = True
                 time.sleep(PAUSE)
                 continue
-            done, seen = done + 1, newest
+            done, seen, waits = done + 1, newest, False
             try:
                 print(f"Round {done}: {self.round()}", flush=True)
             except (Exception, SystemExit) as error:

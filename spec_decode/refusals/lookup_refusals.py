@@ -60,21 +60,21 @@ def _memory(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 @LOOKUPS.row(
     "`memory` of less than two segments of 64 tokens for each request, or of more tokens than "
     "places are counted",
-    "Each running request writes into a segment of its own, and a place has 25 bits.",
+    "Each running request writes into a segment of its own, and places are numbers of 25 bits.",
     f"change `{flag('tree', 'memory', 'bytes')}`",
 )
-def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
+def _memory_size(tree: TreeConfig, vllm_config: Any) -> Iterator[Found | str]:
     if tree.memory is None:
         return
     key, requests = flag("tree", "memory", "bytes"), vllm_config.scheduler_config.max_num_seqs
     least, given = bytes_of(2 * requests, requests), int(tree.memory.bytes)
     texts = vllm_config.model_config.max_model_len + MAX_REFERENCE + room_of(tree.memory)
     most = bytes_of((MAX_PLACE - texts) // SEGMENT, requests)
-    if not least <= given <= most:
-        yield Found(
-            f"{key} is {given}, with --max-num-seqs {requests}",
-            f"set {key} to {least} to {most}",
-        )
+    if most < least:
+        taken = int(tree.memory.corpora_bytes)
+        yield Found(f"{ROOM} is {taken}, which leaves no place to {key}", f"lower {ROOM}")
+    elif not least <= given <= most:
+        yield f"{key} is {given}, and with --max-num-seqs {requests} it may be {least} to {most}"
 
 
 @LOOKUPS.row(

@@ -808,7 +808,8 @@ def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> 
             hook(config)
         message = str(caught.value)
         assert message.startswith(f"--additional-config.graft: {text!r} is no preset.")
-        assert "Allowed: auto, latency, throughput, or a mapping with the keys tree" in message
+        assert message.endswith("or a mapping with the keys tree, vit, draft, learn.")
+        assert message.count("throughput") == 1
     assert drafts(config) == 7
 
 
@@ -838,11 +839,12 @@ def test_a_preset_stands_beside_records(config: Any, tmp_path: Path, records: bo
     [
         (
             {"preset": "auto", "tree": {}},
-            r"graft\.preset decides on --additional-config\.graft\.tree",
+            r"graft\.preset auto decides on --additional-config\.graft\.tree: drop that, or drop",
         ),
-        ({"preset": "auto", "tree": {"memory": True, "topk": 4}}, r"graft\.tree: drop the preset"),
+        ({"preset": "auto", "tree": {"memory": True, "topk": 4}}, r"graft\.tree\.topk: drop that"),
         ({"preset": "auto", "tree": {"memory": 7}}, r"graft\.tree\.memory"),
-        ({"preset": "auto", "tree": True}, r"graft\.preset decides on"),
+        ({"preset": "auto", "tree": True}, r"graft\.preset auto decides on"),
+        ({"preset": "auto", "vit": {}}, r"graft\.learn and \S+graft\.tree\.memory may stand\."),
         ({"preset": "fast", "learn": {}}, r"graft\.preset: 'fast' is no preset\."),
         ({"preset": True}, r"graft\.preset: True is no preset\."),
     ],
@@ -891,7 +893,7 @@ def test_a_memory_that_a_preset_has_no_trees_for_is_refused(
     with pytest.raises(ConfigError, match=rf"{MEMORY} is given beside") as caught:
         activation.on_defaults(config)
     assert words in str(caught.value)
-    assert str(caught.value).endswith(f"Change that, or drop {MEMORY}.")
+    assert str(caught.value).endswith(f"Change that, drop {MEMORY}, or drop the preset and name all parts.")
 
 
 def test_a_memory_that_is_ruled_out_late_is_refused(config: Any) -> None:

@@ -135,8 +135,8 @@ def _not_active(part: Part, given: Iterable[str], reason: str) -> str:
     keys = " and ".join(flag(part.name, key) for key in given)
     return (
         f"{keys} is given beside {flag(PRESET)}, which leaves {part.name} off: "
-        f"{reason or 'the model has nothing that it is for.'} Change that, drop {keys}, or drop the "
-        "preset and name all parts."
+        f"{reason or 'the model has nothing that it is for.'} Change that, drop {keys}, or drop "
+        "the preset and name all parts."
     )
 
 

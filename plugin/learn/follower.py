@@ -168,7 +168,10 @@ class Follower:
         if worse is None or serving is None:
             return
         self._earlier = None
-        found = f"{after.mean:.3f} tokens per tree, {before.mean:.3f} before"
+        found = (
+            f"{after.mean:.3f} tokens per tree, {before.mean:.3f} before; {after.over(before):.3f} "
+            "times those of trees of the same sizes"
+        )
         if worse:
             self._refuse(serving)
             self._swap(self._before)

@@ -85,7 +85,7 @@ class HeadWeights:
     @torch.no_grad()
     def _tensors(self, file: str) -> Tensors:
         """Read a file as vLLM's loader would, into memory of the host. Raises `ValueError` if it
-        does not fit, or its numbers are none."""
+        does not fit, or has numbers that are NaN or infinite."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         found: Tensors = []
@@ -113,7 +113,7 @@ class HeadWeights:
                 if not each.is_floating_point() and not torch.equal(each, base.get_tensor(name)):
                     raise ValueError(f"{name} is not that of the head of the start")
                 if not each.isfinite().all():
-                    raise ValueError(f"{name} has numbers that are infinite or none")
+                    raise ValueError(f"{name} has numbers that are NaN or infinite")
                 tensors.append((name, each))
         return tensors
 

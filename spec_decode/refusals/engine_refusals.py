@@ -1,5 +1,6 @@
 """Engines that may not run beside trees: runners, ranks, graphs, and rows per batch."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +25,22 @@ def old_runner(why: str) -> Refusal:
         "unset `VLLM_USE_V2_MODEL_RUNNER`, and drop what V2 does not support; it also needs a "
         "working Triton, which on a CPU `VLLM_GRAFT_INTERPRET=1` interprets"
     )
-    v1 = setting("use_v2_model_runner", bool, "vLLM chose Model Runner V1 (its log says why)")
+
+    def v1(asked: Any, vllm_config: Any) -> Iterator[str]:
+        if not vllm_config.use_v2_model_runner:
+            yield f"vLLM chose Model Runner V1 ({_why_v1()})"
+
     return Refusal("Model Runner V1", why, instead, v1)
+
+
+def _why_v1() -> str:
+    """A preset tells no advice, and `vllm-graft plan` has no log of vLLM's."""
+    from vllm.platforms import current_platform
+
+    interpreted = os.environ.get("VLLM_GRAFT_INTERPRET") == "1"
+    if current_platform.device_type == "cpu" and not interpreted:
+        return "the environment lacks VLLM_GRAFT_INTERPRET=1, without which a CPU has no Triton"
+    return "its log says why"
 
 
 def ranks(kind: str, why: str) -> Refusal:

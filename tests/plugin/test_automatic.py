@@ -824,6 +824,35 @@ def test_a_preset_below_the_mapping_is_told_where_it_stands(
         activation.on_config(config)
 
 
+@pytest.mark.parametrize(
+    ("interpreted", "words"),
+    [("1", "(its log says why)"), ("0", "the environment lacks VLLM_GRAFT_INTERPRET=1")],
+)
+def test_a_cpu_without_triton_is_told_of_the_interpreter(
+    config: Any, monkeypatch: pytest.MonkeyPatch, interpreted: str, words: str
+) -> None:
+    monkeypatch.setenv("VLLM_GRAFT_INTERPRET", interpreted)
+    monkeypatch.setattr("vllm.platforms.current_platform.device_type", "cpu")
+    change(config, {"use_v2_model_runner": False})
+    assert words in start(config).off["tree"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("presett", "graft.presett: unknown key. Did you mean 'preset'?"),
+        ("memory", "Did you mean {0}.tree.memory or {0}.vit.memory?"),
+        ("topk", "Did you mean {0}.tree.topk?"),
+        ("follow", "Did you mean {0}.learn.follow?"),
+        ("three", "graft.three: unknown key. Did you mean 'tree'?"),
+    ],
+)
+def test_a_key_in_a_wrong_place_is_told_the_right_one(key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GraftConfig.parse({key: "1"})
+    assert words.format("--additional-config.graft") in str(caught.value)
+
+
 @pytest.mark.parametrize("records", [True, False])
 def test_a_preset_stands_beside_records(config: Any, tmp_path: Path, records: bool) -> None:
     alone = copy.deepcopy(config)
@@ -893,7 +922,8 @@ def test_a_memory_that_a_preset_has_no_trees_for_is_refused(
     with pytest.raises(ConfigError, match=rf"{MEMORY} is given beside") as caught:
         activation.on_defaults(config)
     assert words in str(caught.value)
-    assert str(caught.value).endswith(f"Change that, drop {MEMORY}, or drop the preset and name all parts.")
+    instead = f"Change that, drop {MEMORY}, or drop the preset and name all parts."
+    assert str(caught.value).endswith(instead)
 
 
 def test_a_memory_that_is_ruled_out_late_is_refused(config: Any) -> None:

@@ -123,7 +123,7 @@ def test_a_worse_head_goes_soon_and_for_good(served: Served) -> None:
 
 def test_a_head_that_no_rank_can_have_is_not_swapped_in(served: Served) -> None:
     served.publish()
-    served.workers.bad[1] = "ValueError: fc.weight has numbers that are infinite or none"
+    served.workers.bad[1] = "ValueError: fc.weight has numbers that are NaN or infinite"
     served.serve(2, 40)
     assert served.workers.swaps == []
     assert served.verdicts == [REFUSED]

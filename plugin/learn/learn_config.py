@@ -33,8 +33,8 @@ class LearnConfig(GraftSection):
     is served. Each new one is swapped in between two steps, and out again if trees yield less."""
 
     follow_trees: Annotated[Count, Field(ge=100)] = 50_000
-    """Trees, one per request and step, before and after a swap whose tokens are compared. A head
-    that is much worse is swapped out after a tenth of them."""
+    """How many trees, one per request and step, are compared before and after a swap. A head that
+    is much worse is swapped out after a tenth of them."""
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:

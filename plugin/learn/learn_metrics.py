@@ -17,12 +17,12 @@ ROWS = (
     Metric("recorded_tokens", _C, "Tokens of these, prompts and answers.", origin=_ENGINE),
     Metric("left_out_requests", _C, "Finished requests that were not recorded, by reason.", origin=_ENGINE, label="reason", values=LEFT_OUT),
     Metric("head", _G, "Number of the published head that drafts; 0: that of the start (graft.learn.follow).", origin=_ENGINE),
-    Metric("head_trained_seconds", _G, "Seconds that this head was trained for behind that of the start.", origin=_ENGINE),
+    Metric("head_trained_seconds", _G, "Seconds of training since the head of the start.", origin=_ENGINE),
     Metric("head_swaps", _C, "Heads that were swapped in while serving.", origin=_ENGINE),
     Metric("head_rollbacks", _C, "How many of them yielded less and were swapped out again.", origin=_ENGINE),
     Metric("unfit_heads", _C, "Published heads that can't be read or don't fit, and were not swapped in.", origin=_ENGINE),
     Metric("head_yield_before", _G, "Tokens per tree before the last swap.", origin=_ENGINE),
-    Metric("head_yield", _G, "Tokens per tree since then, of the last graft.learn.follow_trees.", origin=_ENGINE),
+    Metric("head_yield", _G, "Tokens per tree since then, over the last graft.learn.follow_trees trees.", origin=_ENGINE),
 )
 # fmt: on
 

@@ -829,10 +829,10 @@ def test_a_preset_below_the_mapping_is_told_where_it_stands(
     [("1", "(its log says why)"), ("0", "the environment lacks VLLM_GRAFT_INTERPRET=1")],
 )
 def test_a_cpu_without_triton_is_told_of_the_interpreter(
-    config: Any, monkeypatch: pytest.MonkeyPatch, interpreted: str, words: str
+    config: Any, on: Any, monkeypatch: pytest.MonkeyPatch, interpreted: str, words: str
 ) -> None:
     monkeypatch.setenv("VLLM_GRAFT_INTERPRET", interpreted)
-    monkeypatch.setattr("vllm.platforms.current_platform.device_type", "cpu")
+    on(platform("cpu"))
     change(config, {"use_v2_model_runner": False})
     assert words in start(config).off["tree"]
 

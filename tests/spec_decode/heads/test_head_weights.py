@@ -109,7 +109,7 @@ def test_what_a_file_lacks_stays_as_it_is(worker: Any, tmp_path: Path) -> None:
         ({"other": torch.zeros(1)}, "it has 'other', and the head of the start has not"),
         ({"norm": torch.ones(5)}, "norm is [5], and that of the start is [4]"),
         ({"ids": torch.tensor([0, 1, 3])}, "ids is not that of the head of the start"),
-        ({"norm": torch.tensor([1, 2, 3, float("nan")])}, "norm has numbers that are infinite"),
+        ({"norm": torch.tensor([1, 2, 3, float("nan")])}, "norm has numbers that are NaN"),
         ({"top": torch.full((3, 4), float("inf"))}, "top has numbers that are NaN or infinite"),
         ({"top": None}, "weight is not whole"),
     ],

@@ -307,7 +307,8 @@ def _train(job: Job, until: float) -> None:
     if left < LEAST_MINUTES:
         tell(
             "That is too little for a head that drafts well: stop it, and give the same command "
-            "with more --minutes. The answers stay."
+            "with more --minutes (of `vllm-graft learn`: --minutes-per-round). Answers of `train` "
+            "stay."
         )
     command = [sys.executable, "-P", "-m", _TRAINING]
     if count > 1:

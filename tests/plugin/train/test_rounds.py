@@ -151,6 +151,26 @@ def test_what_is_wrong_from_the_start_ends_the_command(learn: Any, tmp_path: Pat
         assert "has a trainer that runs: give another" in ended(learn)
 
 
+def test_a_trainer_of_a_young_server_says_that_it_waits(
+    learn: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) > 2:
+            raise KeyboardInterrupt
+
+    for each in (tmp_path / "traffic").iterdir():
+        each.unlink()
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert ended(learn).startswith("stopped: published heads stay")
+    assert capsys.readouterr().out == f"Waiting for new records in {tmp_path / 'traffic'}.\n"
+
+
 def test_a_model_that_no_round_could_train_for_is_refused(tmp_path: Path) -> None:
     (tmp_path / "traffic").mkdir()
     words = ["nothing/here", "--from-traffic", str(tmp_path / "traffic"), "--head", str(HEAD)]

@@ -11,6 +11,7 @@ from vllm_graft.base.refusal import Refusal
 from vllm_graft.hicache.cache_refusals import REFUSALS, Asked, check_names, parse_connectors
 from vllm_graft.hicache.config.connector_options import CONNECTOR, FLAG
 from vllm_graft.hicache.config.nonce import stamp
+from vllm_graft.hicache.host import region
 from vllm_graft.hicache.messages.cache_metrics import METRICS
 from vllm_graft.hicache.pages import engine_core
 from vllm_graft.hooks import manager
@@ -50,6 +51,11 @@ class CachePart(Part):
     def fill_in(self, asked: Asked, vllm_config: Any) -> None:
         """Give each connector the nonce by which this engine's processes find its host memory."""
         stamp(vllm_config)
+        for _, config in asked:
+            if config.shared:
+                from vllm_graft.hicache.pages.geometry import pool_prefix
+
+                region.remove_at_exit(pool_prefix(config, vllm_config))
 
     def refuses(self, asked: Asked, vllm_config: Any) -> Iterator[str]:
         check_names(asked)

@@ -7,6 +7,7 @@ A region that several engines share keeps its name. Any process creates it, and 
 leaves deletes it.
 """
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -15,6 +16,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError, GraftError
@@ -125,6 +127,23 @@ def leave(name: str, fd: int) -> None:
     """Give up a region that several engines share, when this process ends without closing it."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     remove_unused(SHM / name)
+
+
+@cache
+def remove_at_exit(prefix: str) -> None:
+    """When this process ends, delete the regions whose names begin so if nobody has them any more.
+    A frontend calls it, because vLLM may kill the processes that would have deleted theirs."""
+    # Others have those that are there already, and this process may be no server at all.
+    seconds = 0.5 if list(SHM.glob(f"{prefix}*")) else 5.0
+    atexit.register(_remove_soon, prefix, seconds)
+
+
+def _remove_soon(prefix: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while left := [path for path in SHM.glob(f"{prefix}*") if remove_unused(path) is None]:
+        if time.monotonic() > end or not any(path.exists() for path in left):
+            return
+        time.sleep(0.05)
 
 
 def pools(prefix: str) -> Iterator[int]:

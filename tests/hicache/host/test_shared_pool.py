@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +39,35 @@ def real_name() -> Iterator[str]:
 
 def _pool(engine: int, name: str = NAME, shape: PoolShape = SHAPE, size: int = BYTES) -> HostPool:
     return HostPool(shape, name, sharing=Sharing(engine.to_bytes(16, "big"), size))
+
+
+ENGINE = """
+import sys, time
+from vllm_graft.hicache.host import region
+region.join(sys.argv[1], int(sys.argv[2]), 1)
+print("here", flush=True)
+time.sleep(60)
+"""
+FRONTEND = """
+import subprocess, sys
+from vllm_graft.hicache.host import region
+region.remove_at_exit(sys.argv[1])
+engine = subprocess.Popen([sys.executable, "-c", sys.argv[3], *sys.argv[1:3]], stdout=-1)
+assert engine.stdout.readline() == b"here\\n"
+engine.kill()
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_frontend_deletes_what_killed_engines_left(real_name: str, shared: bool) -> None:
+    """vLLM kills the processes of a server that is stopped, unless it is told to wait."""
+    fd = region.join(real_name, SIZE, 1) if shared else None
+    words = [sys.executable, "-c", FRONTEND, real_name, str(SIZE), ENGINE]
+    subprocess.run(words, check=True, timeout=60)
+    assert (region.SHM / real_name).exists() is shared
+    if fd is not None:
+        region.leave(real_name, fd)
+        os.close(fd)
 
 
 def test_the_first_makes_it_and_the_last_deletes_it(real_name: str) -> None:

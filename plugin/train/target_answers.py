@@ -4,6 +4,7 @@ engine is a process of its own: ``python -m vllm_graft.train.target_answers WORK
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -222,6 +223,8 @@ def answer_all(llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool
 def main(arguments: Sequence[str]) -> None:
     """Run one engine."""
     job, part, parts = Job.load(Path(arguments[0])), int(arguments[1]), int(arguments[2])
+    # The engine's processes end with this one only if it ends as Python does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         llm = make_engine(job)
     except Exception as error:  # Whatever vLLM, a device or a checkpoint says.
@@ -234,6 +237,8 @@ def main(arguments: Sequence[str]) -> None:
         answer_all(llm, job, part, parts, shows=part == 0)
     except GraftError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("stopped while the target answered")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ def decide(named: Container[str], vllm_config: Any) -> None:
         return
     graft = vllm_config.additional_config[KEY]
     beside = {} if isinstance(graft, str) else dict(graft)
-    beside.pop(PRESET, None)
     given = left_to_user(beside)
+    for key in (PRESET, *LEFT):
+        beside.pop(key, None)
     free = [part for part in PARTS if part.name not in named]
     offers = {part.name: _offer(part, preset, vllm_config, given) for part in free}
     on = {name: offer for name, offer in offers.items() if isinstance(offer, Offer)}

@@ -116,14 +116,24 @@ LEFT: dict[str, tuple[str, ...]] = {"tree": ("memory",)}
 """Keys that a preset leaves to the user, by part: what requests may learn of each other."""
 
 
-def left_to_user(values: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
-    """What stands beside a preset for parts that it decides on."""
+def left_to_user(values: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """What is asked for beside a preset of parts that it decides on; `values` are valid ones."""
+    found = dict[str, dict[str, object]]()
+    for name, given in _beside(values).items():
+        section = getattr(GraftConfig.parse({name: given}), name)
+        # What is false or null asks for nothing.
+        if asked := {key: each for key, each in given.items() if getattr(section, key) is not None}:
+            found[name] = asked
+    return found
+
+
+def _beside(values: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
     return {name: given for name in LEFT if isinstance(given := values.get(name), Mapping)}
 
 
 def _require_beside(values: Mapping[str, object]) -> None:
     """Raise ConfigError for keys beside a preset, which decides on them."""
-    given, others = left_to_user(values), list[str]()
+    given, others = _beside(values), list[str]()
     for name in (name for name in values if name in _DECIDED):
         keys = [key for key in given.get(name, ()) if key not in LEFT[name]]
         others += [flag(name, key) for key in keys] if given.get(name) else [flag(name)]

@@ -926,6 +926,23 @@ def test_a_memory_that_a_preset_has_no_trees_for_is_refused(
     assert str(caught.value).endswith(instead)
 
 
+@pytest.mark.parametrize("memory", [False, "false", None, {"scope": "request"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"speculative_config.method": "suffix"}, {"use_v2_model_runner": False}]
+)
+def test_no_memory_beside_a_preset_asks_for_nothing(
+    config: Any, memory: object, changes: Changes
+) -> None:
+    """A preset never stops a server for what nobody asked for."""
+    change(config, changes)
+    alone = copy.deepcopy(config)
+    config.additional_config = {"graft": {"preset": "auto", "tree": {"memory": memory}}}
+    decided = start(config)
+    assert decided == start(alone)
+    assert config.additional_config == alone.additional_config
+    assert ("tree" in decided.on) == (not changes)
+
+
 def test_a_memory_that_is_ruled_out_late_is_refused(config: Any) -> None:
     config.additional_config = {"graft": {"preset": "auto", "tree": {"memory": True}}}
     activation.on_defaults(config)

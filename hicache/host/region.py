@@ -100,7 +100,8 @@ def join(name: str, num_bytes: int, host_bytes: int, seconds: float = OPEN_SECON
     path = SHM / name
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        remove_unused(path)
+        for left in (path, path.with_name(name + INCOMPLETE)):
+            remove_unused(left)
         with contextlib.suppress(FileExistsError):
             fd = _open(path)
             if fd is None:

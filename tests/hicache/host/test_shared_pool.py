@@ -136,6 +136,19 @@ def test_what_is_not_the_region_is_not_mapped(
         keeps.close()
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_a_killed_creator_left_keeps_nobody_out(linked: bool, folder: Path) -> None:
+    """Others that wait for it then make the region, whether it has a name already or not."""
+    left = folder / (NAME + region.INCOMPLETE)
+    left.write_bytes(bytes(SIZE))
+    if linked:
+        os.link(left, folder / NAME)
+    fd = region.join(NAME, SIZE, BYTES, seconds=1)
+    assert [each.name for each in folder.iterdir()] == [NAME]
+    assert os.fstat(fd).st_nlink == 1
+    os.close(fd)
+
+
 def test_another_size_is_refused_with_both(folder: Path) -> None:
     one = _pool(1)
     larger = PoolShape(SHAPE.num_slots * 2, SHAPE.slot_bytes, 1)

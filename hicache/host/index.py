@@ -20,7 +20,7 @@ class Page:
         indexed: False once the key was forgotten. The slot is then freed when nothing holds it.
         from_storage: whether the bytes come from storage.
         volatile: whether the bytes must not outlive the engine.
-        of_other: whether another engine has written the bytes.
+        of_other: whether another engine has written the bytes, or writes them.
     """
 
     key: PageKey

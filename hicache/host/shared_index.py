@@ -60,7 +60,10 @@ class SharedIndex(HostIndex):
         page = self._ours.get(slot)
         if page is not None and page.key == key:
             return page if page.indexed else None
-        return Page(key, slot, ready=state == READY, from_storage=key in self._read)
+        of_other = self._slots.owner.item(slot) != self._slots.row + 1
+        return Page(
+            key, slot, ready=state == READY, from_storage=key in self._read, of_other=of_other
+        )
 
     def has(self, key: PageKey) -> bool:
         slot = self._slot_of.get(key)
@@ -141,9 +144,13 @@ class SharedIndex(HostIndex):
             page.indexed = False
         if slots := [page.slot for page in known if page.ready]:
             with self._slots.locked() as had:
-                # Else they stay, and nobody can read them before the lock is had again.
                 if had:
                     self._slots.drop(np.array(slots))
+                    return
+            # They stay, for others. This engine must not offer what it would not hold.
+            for page in known:
+                if self._slot_of.get(page.key) == page.slot:
+                    del self._slot_of[page.key]
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         found = [slot for key in keys if (slot := self._slot_of.get(key)) is not None]
@@ -215,7 +222,7 @@ class SharedIndex(HostIndex):
         given = int(slots.head[GIVEN])
         if given == self._seen:
             return False
-        if given - self._seen > self.num_slots:
+        if behind := given - self._seen > self.num_slots:
             self._slot_of.clear()
             self._key_of.clear()
             some = np.arange(self.num_slots)
@@ -233,6 +240,8 @@ class SharedIndex(HostIndex):
             if known and record.startswith(self._space):
                 key = _key(record)
                 self._slot_of[key], self._key_of[slot] = slot, key
+        if behind:
+            self._read.intersection_update(self._slot_of)
         return True
 
     def _record(self, key: PageKey) -> bytes:

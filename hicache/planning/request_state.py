@@ -8,7 +8,7 @@ from typing import overload
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
-from vllm_graft.hicache.host.index import HostIndex
+from vllm_graft.hicache.host.index import HostIndex, Page
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
 from vllm_graft.hicache.pages.page_key import PageKey, salted
 
@@ -147,7 +147,7 @@ class Recency:
         """Note that a request has ended that has computed ``tokens`` tokens. ``keys`` are those of
         its full blocks, by the group's number."""
         pages = [
-            (number * group.block_tokens, key, page.ready)
+            (number * group.block_tokens, key, not _is_coming(page))
             for group in self._groups
             for number, key in enumerate(keys[group.index][: max(0, tokens) // group.block_tokens])
             if (page := self._index.get(key)) is not None
@@ -161,7 +161,7 @@ class Recency:
         """Refresh the pages of ended requests whose stores have all ended."""
         waiting = []
         for ordered, coming in self._waiting:
-            while coming and not self._is_coming(coming[-1]):
+            while coming and not _is_coming(self._index.get(coming[-1])):
                 coming.pop()
             if coming:
                 waiting.append((ordered, coming))
@@ -169,6 +169,7 @@ class Recency:
                 self._index.refresh(ordered)
         self._waiting = waiting
 
-    def _is_coming(self, key: PageKey) -> bool:
-        page = self._index.get(key)
-        return page is not None and not page.ready
+
+def _is_coming(page: Page | None) -> bool:
+    """Whether this engine is storing a page. Another one's may be stopped, and never end."""
+    return page is not None and not page.ready and not page.of_other

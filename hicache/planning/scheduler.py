@@ -74,6 +74,7 @@ class HiCacheScheduler:
         state = self.state_of(request)
         unread = request.skip_reading_prefix_cache or state.volatile
         if self.storage_reads is not None and not unread:
+            self.index.look()
             self.storage_reads.arrived(state, self._limit(request))
 
     def bind(self, pool: BlockPool) -> None:

@@ -410,6 +410,46 @@ def test_who_lags_behind_the_log_reads_all_slots(pair: tuple[Engine, Engine]) ->
     assert sum(map(two.index.has, KEYS)) == SLOTS
 
 
+def test_pages_that_have_left_are_no_more_of_storage(pair: tuple[Engine, Engine]) -> None:
+    """An engine that does not look for long keeps nothing of what it has read."""
+    one, two = pair
+    for number in range(0, 40, 4):
+        keys = [PageKey(b"read %d" % each, 0) for each in range(number, number + 4)]
+        read = one.index.reserve(keys, from_storage=True)
+        assert read is not None
+        one.copy(read)
+        one.index.commit(read)
+        for first in (0, 4, 8):
+            two.machine.wait(1)
+            two.store(KEYS[first : first + 4])
+            two.stored()
+        one.index.look()
+    assert not one.index._read
+
+
+def test_what_was_forgotten_without_the_lock_is_not_offered(pair: tuple[Engine, Engine]) -> None:
+    """Else a request would be promised what another load of it has just failed to bring."""
+    one, two = pair
+    one.store(KEYS[:3])
+    one.stored()
+    one.load(KEYS[:3])
+    one.load(KEYS[:3])
+    with two.slots.locked() as had:
+        assert had
+        one.failed()
+    assert not any(map(one.index.has, KEYS[:3]))
+    one.offered(KEYS[:3])
+    assert len(one.loading) == 1
+    two.index.look()
+    two.load(KEYS[:3])
+    assert two.loading
+    one.store(KEYS[:3])
+    one.stored()
+    one.offered(KEYS[:3])
+    one.machine.check()
+    assert len(one.loading) == 2
+
+
 def test_traced_arrays_are_written_as_others() -> None:
     """The check of the checker."""
     plain = np.zeros((3, 4), np.int64)

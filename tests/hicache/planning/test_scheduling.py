@@ -299,6 +299,41 @@ def test_an_offer_of_shared_pages_stays_until_its_step_is_built(
     assert third.reserve(FRESH) is not None
 
 
+def test_nobody_waits_for_what_a_stopped_engine_is_filling(
+    sharing: tuple[Engine, Engine, HostIndex],
+) -> None:
+    """To refresh the pages of ended requests; each would be kept until it goes on."""
+    one, other, third = sharing
+    assert one.scheduler.reset()
+    head = PageKey(bytes(32), 0)
+    assert third.reserve([head]) is not None
+    for _ in range(3):
+        other.fill()
+        assert not other.scheduler._recency._waiting
+    assert (page := other.scheduler.index.get(head)) is not None
+    assert page.of_other
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_storage_is_asked_for_what_shared_memory_does_not_have_now(
+    sharing: tuple[Engine, Engine, HostIndex], brings: bool
+) -> None:
+    """Others may have brought or evicted the pages since this engine has looked."""
+    _, other, third = sharing
+    prompt = [PageKey(bytes([number]) * 32, 0) for number in range(BLOCKS)]
+    for keys in (FRESH, prompt) if brings else (FRESH,):
+        assert other.offered() == (TOKENS if keys is FRESH else 0)
+        other.scheduler.build(SimpleNamespace(**NOTHING))  # type: ignore[arg-type]
+        third.commit(third.reserve(keys) or ())
+    there = list[bool]()
+    reads: Any = SimpleNamespace(
+        arrived=lambda state, limit: there.extend(map(other.scheduler.index.has, state.keys[0]))
+    )
+    other.scheduler.storage_reads = reads
+    other.scheduler.arrived(other.request())
+    assert there == [brings] * BLOCKS
+
+
 def test_who_shares_is_told_of_resets_and_not_of_weights(
     sharing: tuple[Engine, Engine, HostIndex],
 ) -> None:

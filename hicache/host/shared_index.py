@@ -78,8 +78,10 @@ class SharedIndex(HostIndex):
         given = dict(zip(keys, [0] * len(keys) if blocks is None else blocks))
         if not (wanted := self._missing(given)):
             return []
+        if self._is_behind:
+            self.look()
         with self._slots.locked() as had:
-            if not had:
+            if not had or self._is_behind:
                 return None
             if self._learn() and not (wanted := self._missing(wanted)):
                 return []
@@ -106,8 +108,7 @@ class SharedIndex(HostIndex):
 
     def hold(self, keys: Sequence[PageKey]) -> list[Page] | None:
         slots = self._where(keys)
-        pinned = self._ours.keys() | self._offered
-        if not pinned.issuperset(slots):
+        if not all(slot in self._ours or slot in self._offered for slot in slots):
             found = self._pin(keys)
             if found is None:
                 return None
@@ -170,10 +171,21 @@ class SharedIndex(HostIndex):
             return had
 
     def look(self) -> None:
-        if self._slots.head[GIVEN] != self._seen or self._slots.care_is_due:
-            with self._slots.locked() as had:
-                if had:
+        slots, found = self._slots, None
+        if slots.head[GIVEN] != self._seen or slots.care_is_due:
+            with slots.locked() as had:
+                if had and self._is_behind:
+                    self._seen = int(slots.head[GIVEN])
+                    there = np.flatnonzero((slots.state == FILLING) | (slots.state == READY))
+                    found = there, slots.records[there].tobytes()
+                elif had:
                     self._learn()
+        if found is not None:
+            # Of many slots it takes longer than others wait for the lock.
+            self._slot_of.clear()
+            self._key_of.clear()
+            self._take(found[0].tolist(), found[1])
+            self._read.intersection_update(self._slot_of)
 
     def offer(self, keys: Sequence[PageKey]) -> bool:
         slots = self._pin(keys)
@@ -204,8 +216,10 @@ class SharedIndex(HostIndex):
 
     def _pin(self, keys: Sequence[PageKey]) -> list[int] | None:
         """Pin ready pages, and return their slots; None, with nothing pinned, if one is not."""
+        if self._is_behind:
+            self.look()
         with self._slots.locked() as had:
-            if not had:
+            if not had or self._is_behind:
                 return None
             self._learn()
             slots = self._where(keys)
@@ -222,27 +236,29 @@ class SharedIndex(HostIndex):
         given = int(slots.head[GIVEN])
         if given == self._seen:
             return False
-        if behind := given - self._seen > self.num_slots:
-            self._slot_of.clear()
-            self._key_of.clear()
-            some = np.arange(self.num_slots)
-        else:
-            some = slots.log[np.arange(self._seen, given) % self.num_slots]
+        some = slots.log[np.arange(self._seen, given) % self.num_slots]
         self._seen = given
-        there = (slots.state[some] == FILLING) | (slots.state[some] == READY)
-        records = slots.records[some].tobytes()
-        for place, (slot, known) in enumerate(zip(some.tolist(), there.tolist())):
+        for slot in some.tolist():
             before = self._key_of.pop(slot, None)
             if before is not None and self._slot_of.get(before) == slot:
                 del self._slot_of[before]
                 self._read.discard(before)
+        some = some[(slots.state[some] == FILLING) | (slots.state[some] == READY)]
+        self._take(some.tolist(), slots.records[some].tobytes())
+        return True
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the log has not all of what was given to slots since the last look."""
+        return int(self._slots.head[GIVEN]) - self._seen > self.num_slots
+
+    def _take(self, slots: Sequence[int], records: bytes) -> None:
+        """Note which pages of this namespace are in slots, as their records name them."""
+        for place, slot in enumerate(slots):
             record = records[place * RECORD_BYTES : (place + 1) * RECORD_BYTES]
-            if known and record.startswith(self._space):
+            if record.startswith(self._space):
                 key = _key(record)
                 self._slot_of[key], self._key_of[slot] = slot, key
-        if behind:
-            self._read.intersection_update(self._slot_of)
-        return True
 
     def _record(self, key: PageKey) -> bytes:
         head = self._space + key.hash.ljust(MAX_HASH_BYTES, b"\0") + key.pool.to_bytes(2, "little")

@@ -104,13 +104,16 @@ class StorageTier:
         return self._prefetcher.start(request_id, keys, min(seconds, options.max_seconds))
 
     def store(self, pages: Iterable[Page]) -> None:
-        off = self.resetting
-        for page in pages:
-            if page.indexed and not page.volatile:
-                if off:
-                    self.declined += 1
-                else:
-                    self._write(page)
+        wanted = [page.key for page in pages if page.indexed and not page.volatile]
+        held = [] if self.resetting else self._index.hold(wanted)
+        if held is None:
+            # Another engine may have evicted some already.
+            held = [page for key in wanted for page in self._index.hold([key]) or ()]
+        self.declined += len(wanted) - len(held)
+        for page in held:
+            if not self._writer.submit((page, self._parts(page))):
+                self._index.release([page])
+                self.declined += 1
 
     def poll(self) -> list[PrefetchOperation]:
         """Take in finished reads and writes; return the prefetches that have newly ended."""
@@ -158,13 +161,6 @@ class StorageTier:
         """Clear the store after running writes have ended."""
         self._writer.wait_idle()
         self._cleared = self.backend.clear()
-
-    def _write(self, page: Page) -> None:
-        # Another engine may have evicted it already.
-        held = self._index.hold([page.key])
-        if held is None or not self._writer.submit((held[0], self._parts(held[0]))):
-            self._index.release(held or ())
-            self.declined += 1
 
     def _parts(self, page: Page) -> Parts:
         size = self._page_bytes[page.key.pool]

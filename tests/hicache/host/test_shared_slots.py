@@ -3,7 +3,7 @@ get all of its slots back."""
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from tests.support.host_cache.dying_engines import Engine, Machine, Traced, budg
 from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache.host import shared_slots
 from vllm_graft.hicache.host.byte_locks import ByteLocks
+from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.host.shared_slots import FILLING, READY, SharedSlots, _ranges
 from vllm_graft.hicache.pages.page_key import PageKey
 
@@ -408,6 +409,29 @@ def test_who_lags_behind_the_log_reads_all_slots(pair: tuple[Engine, Engine]) ->
     two.index.look()
     assert [two.index.has(key) for key in KEYS] == [one.index.has(key) for key in KEYS]
     assert sum(map(two.index.has, KEYS)) == SLOTS
+
+
+def test_who_reads_all_slots_keeps_nobody_from_the_lock(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine does that starts, of a hundred thousand slots for half a second."""
+    one, two = pair
+    for first in (0, 4, 8):
+        one.store(KEYS[first : first + 4])
+        one.stored()
+    take, free = SharedIndex._take, list[bool]()
+
+    def observed(self: SharedIndex, slots: Sequence[int], records: bytes) -> None:
+        with one.slots.locked() as had:
+            free.append(had)
+        take(self, slots, records)
+
+    monkeypatch.setattr(SharedIndex, "_take", observed)
+    assert two.index._is_behind
+    two.offered(KEYS[8:])
+    assert free == [True]
+    assert [page.key for page in two.loading[0]] == KEYS[8:]
+    one.machine.check()
 
 
 def test_pages_that_have_left_are_no_more_of_storage(pair: tuple[Engine, Engine]) -> None:

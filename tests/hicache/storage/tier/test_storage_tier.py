@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,19 @@ def test_pages_are_held_while_they_are_written(rig: _Rig, monkeypatch: pytest.Mo
     gate.set()
     rig.settle()
     assert _holds(rig) == 0
+
+
+def test_pages_of_a_step_are_held_at_once(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several engines share is locked for them; those that have left are left out."""
+    pages, hold, asked = [rig.keep(number) for number in range(4)], rig.index.hold, list[int]()
+    monkeypatch.setattr(rig.index, "hold", lambda keys: asked.append(len(keys)) or hold(keys))
+    rig.tier.store(pages)
+    rig.settle()
+    assert asked == [4]
+    rig.index.forget(hold([_key(1)]) or ())
+    rig.tier.store([replace(page, indexed=True) for page in pages])
+    rig.settle()
+    assert (rig.tier.written, rig.tier.declined) == (7, 1)
 
 
 def test_nothing_written_before_a_reset_is_read_after_it(rig: _Rig) -> None:

@@ -78,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
             learner.learn()
     except GraftError as error:
         sys.exit(str(error))
+    except OSError as error:  # The lock's file is somebody else's, or no file.
+        sys.exit(f"--publish {read.publish} can't be locked: {reason_of(error)}")
     except KeyboardInterrupt:
         sys.exit("stopped: published heads stay, and the same command goes on from the best")
     return 0
@@ -116,7 +118,8 @@ class Learner:
         done, seen, waits = 0, 0.0, False
         while not self.read.rounds or done < self.read.rounds:
             newest = self._newest()
-            if newest <= seen:
+            # A clock that is set back makes new records look older.
+            if newest in (0.0, seen):
                 if not waits:
                     print(f"Waiting for new records in {self.read.from_traffic}.", flush=True)
                 waits = True

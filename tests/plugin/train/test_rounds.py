@@ -149,6 +149,21 @@ def test_what_is_wrong_from_the_start_ends_the_command(learn: Any, tmp_path: Pat
     with locked(tmp_path / "shelf" / LOCK) as held:
         assert held
         assert "has a trainer that runs: give another" in ended(learn)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / LOCK).symlink_to(tmp_path / "elsewhere")
+    said = ended(learn, more=["--publish", str(tmp_path / "other")])
+    assert "can't be locked: OSError: [Errno 40] is a link" in said
+
+
+def test_records_of_a_clock_that_was_set_back_are_new(
+    learn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But nothing is trained on twice, or while the server makes room."""
+    written = [5.0, 5.0, 0.0, 4.0]
+    monkeypatch.setattr(rounds.Learner, "_newest", lambda self: written.pop(0))
+    run, _ = learn(2.5, 2.5)
+    assert len(run.asked) == 2
+    assert not written
 
 
 def test_a_trainer_of_a_young_server_says_that_it_waits(

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 WEIGHTS, FACTS, VERDICT = "model.safetensors", "published.json", "verdict"
 
 KEPT, REFUSED = "kept", "refused"
@@ -40,6 +42,9 @@ class Facts:
     before: float
     after: float
     seconds: float
+
+
+_FACTS = TypeAdapter(Facts)
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,8 @@ class Publications:
     def _read(self, folder: Path) -> Publication | None:
         """A head; None if it is being removed, or is none."""
         try:
-            facts = Facts(**json.loads((folder / FACTS).read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
+            facts = _FACTS.validate_json((folder / FACTS).read_bytes())
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         verdict = ""
         with contextlib.suppress(FileNotFoundError):

@@ -35,6 +35,21 @@ def head(tmp_path: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.mark.parametrize("facts", ["{}", "[", '{"base": "base", "seconds": "long"}', None])
+def test_what_is_no_head_is_passed_over(
+    tmp_path: Path, head: list[Path], facts: str | None
+) -> None:
+    shelf = Publications(tmp_path / "shelf")
+    good = shelf.publish(head, FACTS_OF)
+    other = good.folder.parent / "000007"
+    if facts is None:
+        other.touch()
+    else:
+        other.mkdir()
+        (other / FACTS).write_text(facts)
+    assert shelf.each("base") == [good]
+
+
 def test_a_head_is_published_and_judged(tmp_path: Path, head: list[Path]) -> None:
     shelf = Publications(tmp_path / "shelf")
     assert shelf.each("base") == []

@@ -48,6 +48,7 @@ BOUNDED = {
     "Per place of the code at most 16 messages of at most 4,096 characters.": """
         plugin/base/log.py:Once._said""",
     "Filled at the start, from the model's layers and the configuration.": """
+        hicache/host/region.py:remove_at_exit
         spec_decode/heads/head_weights.py:HeadWeights._parameters
         plugin/seams/permission.py:Seen.flags plugin/seams/permission.py:Seen.rows
         spec_decode/targets/dense/two_pass.py:KernelChoice.costs

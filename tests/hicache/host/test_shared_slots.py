@@ -414,7 +414,7 @@ def test_who_lags_behind_the_log_reads_all_slots(pair: tuple[Engine, Engine]) ->
 def test_who_reads_all_slots_keeps_nobody_from_the_lock(
     pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine does that starts, of a hundred thousand slots for half a second."""
+    """An engine that starts reads a hundred thousand slots for half a second."""
     one, two = pair
     for first in (0, 4, 8):
         one.store(KEYS[first : first + 4])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ LEAST_TOKENS = 20_000
 
 LEAST_MINUTES = 2.0
 """Minutes of training below which it is said that the head will be poor."""
+
+AGAIN = 10.0
+"""Seconds after which a process that has not ended is told so again: pyzmq loses a signal that comes
+while vLLM waits in its poll for an engine to start."""
 
 _ANSWERED = "answered"
 """File that says that the answers are complete."""
@@ -336,11 +341,13 @@ def _finished(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> None:
                 break
             time.sleep(0.1)
     finally:
-        for each in running:
-            if each.poll() is None:
+        while alive := [each for each in running if each.poll() is None]:
+            for each in alive:
                 each.terminate()
-        for each in running:
-            each.wait()
+            until = time.monotonic() + AGAIN
+            for each in alive:
+                with suppress(subprocess.TimeoutExpired):
+                    each.wait(max(0.0, until - time.monotonic()))
     if any(each.returncode for each in running):
         raise SystemExit(1)
 

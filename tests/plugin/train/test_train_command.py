@@ -23,6 +23,7 @@ from vllm_graft.train import command
 from vllm_graft.train.target import read_layers
 
 TARGET = str(SHIPPED / "target")
+RUN = command._finished
 
 
 @pytest.fixture
@@ -217,3 +218,27 @@ def test_a_head_is_made_of_texts(tmp_path: Path) -> None:
     assert found.architectures == ["Eagle3LlamaForCausalLM"]
     assert (found.draft_vocab_size, found.eagle_aux_hidden_state_layer_ids) == (300, [2, 3, 5])
     assert json.loads((out / "training.json").read_text())["steps"] == 4
+
+
+def test_a_process_that_lost_its_signal_gets_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ready, began = tmp_path / "ready", time.monotonic()
+    deaf = f"""
+import pathlib, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3) if heard else heard.append(0))
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(60)
+"""
+    monkeypatch.setattr(command, "AGAIN", 0.3)
+
+    def interrupted(_: float) -> None:
+        while not ready.exists():
+            assert time.monotonic() - began < 30
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RUN([([sys.executable, "-c", deaf], {})])
+    assert time.monotonic() - began < 40

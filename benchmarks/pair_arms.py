@@ -228,7 +228,7 @@ def engine_options(arm: Arm, arguments: argparse.Namespace) -> dict[str, Any]:
 def start(arms: list[Arm], arguments: argparse.Namespace, load: Load) -> dict[Arm, Connection]:
     """Start the engines of arms; each answers a `Case`, an `Ask` or a `Call`."""
     told = [replace(arm, options=engine_options(arm, arguments)) for arm in arms]
-    loop = partial(WatchedLoop, prompts=load.requests)
+    loop = partial(WatchedLoop, prompts=load.requests, says_paces=arguments.paces)
     started = arm_processes.start(told, arguments.pair / "target", loop)
     pipes = dict(zip(arms, started.values()))
     for arm, pipe in pipes.items() if any(load.answers.values()) else ():
@@ -251,6 +251,8 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-bytes", type=int, help=told)
     told = "workloads' answers are the target's own, which can follow instructions"
     parser.add_argument("--own-answers", action="store_true", help=told)
+    told = "print how long each kind of step took in each window"
+    parser.add_argument("--paces", action="store_true", help=told)
     Choice.add_flags(parser)
     told = "JSON: more options of vllm.LLM for all arms"
     parser.add_argument("--options", type=json.loads, default={}, help=told)

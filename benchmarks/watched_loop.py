@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.bars import step_pace
 from benchmarks.node_counts import Nodes, nodes_used, watch_nodes
 from vllm_graft.bench.common.closed_loop import Ask, Case, ClosedLoop, Measured, Request
 
@@ -34,10 +35,11 @@ class Watched(Measured):
 
 
 class WatchedLoop(ClosedLoop):
-    """It answers a `Call`, too."""
+    """It answers a `Call`, too, and prints the pace of its steps if it `says_paces`."""
 
-    def __init__(self, llm: Any, prompts: Sequence[Any]) -> None:
+    def __init__(self, llm: Any, prompts: Sequence[Any], *, says_paces: bool = False) -> None:
         super().__init__(llm, prompts)
+        self._says_paces = says_paces
         self._prompt_tokens: dict[str, int] = {}
         self._held: list[int] = []
         self._checksum = self._batch = 0
@@ -54,8 +56,12 @@ class WatchedLoop(ClosedLoop):
 
     def _window(self) -> Watched:
         self._llm.collective_rpc(watch_nodes)
+        self._llm.collective_rpc(step_pace.watch_pace, args=(self._batch,))
         self._held.clear()
         found = super()._window()
+        paces = self._llm.collective_rpc(step_pace.paces)[0]
+        if self._says_paces:
+            print(f"  {step_pace.line(paces)}", flush=True)
         nodes: Nodes = self._llm.collective_rpc(nodes_used, args=(self._batch,))[0]
         held = statistics.mean(self._held or [0])
         return Watched(found.rate, found.acceptance, found.step, self._checksum, held, nodes)

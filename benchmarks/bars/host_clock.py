@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from benchmarks.bars.step_pace import FULL, kind_of
+from benchmarks.bars.step_pace import BARE, FULL, kind_of
 
 PARTS = ("schedule", "execute", "sample", "propose", "update")
 WARM_UP = 8
@@ -69,7 +69,7 @@ class Watch:
 
     def _keep(self, output: Any) -> None:
         """Note whether the step under way is a decode of the whole batch."""
-        self._current["kept"] = float(kind_of(output, self._batch) == FULL)
+        self._current["kept"] = float(kind_of(output, self._batch) in (FULL, BARE))
 
     def _end(self) -> None:
         step, self._current = self._current, {}

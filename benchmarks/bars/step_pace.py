@@ -17,8 +17,9 @@ from unittest import mock
 
 from benchmarks.node_counts import calling_core
 
-FULL, PROMPTS, FEWER = "full", "prompts", "fewer"
-"""Kinds of steps: decodes of the whole batch, with a prompt among them, decodes of fewer."""
+FULL, PROMPTS, FEWER, BARE = "full", "prompts", "fewer", "bare"
+"""Kinds of steps: decodes of the whole batch, with a prompt among them, decodes of fewer, and
+decodes of the whole batch without drafts."""
 
 
 class Pace(NamedTuple):
@@ -38,7 +39,9 @@ def kind_of(scheduled: Any, batch: int) -> str:
         count != 1 + len(drafts.get(name, ())) for name, count in counts.items()
     ):
         return PROMPTS
-    return FULL if len(counts) == batch else FEWER
+    if len(counts) != batch:
+        return FEWER
+    return FULL if drafts else BARE
 
 
 _watching: list[tuple[contextlib.ExitStack, list[Pace]]] = []
@@ -81,7 +84,7 @@ def summary(steps: Sequence[Pace]) -> dict[str, dict[str, float]]:
     for step in steps:
         kinds[step.kind].append(step)
     total = sum(step.seconds for step in steps)
-    return {kind: _of(kinds[kind], total) for kind in (FULL, PROMPTS, FEWER) if kind in kinds}
+    return {kind: _of(kinds[kind], total) for kind in (FULL, BARE, PROMPTS, FEWER) if kind in kinds}
 
 
 def line(found: Mapping[str, Mapping[str, float]]) -> str:

@@ -39,7 +39,7 @@ START_SECONDS = 600.0
 
 FLAG = flag(NAME, "follow")
 
-Ask = Callable[..., list[Any]]
+Ask = Callable[..., list[tuple[Any, str]]]
 """Calls a method of `vllm_graft.spec_decode.heads.head_weights.HeadWeights` in all workers."""
 
 
@@ -62,7 +62,7 @@ class Follower:
         size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shelf, self._base, self._ask, self._clock = shelf, base, ask, clock
+        self._shelf, self._base, self._order, self._clock = shelf, base, ask, clock
         self._serving: Publication | None = None
         self._before: Publication | None = None
         self._reading: Publication | None = None
@@ -75,6 +75,14 @@ class Follower:
         self._swaps = self._rollbacks = self._unfit = 0
         self._due, self._failed = 0.0, False
         self._verdicts = dict[int, str]()
+
+    def _ask(self, *args: Any) -> list[Any]:
+        """What all workers say. Raises `RuntimeError` if one of them failed."""
+        found = self._order(*args)
+        for _, why in found:
+            if why:
+                raise RuntimeError(why)
+        return [each for each, _ in found]
 
     # Heads
 
@@ -281,8 +289,8 @@ def follow(core: EngineCore, config: LearnConfig) -> Follower:
 
     core.collective_rpc(head_weights.attach, args=(str(base),))
 
-    def ask(*args: Any) -> list[Any]:
-        found: list[Any] = core.collective_rpc(head_weights.order, args=args)
+    def ask(*args: Any) -> list[tuple[Any, str]]:
+        found: list[tuple[Any, str]] = core.collective_rpc(head_weights.order, args=args)
         return found
 
     made = Follower(shelf, digest(base), ask, config.follow_trees)

@@ -164,6 +164,11 @@ def attach(worker: Any, base: str) -> None:
     setattr(runner, _PLACE, made)
 
 
-def order(worker: Any, method: str, *args: Any) -> Any:
-    """Call a method of a worker's `HeadWeights`."""
-    return getattr(getattr(worker.model_runner, _PLACE), method)(*args)
+def order(worker: Any, method: str, *args: Any) -> tuple[Any, str]:
+    """Call a method of a worker's `HeadWeights`; returns what it says, and why it failed. An error
+    that one rank raises would leave the answers of later ones in vLLM's executor, where the next
+    step takes them for its own."""
+    try:
+        return getattr(getattr(worker.model_runner, _PLACE), method)(*args), ""
+    except Exception as error:
+        return None, reason_of(error)

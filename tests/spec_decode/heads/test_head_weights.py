@@ -1,6 +1,5 @@
 """Other weights for a draft: what fits, what does not, and where a swap writes."""
 
-import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,7 +59,7 @@ def worker(target: Any, tmp_path: Path) -> Any:
 
 def problem(worker: Any, number: int) -> str:
     end = time.monotonic() + 30
-    while (said := order(worker, "problem", number)) is None and time.monotonic() < end:
+    while (said := order(worker, "problem", number)[0]) is None and time.monotonic() < end:
         time.sleep(0.001)
     assert said is not None
     return str(said)
@@ -89,8 +88,7 @@ def test_a_swap_writes_to_the_same_places(worker: Any, target: Any, tmp_path: Pa
     order(worker, "swap", 0)
     assert draft.norm.weight.tolist() == [1.0] * 4
     order(worker, "keep", 0)
-    with pytest.raises(KeyError):
-        order(worker, "swap", 1)
+    assert order(worker, "swap", 1) == (None, "KeyError: 1")
 
 
 def test_what_a_file_lacks_stays_as_it_is(worker: Any, tmp_path: Path) -> None:
@@ -119,8 +117,8 @@ def test_what_does_not_fit_is_told(
 ) -> None:
     tensors = {name: each for name, each in numbers(2.0, **change).items() if each is not None}
     assert says in read(worker, tmp_path, tensors)
-    with pytest.raises(ValueError, match=re.escape(says)):
-        order(worker, "swap", 1)
+    # An error that is raised would leave what other ranks say in vLLM's executor.
+    assert says in order(worker, "swap", 1)[1]
     assert worker.renewed == []
 
 

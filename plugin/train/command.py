@@ -46,8 +46,8 @@ LEAST_MINUTES = 2.0
 """Minutes of training below which it is said that the head will be poor."""
 
 AGAIN = 10.0
-"""Seconds after which a process that has not ended is told so again: pyzmq loses a signal that comes
-while vLLM waits in its poll for an engine to start."""
+"""Seconds after which a process that has not ended is told so again: pyzmq loses a signal that
+comes while vLLM waits in its poll for an engine to start."""
 
 _ANSWERED = "answered"
 """File that says that the answers are complete."""

@@ -62,6 +62,7 @@ class Questions:
 
     def __init__(self, job: Job, tokenizer: Any, part: int, parts: int) -> None:
         self.job, self.tokenizer, self.part, self.parts = job, tokenizer, part, parts
+        self.too_long = set[int]()
         learned, shown = split(read_texts(job.texts, job.longest)[0])
         measured, shown = sorted({0.0, max(job.temperatures)}), shown[:SHOWN]
         first = len(shown) * len(measured)
@@ -75,7 +76,9 @@ class Questions:
         for turn in range(len(temperatures)):
             for place in range(self.part, len(texts), self.parts):
                 tokens = tokens_of(self.tokenizer, texts[place].prompt)
-                if 0 < (count := len(tokens)) <= self.job.longest // 2:
+                if (count := len(tokens)) > self.job.longest // 2:
+                    self.too_long.add(first + place)
+                elif count:
                     number = first + turn * len(texts) + place
                     temperature = temperatures[(place + turn) % len(temperatures)]
                     yield Entry(number, count, count, temperature, held_out), tokens
@@ -217,6 +220,10 @@ def answer_all(llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool
     questions = Questions(job, llm.get_tokenizer(), part, parts)
     answering, seconds = Answering(llm, job, part, parts, shows=shows), 60 * job.answer_minutes
     answering.ask(questions.own, seconds, "answers")
+    if questions.too_long and shows:
+        most = job.longest // 2
+        told = f"questions have more than {most} tokens, half of --longest, and were not asked"
+        print(f"{len(questions.too_long)} {told}.", flush=True)
     answering.ask(questions.written, seconds / READING, "texts as written")
 
 

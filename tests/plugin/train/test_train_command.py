@@ -21,6 +21,7 @@ from tests.support.processes import finished
 from vllm_graft.testing.models.llama import write_llama
 from vllm_graft.train import command
 from vllm_graft.train.target import read_layers
+from vllm_graft.train.texts import read_texts
 
 TARGET = str(SHIPPED / "target")
 RUN = command._finished
@@ -183,6 +184,11 @@ def test_engines_share_the_questions(tmp_path: Path) -> None:
         shared = [asked for one in each for asked in getattr(one, kind)]
         assert sorted(shared, key=lambda asked: asked[0].number) == alone
         assert len(alone) == len({entry.number for entry, _ in alone}) > 20
+    # Those that leave an answer less than half of the room are counted, however often they come.
+    long = Questions(job, SimpleNamespace(encode=lambda text: [0] * 65), 0, 1)
+    assert not [*long.own]
+    assert len(long.too_long) == len(read_texts(job.texts, job.longest)[0]) > 20
+    assert not whole.too_long
 
 
 @pytest.mark.engine

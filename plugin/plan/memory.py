@@ -179,7 +179,7 @@ def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Mem
         return
     import torch
 
-    from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
     from vllm_graft.spec_decode.trees.text_state import MemoryState
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
 from vllm_graft.spec_decode.targets.dense.window import (
     WholeBatch,

@@ -7,18 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    AttentionCall,
-    AttentionWorkspace,
-    partial_results,
-)
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _accumulate,
     _key_value_scales,
     _tree_rows,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace, Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionCall, partial_results
 from vllm_graft.spec_decode.kernels.listed_launch import Kernel
 from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     attended,
     cached,

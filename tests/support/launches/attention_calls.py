@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace, Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.tree_attention import (
     draft_attention,

@@ -10,7 +10,7 @@ from tests.support.references.tree_reference import (
     draft_attention_reference,
     tree_attention_reference,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
 from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, LatentDraftBatch, TreeBatch
 

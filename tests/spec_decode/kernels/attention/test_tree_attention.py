@@ -19,7 +19,7 @@ from tests.support.samples.attention_samples import (
     untouched,
 )
 from tests.support.samples.attention_spaces import nan_space
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     MIN_SPLIT_KEYS,
     AttentionWorkspace,
     split_count,

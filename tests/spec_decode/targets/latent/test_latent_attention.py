@@ -8,7 +8,7 @@ import torch
 from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, untouched
 from tests.support.samples.attention_spaces import nan_space
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
 from vllm_graft.spec_decode.targets.latent.latent_attention import (

@@ -201,14 +201,15 @@ class _Call(AttentionCall):
 
 
 def tree_attention(
-    batch: TreeBatch,
+    batch: TreeBatch | DraftBatch,
     out: torch.Tensor,
     *,
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Attention of the last ``num_rows[r]`` rows of each request's query.
+    """Attention of the last ``num_rows[r]`` rows of each request's query, or of a level's frontier
+    in the draft, whose scratch holds the level's own K/V already; see `write_scratch`.
 
     No device value is read on the host, so the call can be captured. All sizes in a captured graph
     are upper bounds. Raises `ValueError` if shapes, dtypes or strides don't match.
@@ -219,40 +220,7 @@ def tree_attention(
         workspace: receives partial results; None means one split.
         num_splits: forces the number of splits, `plan` all of how it is computed.
     """
-    _launch(_call(batch), out, workspace, num_splits, plan)
-
-
-def draft_attention(
-    batch: DraftBatch,
-    out: torch.Tensor,
-    *,
-    workspace: AttentionWorkspace | None = None,
-    num_splits: int | None = None,
-    plan: Plan | None = None,
-) -> None:
-    """Attention of a level's frontier in the draft, as `tree_attention`. The batch's scratch holds
-    the level's own K/V already; see `write_scratch`."""
-    _launch(_call(batch), out, workspace, num_splits, plan)
-
-
-def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
-    """How a batch is computed where nothing is forced; host values alone decide."""
-    return _call(batch).plan(workspace, None)
-
-
-def _call(batch: TreeBatch | DraftBatch) -> _Call:
-    if isinstance(batch, TreeBatch):
-        return _Call(batch, kv_lens=batch.seq_lens)
-    return _Call(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
-
-
-def _launch(
-    call: _Call,
-    out: torch.Tensor,
-    workspace: AttentionWorkspace | None,
-    num_splits: int | None,
-    plan: Plan | None,
-) -> None:
+    call = _call(batch)
     if call.num_reqs == 0:
         return
     call.check(out, workspace)
@@ -264,6 +232,17 @@ def _launch(
         out, workspace, plan.splits, plan.combine_warps, width=plan.combine_width,
         overlapped=plan.overlapped, used=used if plan.skip_empty else None,
     )  # fmt: skip
+
+
+def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
+    """How a batch is computed where nothing is forced; host values alone decide."""
+    return _call(batch).plan(workspace, None)
+
+
+def _call(batch: TreeBatch | DraftBatch) -> _Call:
+    if isinstance(batch, TreeBatch):
+        return _Call(batch, kv_lens=batch.seq_lens)
+    return _Call(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
 
 
 def _launch_splits(

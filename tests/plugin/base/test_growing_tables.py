@@ -89,8 +89,6 @@ BOUNDED = {
         spec_decode/lookup/schema_text.py:_Pieces.found
         spec_decode/trees/text_state.py:Reference.tokens
         spec_decode/lookup/schema_text.py:_Reader._found""",
-    "Bounded by bytes, and keyed by hashes.": """
-        spec_decode/lookup/references.py:TokenCache._kept""",
     "Each has one of the segments that the configuration gives; no request adds one.": """
         spec_decode/lookup/corpora.py:Corpora.known""",
     "Graphs and buffers within the memory that the configuration gives.": """

@@ -7,9 +7,11 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from vllm_graft.base.decision import decision_of, gave_drafts
 from vllm_graft.base.options import KEY, target_of, without
@@ -202,12 +204,8 @@ def _read(file: Path) -> Proof | None:
     try:
         if file.stat().st_uid not in (os.geteuid(), 0):
             return None
-        read = json.loads(file.read_text())
-        machine = Machine(**read.pop("machine"))
-        proof = Proof(machine, **{each.name: read[each.name] for each in fields(Proof)[1:]})
-        # A name is of what is inside, and no difference is an empty list alone.
-        kept = proof.file.name == file.name
-        typed = isinstance(proof.differences, list) and isinstance(proof.rows, dict)
-        return proof if kept and typed else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        proof = TypeAdapter(Proof).validate_json(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
+    # A name is of what is inside.
+    return proof if proof.file.name == file.name else None

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +250,7 @@ def _job_of(
         "out": str(out),
         "start_from": str(Path(read.start_from).resolve()) if read.start_from else "",
         "states": str(states),
-        "target": asdict(target),
+        "target": target,
         "disk_bytes": most,
         "flags": tuple(flags),
         "longest": min(read.longest, longest),

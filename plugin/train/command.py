@@ -20,8 +20,7 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, shown
 from vllm_graft.train.job import BEFORE, FILE, FOLDER, REPORT, Job, flag_of
 from vllm_graft.train.target import Target, copy_tokenizer
-from vllm_graft.train.texts import read_texts, require_tokens
-from vllm_graft.train.traffic import snapshot
+from vllm_graft.train.texts import read_texts, require_tokens, snapshot
 
 ABOUT = """Train an EAGLE-3 head for MODEL. It answers the questions of texts in an engine of vLLM,
 which hands out its hidden states, and a head learns from these. The result is a folder that

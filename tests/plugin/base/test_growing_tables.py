@@ -37,11 +37,11 @@ BOUNDED = {
         spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches
         hicache/storage/guarded.py:Guarded._told
-        graph_runners/vision/graphs/vision_stats.py:VitStats.captures
-        graph_runners/vision/graphs/vision_stats.py:VitStats.declines
-        graph_runners/vision/graphs/vision_stats.py:VitStats.dropped
-        graph_runners/vision/graphs/vision_stats.py:VitStats.items
-        graph_runners/vision/graphs/vision_stats.py:VitStats.replays
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.captures
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.declines
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.dropped
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.items
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.replays
         graph_runners/vision/capture/graph_backend.py:stream_of
         hicache/rank/worker.py:HiCacheWorker._counters
         spec_decode/verification/accepted_kv.py:LayerSaves._seen""",

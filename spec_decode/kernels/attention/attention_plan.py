@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv, next_power_of_2
 
 MAX_TILE = 128
 """Most query rows of a program, times the heads that share K/V, at a head size of 128."""

@@ -25,8 +25,7 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     native,
     refuse_without_hardware,
 )
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 

@@ -15,8 +15,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
 from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace, Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
 from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionCall, partial_results
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 

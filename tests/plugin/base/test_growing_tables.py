@@ -34,7 +34,7 @@ BOUNDED = {
         plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/targets/families.py:_declared
         spec_decode/targets/dense/window.py:_keeping
-        spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
+        spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/kernel_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches
         hicache/storage/guarded.py:Guarded._told
         graph_runners/vision/graphs/vision_metrics.py:VitStats.captures

@@ -10,7 +10,7 @@ import torch
 from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace, Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention, write_scratch
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import next_power_of_2
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.targets.dense.window import windowed_table
 from vllm_graft.spec_decode.targets.latent.latent_attention import copy_tree_rows, latent_attention

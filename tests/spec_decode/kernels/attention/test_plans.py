@@ -29,7 +29,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     shared_bytes,
 )
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, listing
 from vllm_graft.spec_decode.startup.ahead import fingerprint
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from vllm_graft.base.decision import decision_of, gave_drafts
+from vllm_graft.base.decision import Decision, gave_drafts
 from vllm_graft.base.options import KEY, target_of, without
 from vllm_graft.base.version import __version__
 from vllm_graft.seams.compare import vllm_version
@@ -153,7 +153,7 @@ def flags_of(vllm_config: Any) -> dict[str, Any]:
 
 def _asked(vllm_config: Any) -> Any:
     """Return ``additional_config``, with a preset in place of what it has decided."""
-    additional, decided = vllm_config.additional_config or {}, decision_of(vllm_config)
+    additional, decided = vllm_config.additional_config or {}, Decision.from_vllm(vllm_config)
     return {**additional, KEY: decided.preset} if decided is not None else additional
 
 

@@ -15,7 +15,6 @@ from vllm_graft.base.decision import (
     SPECULATIVE,
     Decision,
     Preset,
-    decision_of,
     preset_in,
 )
 from vllm_graft.base.errors import ConfigError
@@ -78,7 +77,7 @@ def settle(config: GraftConfig | None, vllm_config: Any) -> GraftConfig | None:
             f"{FLAG} is {preset!r}, but vLLM did not ask this platform for its defaults, which is "
             "when presets are decided: name the parts instead."
         )
-    decided = decision_of(vllm_config)
+    decided = Decision.from_vllm(vllm_config)
     if config is None or decided is None or decided.settled:
         return config
     graft = vllm_config.additional_config[KEY]

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from vllm_graft.base.decision import Preset, decision_of, gave_drafts
+from vllm_graft.base.decision import Decision, Preset, gave_drafts
 from vllm_graft.base.errors import HookError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Offer, Part
@@ -250,7 +250,7 @@ def _hook_engine(module: ModuleType) -> None:
 
 def leave_declined(core: Any, vllm_config: Any) -> None:
     """Make an engine core one without trees if its workers have declined those of a preset."""
-    if TreeConfig.from_vllm(vllm_config) is None or decision_of(vllm_config) is None:
+    if TreeConfig.from_vllm(vllm_config) is None or Decision.from_vllm(vllm_config) is None:
         return
     if any(core.collective_rpc(drafts_stock)):
         leave_to_stock(vllm_config)

@@ -75,7 +75,7 @@ def test_every_import_goes_down() -> None:
     ("module", "line"),
     [
         ("base.log", "from vllm_graft.seams.compare import vllm_version"),
-        ("seams.wrap", "from vllm_graft.spec_decode.drafters import eagle"),
+        ("seams.wrap", "from vllm_graft.spec_decode.drafters import target_dependent"),
         ("hooks.manager", "from vllm_graft.config import GraftConfig"),
         ("hicache.connector", "import vllm_graft.spec_decode.tree_part"),
         ("graph_runners.language.mixed", "from vllm_graft.spec_decode.trees.tree import TreeShape"),

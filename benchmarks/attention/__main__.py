@@ -36,7 +36,7 @@ from benchmarks.attention import table
 from benchmarks.attention.rows import Bench, Row, device_timer, has_two_passes
 from benchmarks.attention.shapes import SHAPES, Layer
 from benchmarks.step_bytes import copy_bandwidth
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.two_pass import Costs, points
 from vllm_graft.spec_decode.tuning.attention_timing import measure
 

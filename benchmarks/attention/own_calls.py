@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.attention.shapes import DTYPE
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.two_pass import PLAIN_PASSES, KernelChoice, TwoPass
 from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention

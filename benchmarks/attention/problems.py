@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.attention.shapes import DTYPE, KvLayer, LatentLayer, Layer
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
 from vllm_graft.spec_decode.targets.dense.two_pass import Point, random_masks
 from vllm_graft.spec_decode.targets.dense.window import first_key
 from vllm_graft.spec_decode.trees.batch import LatentBatch, TreeBatch

@@ -14,7 +14,7 @@ from benchmarks.attention import own_calls
 from benchmarks.attention.platform_calls import Calls, yardsticks
 from benchmarks.attention.problems import chain_of, problems
 from benchmarks.attention.shapes import LatentLayer, Layer, moved_bytes
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.two_pass import Costs, Point, choose
 from vllm_graft.spec_decode.tuning.attention_timing import graph_time
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.attention import __main__ as command
 from benchmarks.attention import platform_calls, problems, rows, table
 from benchmarks.attention.shapes import SHAPES, KvLayer, LatentLayer, Layer, moved_bytes
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.targets.dense.two_pass import Point
 from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference

@@ -15,7 +15,7 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 STEP = (
-    ("1 extend", "The draft reads the accepted rows.", "drafters/eagle.py"),
+    ("1 extend", "The draft reads the accepted rows.", "drafters/target_dependent.py"),
     ("2 levels", "The best nodes get topk children,", "drafters/levels.py"),
     ("3 finish", "The N best nodes are the tree.", "kernels/candidates.py"),
     ("4 verify", "The target runs once over all nodes.", "dense/layer.py"),

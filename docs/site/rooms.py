@@ -1,6 +1,7 @@
 """Write the table of rooms into the page on architecture: ``python docs/site/rooms.py``.
 
-A room is a folder of code. Its line is the first sentence of its ``__init__``.
+A room is a folder of code. Its line is the first sentence of its ``__init__``. Rooms within a room
+are left to it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ BEGIN, END = "<!-- rooms:begin -->\n", "<!-- rooms:end -->"
 
 
 def rooms() -> Iterator[tuple[str, str]]:
-    """Yield each folder that has modules, with the first sentence of its docstring."""
+    """Yield the folders, with the first sentence of its docstring."""
     for part in PARTS:
-        for file in sorted((ROOT / part).rglob("__init__.py")):
-            if any(each != file for each in file.parent.glob("*.py")):
+        inner = [each for each in (ROOT / part).glob("*/") if not each.is_symlink()]
+        for folder in sorted([ROOT / part, *inner]):
+            file = folder / "__init__.py"
+            if file.exists() and (folder in inner or len([*folder.glob("*.py")]) > 1):
                 text = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
                 sentence = text.split(". ")[0].rstrip(".").replace("``", "`")
-                yield str(file.parent.relative_to(ROOT)), sentence
+                yield str(folder.relative_to(ROOT)), sentence
 
 
 def filled(page: str) -> str:

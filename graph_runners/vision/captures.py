@@ -23,7 +23,7 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     LayoutKey,
     VisionBatch,
 )
-from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import Reason, VitStats
 from vllm_graft.graph_runners.vision.towers.protocol import obstacles
 from vllm_graft.graph_runners.vision.towers.tower import Tower
 from vllm_graft.graph_runners.vision.vision_config import VitConfig

@@ -15,7 +15,7 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     Replay,
     VisionBatch,
 )
-from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import Reason
 
 
 class Answer(Enum):

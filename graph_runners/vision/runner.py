@@ -30,7 +30,7 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     Replay,
     VisionBatch,
 )
-from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import Reason, VitStats
 from vllm_graft.graph_runners.vision.route import Answer, Route, Router
 from vllm_graft.graph_runners.vision.towers.protocol import packs_offsets, tower_of
 from vllm_graft.graph_runners.vision.towers.tower import Inputs

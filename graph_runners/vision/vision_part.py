@@ -15,8 +15,8 @@ from vllm_graft.base.log import info_once
 from vllm_graft.base.options import flag, target_of
 from vllm_graft.base.part import Offer, Part
 from vllm_graft.base.refusal import Refusal
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import METRICS
 from vllm_graft.graph_runners.vision.vision_config import NAME, VitConfig
-from vllm_graft.graph_runners.vision.vision_metrics import METRICS
 from vllm_graft.graph_runners.vision.vision_refusals import REFUSALS
 from vllm_graft.hooks import manager
 from vllm_graft.seams.compare import vllm_version

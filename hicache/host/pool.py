@@ -17,10 +17,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.base.locks import ByteLocks
 from vllm_graft.base.log import info_once
 from vllm_graft.hicache.config.cache_config import flag
 from vllm_graft.hicache.host import region
-from vllm_graft.hicache.host.byte_locks import ByteLocks
 from vllm_graft.hicache.host.shared_slots import SharedSlots, control_bytes
 from vllm_graft.hicache.pages.pool_shape import PoolShape, Sharing
 

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.base.locks import ByteLocks
 from vllm_graft.hicache.config.cache_config import flag
-from vllm_graft.hicache.host.byte_locks import ByteLocks
 
 Array = NDArray[np.int64]
 

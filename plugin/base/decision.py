@@ -27,7 +27,8 @@ PRESETS: tuple[str, ...] = get_args(Preset)
 
 
 class Decision(GraftSection):
-    """What a preset turned on and left off: what runs of each part, or why it does not."""
+    """What a preset turned on and left off: what runs of each part, or why it does not. A
+    configuration that no preset made has none."""
 
     NAME = NAME
 
@@ -47,11 +48,6 @@ class Decision(GraftSection):
     """Whether the complete configuration was looked at, too."""
 
 
-def decision_of(vllm_config: Any) -> Decision | None:
-    """The decisions in a configuration; None if no preset made it."""
-    return Decision.from_vllm(vllm_config)
-
-
 def preset_in(vllm_config: Any) -> str | None:
     """The text in place of the mapping below ``graft`` or in it, whatever it is; None without."""
     additional = vllm_config.additional_config
@@ -62,14 +58,14 @@ def preset_in(vllm_config: Any) -> str | None:
 
 def gave_drafts(vllm_config: Any) -> bool:
     """Whether a preset gave vLLM the speculative config, as the user gave none."""
-    decided = decision_of(vllm_config)
+    decided = Decision.from_vllm(vllm_config)
     return decided is not None and any(SPECULATIVE in each for each in decided.before.values())
 
 
 def decline_or_raise(part: str, refused: GraftError, vllm_config: Any) -> None:
     """Leave a part off in this process if a preset turned it on. Raises ``refused`` if the user
     named the part, or gave keys for it."""
-    decided = decision_of(vllm_config)
+    decided = Decision.from_vllm(vllm_config)
     if decided is None or part in decided.asked:
         raise refused
     info.decline(part, str(refused))
@@ -77,7 +73,7 @@ def decline_or_raise(part: str, refused: GraftError, vllm_config: Any) -> None:
 
 def told(vllm_config: Any) -> dict[str, Any] | None:
     """What a preset decided, with what this worker found after that; None without a preset."""
-    decided = decision_of(vllm_config)
+    decided = Decision.from_vllm(vllm_config)
     if decided is None:
         return None
     declined = info.declined()

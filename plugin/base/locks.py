@@ -10,12 +10,16 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PAUSE_SECONDS = 0.05
+
+_LOCK = struct.Struct("hhqqi4x")
+"""``struct flock`` of Linux: type, whence, start, length, process (0)."""
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -127,3 +131,31 @@ def locked(path: Path, seconds: float = 0) -> Iterator[bool]:
     finally:
         if fd is not None:
             os.close(fd)
+
+
+class ByteLocks:
+    """Locks on single bytes, of one opening of a file (``F_OFD_SETLK`` of Linux). Those of another
+    opening stand in the way, in this process as well. The bytes need not exist. The kernel frees
+    them when the last process that has this opening ends, whatever ends it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def take(self, byte: int, shared: bool = False) -> bool:
+        """Lock a byte without waiting; False if another opening's lock stands in the way."""
+        try:
+            self._call(fcntl.F_OFD_SETLK, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte)
+        except BlockingIOError:
+            return False
+        return True
+
+    def free(self, byte: int) -> None:
+        self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
+
+    def elsewhere(self, byte: int) -> bool:
+        """Whether another opening has locked a byte."""
+        return self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte) != fcntl.F_UNLCK
+
+    def _call(self, order: int, kind: int, byte: int) -> int:
+        given = _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+        return int(_LOCK.unpack(fcntl.fcntl(self._fd, order, given))[0])

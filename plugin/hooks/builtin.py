@@ -13,7 +13,7 @@ def graft_drafters() -> list[entries.Drafter]:
     return [
         entries.Drafter(
             "eagle",
-            f"{_DRAFTERS}.eagle:EagleTrees",
+            f"{_DRAFTERS}.target_dependent:EagleTrees",
             "drafts a tree with an EAGLE head, verified in one pass",
             methods=("eagle", "eagle3"),
         ),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_graft.base.decision import decision_of
+from vllm_graft.base.decision import Decision
 from vllm_graft.base.part import Part
 from vllm_graft.base.values import reason_of
 
@@ -34,7 +34,7 @@ def part_states(
     for worker in workers:
         active.update(worker["on"])
         declined.update(worker["declined"])
-    decided = decision_of(vllm_config)
+    decided = Decision.from_vllm(vllm_config)
     left_off = {} if decided is None else decided.off
     states = []
     for part in parts:

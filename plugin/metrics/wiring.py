@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from vllm_graft.base.decision import decision_of
+from vllm_graft.base.decision import Decision
 from vllm_graft.base.log import warning_once
 from vllm_graft.base.metric import Metric, Origin
 from vllm_graft.base.part import Part
@@ -41,7 +41,7 @@ class Wiring:
         _unharmed(self._watch_worker, worker, vllm_config)
 
     def _watch_worker(self, worker: Any, vllm_config: Any) -> None:
-        asks = self._asked_for(vllm_config) or decision_of(vllm_config)
+        asks = self._asked_for(vllm_config) or Decision.from_vllm(vllm_config)
         if asks and not _is_local(vllm_config):
             WorkerReport().attach(worker.model_runner)
 
@@ -60,7 +60,7 @@ class Wiring:
         if not core.log_stats:
             return
         asked = self._asked_for(config)
-        if not asked and decision_of(config) is None:
+        if not asked and Decision.from_vllm(config) is None:
             return
         sections = {part.name: section for part, section in asked}
         workers: list[Any] = []
@@ -103,7 +103,7 @@ class Wiring:
 
     def _post(self, manager: Any, vllm_config: Any, prometheus: type[Any]) -> None:
         asked = self._asked_for(vllm_config)
-        if not asked and decision_of(vllm_config) is None:
+        if not asked and Decision.from_vllm(vllm_config) is None:
             return
         logger = next(each for each in manager.stat_loggers if isinstance(each, prometheus))
         rows = {part.name: counted_rows(part.metrics.rows, vllm_config) for part, _ in asked}

@@ -179,7 +179,7 @@ def _tree_rows(vllm_config: Any, states: list[Any], layers: int) -> Iterator[Mem
         return
     import torch
 
-    from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
     from vllm_graft.spec_decode.trees.text_state import MemoryState
 
     requests, nodes = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens
@@ -247,7 +247,7 @@ def _head_rows(tree: TreeConfig, draft: Any, vllm_config: Any) -> Iterator[Memor
 
 def _window_tables(window: int, layers: int, vllm_config: Any) -> Memory:
     """Block tables of what the draft reads. K/V is kept as without a window."""
-    from vllm_graft.spec_decode.kernels.sizes import cdiv
+    from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
     from vllm_graft.spec_decode.targets.dense.window import table_width
 
     block = vllm_config.cache_config.block_size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_graft.activation import asked_for, require_registered
-from vllm_graft.base.decision import Decision, decision_of, gave_drafts
+from vllm_graft.base.decision import Decision, gave_drafts
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.options import flag
 from vllm_graft.base.part import Part
@@ -132,7 +132,8 @@ def _more_flags(request: Request, plan: Plan, vllm_config: Any) -> tuple[str, ..
         return ("--speculative-config", json.dumps(found)) if found is not None else ()
     if any((part.name, part.state) == ("tree", "on") for part in plan.parts):
         return ()
-    if decision_of(vllm_config) is None or not has_delta_rule(model) or request.has(SEQUENCES):
+    decided = Decision.from_vllm(vllm_config)
+    if decided is None or not has_delta_rule(model) or request.has(SEQUENCES):
         return ()
     room = state_room(vllm_config)
     return () if room.fits or not room.requests else (SEQUENCES, str(room.requests))
@@ -193,7 +194,7 @@ def _text(error: Exception, model: str) -> str:
 
 
 def _parts(vllm_config: Any) -> Iterator[PartPlan]:
-    decided = decision_of(vllm_config)
+    decided = Decision.from_vllm(vllm_config)
     sections = {part.name: section for part, section in asked_for(vllm_config)}
     for part in PARTS:
         if part.name in sections:

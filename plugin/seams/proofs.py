@@ -7,11 +7,13 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_graft.base.decision import decision_of, gave_drafts
+from pydantic import TypeAdapter
+
+from vllm_graft.base.decision import Decision, gave_drafts
 from vllm_graft.base.options import KEY, target_of, without
 from vllm_graft.base.version import __version__
 from vllm_graft.seams.compare import vllm_version
@@ -151,7 +153,7 @@ def flags_of(vllm_config: Any) -> dict[str, Any]:
 
 def _asked(vllm_config: Any) -> Any:
     """Return ``additional_config``, with a preset in place of what it has decided."""
-    additional, decided = vllm_config.additional_config or {}, decision_of(vllm_config)
+    additional, decided = vllm_config.additional_config or {}, Decision.from_vllm(vllm_config)
     return {**additional, KEY: decided.preset} if decided is not None else additional
 
 
@@ -202,12 +204,8 @@ def _read(file: Path) -> Proof | None:
     try:
         if file.stat().st_uid not in (os.geteuid(), 0):
             return None
-        read = json.loads(file.read_text())
-        machine = Machine(**read.pop("machine"))
-        proof = Proof(machine, **{each.name: read[each.name] for each in fields(Proof)[1:]})
-        # A name is of what is inside, and no difference is an empty list alone.
-        kept = proof.file.name == file.name
-        typed = isinstance(proof.differences, list) and isinstance(proof.rows, dict)
-        return proof if kept and typed else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        proof = TypeAdapter(Proof).validate_json(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return None
+    # A name is of what is inside.
+    return proof if proof.file.name == file.name else None

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.values import human, shown
 from vllm_graft.train.job import BEFORE, FILE, FOLDER, REPORT, Job, flag_of
 from vllm_graft.train.target import Target, copy_tokenizer
-from vllm_graft.train.texts import read_texts, require_tokens
-from vllm_graft.train.traffic import snapshot
+from vllm_graft.train.texts import read_texts, require_tokens, snapshot
 
 ABOUT = """Train an EAGLE-3 head for MODEL. It answers the questions of texts in an engine of vLLM,
 which hands out its hidden states, and a head learns from these. The result is a folder that
@@ -255,7 +254,7 @@ def _job_of(
         "out": str(out),
         "start_from": str(Path(read.start_from).resolve()) if read.start_from else "",
         "states": str(states),
-        "target": asdict(target),
+        "target": target,
         "disk_bytes": most,
         "flags": tuple(flags),
         "longest": min(read.longest, longest),

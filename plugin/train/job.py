@@ -5,8 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import shown
+from vllm_graft.train.target import Target
 
 FOLDER = ".train"
 """Folder of a run within that of its head, which goes when the head is written."""
@@ -43,14 +46,13 @@ class Job:
         flags: of ``vllm serve``, for the engine that answers.
         start_from: folder of a head to go on with; empty for a new one.
         disk_bytes: most that states may take.
-        target: `vllm_graft.train.target.Target` as a dictionary.
     """
 
     model: str
     texts: tuple[str, ...]
     out: str
     states: str
-    target: dict[str, Any]
+    target: Target
     disk_bytes: int
     flags: tuple[str, ...] = ()
     start_from: str = ""
@@ -82,9 +84,7 @@ class Job:
 
     @classmethod
     def load(cls, work: Path) -> Self:
-        found = json.loads((work / FILE).read_text())
-        tuples = {name: tuple(found[name]) for name in ("texts", "flags", "temperatures")}
-        return cls(**{**found, **tuples})
+        return TypeAdapter(cls).validate_json((work / FILE).read_bytes())
 
     def continues(self) -> bool:
         """Whether the folder has a run of this very job. Raises `ConfigError` if it has one of

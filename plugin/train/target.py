@@ -90,11 +90,6 @@ class Target:
             bytes_each=model_config.dtype.itemsize,
         )
 
-    @classmethod
-    def load(cls, found: Mapping[str, Any]) -> Self:
-        tuples = {name: tuple(found[name]) for name in ("architectures", "aux")}
-        return cls(**{**found, **tuples})
-
     @property
     def hidden(self) -> int:
         return int(self.layer["hidden_size"])

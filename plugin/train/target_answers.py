@@ -22,7 +22,6 @@ from vllm_graft.plan.request import Request
 from vllm_graft.train import states
 from vllm_graft.train.job import Job, progress_bar, show
 from vllm_graft.train.states import Entry
-from vllm_graft.train.target import Target
 from vllm_graft.train.texts import Text, Tokens, Words, read_texts, split
 
 SHOWN = 192
@@ -104,7 +103,7 @@ class Answering:
         self.done = {entry.number for entry in found}
         self.index = states.open_index(self.folder, part)
         # In tokens; what is in flight may become as long as a text may be.
-        self.most = job.disk_bytes // Target.load(job.target).token_bytes // parts
+        self.most = job.disk_bytes // job.target.token_bytes // parts
         self.taken = sum(entry.tokens for entry in found) // parts
         self.at_a_time = 2 * self.engine.vllm_config.scheduler_config.max_num_seqs
         self.unwritten: deque[Entry] = deque()
@@ -183,7 +182,7 @@ class Answering:
 
 def engine_options(job: Job) -> dict[str, Any]:
     """What an engine takes beside the user's flags to hand out its states."""
-    layers = {"eagle_aux_hidden_state_layer_ids": list(Target.load(job.target).taken)}
+    layers = {"eagle_aux_hidden_state_layer_ids": list(job.target.taken)}
     return {
         "speculative_config": {
             "method": "extract_hidden_states",

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.values import reason_of, shown
+from vllm_graft.learn.records import PATTERN
 
 HELD_OUT = 16
 """One question in so many is for measuring alone."""
@@ -24,6 +25,9 @@ _FORMS = (
     "`messages` or `conversations` (turns with `role` and `content`, or `from` and `value`), "
     "`prompt`, or `text`"
 )
+
+_TRAFFIC = "traffic.jsonl"
+"""A copy of what a server has recorded, in a run's folder."""
 
 Messages = tuple[tuple[str, str], ...]
 """Role and content of each turn."""
@@ -184,3 +188,42 @@ def _pieces(text: str, longest: int) -> Iterator[Text]:
         piece = text[start : start + size].strip()
         if len(piece) >= 2 * _PROMPT_SHARE:
             yield Text(piece[: len(piece) // _PROMPT_SHARE], piece)
+
+
+def snapshot(folder: Path, work: Path, most: int | None = None) -> Path:
+    """Copy the whole rows of a folder's records into a run's folder, for the run to go on with.
+    `most`: bytes of the newest files, of which the last one may go over it; None takes all.
+
+    Raises:
+        ConfigError: there are none, or they can't be read.
+    """
+    copy = work / _TRAFFIC
+    if copy.exists():
+        return copy
+    part, rows = work / f"{_TRAFFIC}.part", 0
+    try:
+        with part.open("wb") as written:
+            for file in sorted(folder.glob(PATTERN), key=_age):
+                if most is not None and written.tell() >= most:
+                    break
+                with file.open("rb") as lines:
+                    # A server that is writing, or was killed, may leave half a row.
+                    for line in lines:
+                        if line.endswith(b"\n"):
+                            rows += written.write(line) > 0
+    except OSError as error:
+        raise ConfigError(
+            f"--from-traffic {shown(str(folder))} can't be read: {reason_of(error)}."
+        ) from None
+    if not rows:
+        raise ConfigError(
+            f"--from-traffic {shown(str(folder))} has no records: serve for a while with "
+            "--additional-config.graft.learn.record set to it, or name the folder that has them."
+        )
+    part.rename(copy)
+    return copy
+
+
+def _age(file: Path) -> tuple[float, str]:
+    """What sorts the newest first."""
+    return -file.stat().st_mtime, file.name

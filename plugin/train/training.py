@@ -42,7 +42,6 @@ from vllm_graft.train.lessons import (
     useful,
 )
 from vllm_graft.train.output_layers import OutputLayers
-from vllm_graft.train.target import Target
 
 DECAY = 0.9
 """Weight of a pass's loss over that of the pass before."""
@@ -106,7 +105,7 @@ class Training:
 
     def __init__(self, job: Job, device: torch.device, until: float) -> None:
         self.job, self.device, self.until = job, device, until
-        self.target, self.folder = Target.load(job.target), Path(job.states)
+        self.target, self.folder = job.target, Path(job.states)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         entries = useful(states.read_entries(self.folder), job.passes)

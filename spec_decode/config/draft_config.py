@@ -16,6 +16,4 @@ class DraftConfig(GraftSection):
     attention backend is FLASH_ATTN or TRITON_ATTN."""
 
     graph_runner: EntryName = "cuda_graph"
-    """Name of a ``graft_draft_graph_runners`` entry. ``cuda_graph`` pads batches to the next
-    captured size; ``verify`` compares the first replay of each size with launches, and gives a size
-    that differs no graph (``graft_info()`` lists both); ``eager`` captures nothing."""
+    """Name of a ``graft_draft_graph_runners`` entry, as of ``graft.tree.graph_runner``."""

@@ -19,7 +19,7 @@ from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
 from vllm_graft.hooks import manager
 from vllm_graft.spec_decode.drafters.levels import Roots
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.lookup.references import UnreadPredictions
 from vllm_graft.spec_decode.presets.node_count import leave_to_stock
 from vllm_graft.spec_decode.startup.clock import KERNELS, StartClock

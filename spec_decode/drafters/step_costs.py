@@ -19,9 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, prepare
 
 from vllm_graft.base.log import logger
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
-from vllm_graft.spec_decode.heads.hot_vocabulary import HotGains
 from vllm_graft.spec_decode.kernels.verify import prepare_rows
-from vllm_graft.spec_decode.tuning.step_times import Costs
 
 Launch = Callable[[], object]
 
@@ -45,12 +43,6 @@ def measure_step_costs(worker: Any, replays: int) -> tuple[StepCosts, StepCosts]
         costs = _measure(runner, speculator, graphs, replays)
     logger.info("vllm-graft timed steps in %.1f s", speculator.trees.clock.seconds["costs"])
     return costs
-
-
-def use_hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
-    """Let hot tokens be used by what they save. All ranks have to be told the same costs."""
-    speculator = worker.model_runner.speculator
-    speculator.head.learned.least = HotGains(whole, hot).least
 
 
 def _measure(

@@ -7,6 +7,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.levels import (
@@ -110,3 +111,8 @@ class TargetDependentTrees(TreeDrafting):
                 input_ids=tokens, positions=positions, hidden_states=states, inputs_embeds=embeds
             )
         return output if isinstance(output, tuple) else (output, output)
+
+
+class EagleTrees(TargetDependentTrees, EagleSpeculator):
+    """Trees from EAGLE heads (Li et al., arXiv 2401.15077 and 2503.01840): what vLLM builds in the
+    place of `EagleSpeculator`, which adds how the draft is loaded."""

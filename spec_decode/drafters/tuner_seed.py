@@ -41,10 +41,9 @@ def step_costs(worker: Any, replays: int, seconds: float) -> Measured:
 
 
 def hot_gains(worker: Any, whole: Costs, hot: Costs) -> None:
-    """Runs in each worker."""
-    from vllm_graft.spec_decode.drafters.step_costs import use_hot_gains
-
-    use_hot_gains(worker, whole, hot)
+    """Let hot tokens be used by what they save. Runs in each worker; all of them have to be told
+    the same costs."""
+    worker.model_runner.speculator.head.learned.least = HotGains(whole, hot).least
 
 
 def measure(engine: EngineCore) -> Costs:

@@ -5,9 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv
 from vllm_graft.spec_decode.kernels.ngram_insert import Learned, learn
-from vllm_graft.spec_decode.kernels.sizes import cdiv
 
 _BLOCK = 128
 

@@ -5,8 +5,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2, rank_block
+from vllm_graft.spec_decode.kernels.kernel_launch import (
+    Kernel,
+    cdiv,
+    check_rows,
+    next_power_of_2,
+    rank_block,
+)
 from vllm_graft.spec_decode.kernels.topk import NONE, best_of, ordered, unordered
 from vllm_graft.spec_decode.trees.tree import MAX_NODES, CandidateTable, TreeState, num_candidates
 

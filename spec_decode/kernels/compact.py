@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, moved_block, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, moved_block, next_power_of_2
 
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 

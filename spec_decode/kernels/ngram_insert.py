@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, next_power_of_2
 from vllm_graft.spec_decode.kernels.ngram_match import (
     ALIKE,
     END,
@@ -19,7 +19,6 @@ from vllm_graft.spec_decode.kernels.ngram_match import (
     rate_of,
     tokens_behind,
 )
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
 from vllm_graft.spec_decode.trees.text_state import NgramState
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 

@@ -5,8 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv
 from vllm_graft.spec_decode.trees.text_state import (
     BORDER,
     MAX_PLACE,

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import (
+from vllm_graft.spec_decode.kernels.kernel_launch import (
+    Kernel,
     cdiv,
     check_rows,
     next_power_of_2,

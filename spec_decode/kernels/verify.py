@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, next_power_of_2
 from vllm_graft.spec_decode.trees.tree import TreeState
 
 MASK_BITS = 64

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -55,39 +55,6 @@ class Split(NamedTuple):
 
 _OBJECT = 256
 """Host bytes of a piece beside its tokens, and of an entry."""
-
-
-class TokenCache:
-    """Keeps what was made of texts, the last used ones, within so many host bytes. A key is a hash:
-    no text of a request is kept."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
-        self._kept: OrderedDict[bytes, Split] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @staticmethod
-    def key(kind: str, text: str) -> bytes:
-        return hashlib.blake2b(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
-
-    def get(self, key: bytes) -> Split | None:
-        if key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        return self._kept[key]
-
-    def put(self, key: bytes, made: Split) -> None:
-        """Keep something that has room at all; what was used longest ago makes room for it."""
-        if made.num_bytes > self.max_bytes:
-            return
-        if (old := self._kept.pop(key, None)) is not None:
-            self.num_bytes -= old.num_bytes
-        self._kept[key] = made
-        self.num_bytes += made.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
 
 class Wrong(NamedTuple):
@@ -196,9 +163,12 @@ class References:
         styles: Sequence[Style],
     ) -> None:
         self.tokenizer, self.room, self.opening = tokenizer, room, opening
+        from cachetools import LRUCache  # vLLM brings it.
+
         self.vocab_size, self.styles = vocab_size, tuple(styles)
         self._read = min(room, MAX_READ)
-        self.cache = TokenCache(CACHE_BYTES)
+        self.cache = LRUCache[bytes, Split](CACHE_BYTES, lambda split: split.num_bytes)
+        """What was made of texts, by a hash: no text of a request is kept."""
 
     def of(self, params: SamplingParams | None, prompt: Sequence[int] | None) -> Reference:
         """The reference of a request; empty if it has none, or no prompt that is tokens. What is
@@ -305,10 +275,11 @@ class References:
         """The tokens of what is given as JSON; none if it can't be read, or forces no text."""
         if given is None:
             return Split()
-        key = TokenCache.key(kind, given)
+        key = hashlib.blake2b(f"{kind} {given}".encode("utf-8", "surrogatepass")).digest()
         if (split := self.cache.get(key)) is None:
             split = self._split(self._pieces(kind, given))
-            self.cache.put(key, split)
+            with contextlib.suppress(ValueError):  # It is larger than the whole cache.
+                self.cache[key] = split
         return split
 
     def _pieces(self, kind: str, given: str) -> Iterator[Piece]:

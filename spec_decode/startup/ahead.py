@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_graft.base.locks import try_lock
 from vllm_graft.base.log import logger, warning_once
-from vllm_graft.spec_decode.kernels.listed_launch import Launch
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch
 from vllm_graft.spec_decode.startup.compiler import Job, Outcome
 
 MAX_PROCESSES = 16

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from vllm_graft.base.values import reason_of
-from vllm_graft.spec_decode.kernels.listed_launch import ALIGNMENT, Kernel, Launch, Pointer
+from vllm_graft.spec_decode.kernels.kernel_launch import ALIGNMENT, Kernel, Launch, Pointer
 
 _PR_SET_PDEATHSIG = 1
 """Linux's ``prctl`` that sets the signal which this process gets when its parent ends."""

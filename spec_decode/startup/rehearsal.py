@@ -17,7 +17,7 @@ from vllm_graft.base.values import lever, reason_of
 from vllm_graft.graph_runners.language.mixed import mixed_sizes
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.kernels.compact import KVCacheTable
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, listing
 from vllm_graft.spec_decode.kernels.ngram_insert import learn_rates
 from vllm_graft.spec_decode.startup.ahead import Ahead, compile_ahead
 from vllm_graft.spec_decode.startup.stand_ins import (

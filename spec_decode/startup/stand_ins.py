@@ -14,7 +14,7 @@ from vllm_graft.spec_decode.heads.head import DraftHead
 from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
 from vllm_graft.spec_decode.models.drafts import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.targets.dense.layer import TRITON, TreeAttentionMixin
 from vllm_graft.spec_decode.targets.dense.window import DraftWindow

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
     from vllm.v1.worker.gpu.states import RequestState
 
-    from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+    from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
     from vllm_graft.spec_decode.trees.tree import TreeShape
 
 T = TypeVar("T")

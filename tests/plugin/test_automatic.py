@@ -20,7 +20,7 @@ from tests.support.checkpoints import write_vocabulary
 from tests.support.platforms import platform
 from vllm_graft import activation, automatic
 from vllm_graft.base import info, log
-from vllm_graft.base.decision import decision_of, decline_or_raise, gave_drafts, told
+from vllm_graft.base.decision import Decision, decline_or_raise, gave_drafts, told
 from vllm_graft.base.errors import ConfigError, NotActiveError
 from vllm_graft.base.refusal import facts
 from vllm_graft.config import GraftConfig
@@ -79,7 +79,7 @@ def start(config: Any) -> Any:
     """Call both hooks as vLLM does; return the decisions."""
     activation.on_defaults(config)
     activation.on_config(config)
-    return decision_of(config)
+    return Decision.from_vllm(config)
 
 
 def drafts(config: Any) -> Any:
@@ -304,7 +304,7 @@ def test_n_grams_that_are_taken_off_leave_what_stock_vllm_derives(config: Any) -
     config._set_cudagraph_sizes = plan
     config.use_v2_model_runner = False
     activation.on_config(config)
-    assert "Model Runner V1" in decision_of(config).off["tree"]
+    assert "Model Runner V1" in Decision.from_vllm(config).off["tree"]
     assert planned == [(None, None)]
     assert compilation.max_cudagraph_capture_size is None
     assert scheduler.max_num_scheduled_tokens is None
@@ -385,7 +385,7 @@ def test_the_host_cache_that_the_user_asks_for_stays_his(config: Any) -> None:
         activation.on_defaults(config)
         with pytest.raises(ConfigError, match="It can't"):
             activation.on_config(config)
-    decided = decision_of(config)
+    decided = Decision.from_vllm(config)
     assert "hicache" not in {**decided.on, **decided.off}
     assert "tree" in decided.on
 
@@ -743,10 +743,10 @@ def test_graphs_are_taken_off_again(config: Any) -> None:
     chain_of_a_draft_model(config)
     config.compilation_config.cudagraph_mode = None  # Not chosen yet.
     activation.on_defaults(config)
-    assert "draft" in decision_of(config).on
+    assert "draft" in Decision.from_vllm(config).on
     config.compilation_config.cudagraph_mode = SimpleNamespace(name="PIECEWISE")
     activation.on_config(config)
-    decided = decision_of(config)
+    decided = Decision.from_vllm(config)
     assert decided.on == {}
     assert "cudagraph_mode is PIECEWISE" in decided.off["draft"]
     assert config.additional_config["graft"].keys() == {"decided"}
@@ -759,7 +759,7 @@ def test_a_tree_that_is_taken_off_gives_the_numbers_back(config: Any) -> None:
     looked = []
     config._maybe_disable_dynamic_sd_for_data_parallel = lambda: looked.append(tree_of(config))
     activation.on_config(config)
-    assert "Model Runner V1" in decision_of(config).off["tree"]
+    assert "Model Runner V1" in Decision.from_vllm(config).off["tree"]
     # Ranks of vLLM's own drafts may not change their number, so it looks again, without trees.
     assert looked == [None]
     speculative = config.speculative_config
@@ -773,7 +773,7 @@ def test_another_part_that_is_taken_off_leaves_the_tree_its_numbers(config: Any)
     activation.on_defaults(config)
     config.model_config.multimodal_config.language_model_only = True
     activation.on_config(config)
-    assert set(decision_of(config).on) == {"tree"}
+    assert set(Decision.from_vllm(config).on) == {"tree"}
     assert drafts(config) == 63
 
 

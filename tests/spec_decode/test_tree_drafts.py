@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.engines.pairs import Answer, Pair, Request, answer_all, differing
-from vllm_graft.spec_decode.drafters import eagle
+from vllm_graft.spec_decode.drafters import target_dependent
 from vllm_graft.spec_decode.verification import sampler as verify
 from vllm_graft.testing import TinyShape, model_runner, spec_metrics, write_eagle
 
@@ -138,12 +138,12 @@ def test_tokens_of_another_width_are_noticed(
 ) -> None:
     """Negative control: 64-bit tokens are misread, because vLLM's own pass has 32-bit ones."""
 
-    class Wide(eagle.LevelGrowth):
-        def __init__(self, shape: Any, memory: Any, token_dtype: torch.dtype) -> None:
+    class Wide(target_dependent.LevelGrowth):
+        def __init__(self, shape: Any, memory: Any, token_dtype: torch.dtype, **more: Any) -> None:
             assert token_dtype == torch.int32
-            super().__init__(shape, memory, torch.int64)
+            super().__init__(shape, memory, torch.int64, **more)
 
-    monkeypatch.setattr(eagle, "LevelGrowth", Wide)
+    monkeypatch.setattr(target_dependent, "LevelGrowth", Wide)
     answers, metrics = drafted(pair, enforce_eager=False)
     assert answers == eager[0]
     assert metrics.accepted_tokens < eager[1].accepted_tokens

@@ -24,7 +24,7 @@ from vllm_graft.graph_runners.vision.graphs.vision_batch import (
     Replay,
     VisionBatch,
 )
-from vllm_graft.graph_runners.vision.graphs.vision_stats import Reason, VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import Reason, VitStats
 from vllm_graft.graph_runners.vision.towers.tower import Buffers, Item, Pieces, Tower
 
 MIN_GAIN = 0.97

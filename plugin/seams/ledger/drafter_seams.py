@@ -2,7 +2,6 @@
 
 from vllm_graft.seams.ledger.entry import seams
 
-_BUFFERS = "input_buffers, hidden_states, sample_indices, sample_pos, sample_idx_mapping, sample_from_anchor, num_speculative_steps, num_query_per_req, query_cudagraph_manager"
 _EDGES = "its pairs of candidates, scored, are what a tree is grown from"
 _BIAS = "the bias by the token before, for each node of a level"
 _PATH = "the bias by the tokens of a path, for each node of a level"

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention.e4m3 import PRODUCTS, load_rows
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel
 
 _PRODUCTS = tl.constexpr(PRODUCTS)
 

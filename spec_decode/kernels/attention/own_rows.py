@@ -11,8 +11,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _tree_rows,
 )
 from vllm_graft.spec_decode.kernels.attention.e4m3 import conversion, load_rows
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
 # Few rows per program: with one tile of keys, what counts is how many loads run at once.

@@ -1,18 +1,23 @@
 """Attention of tree rows: paged keys, one ancestor mask per row, split over the keys."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    AttentionCall,
+from vllm_graft.spec_decode.kernels.attention.attention_kernel import combine_kernel, split_kernel
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    MIN_DRAFT_SPLIT_KEYS,
+    MIN_SPLIT_KEYS,
     AttentionWorkspace,
-    UsedSplits,
-    partial_results,
+    Plan,
+    Sizes,
+    choose_plan,
+    split_count,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_kernel import split_kernel
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Sizes, choose_plan
 from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     FP8,
     PRODUCTS,
@@ -20,9 +25,115 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     native,
     refuse_without_hardware,
 )
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
+
+
+class UsedSplits(NamedTuple):
+    """What tells the combining kernel which splits have keys. `kv_lens`, i32 ``[>= num_reqs]``, are
+    each request's paged keys. Splits have whole tiles of `keys`. A `window` of 0 is none."""
+
+    kv_lens: torch.Tensor
+    keys: int
+    window: int
+    chunked: bool
+
+
+class AttentionCall(ABC):
+    """What a launch reads: trees to verify, or one level of trees to draft. Attributes are those of
+    its batch (`trees/batch.py`), and what is given as its `own`; a draft's `max_rows` is its
+    ``topk``. What only one kind of batches has is None or 0 here."""
+
+    query_start_loc: Any = None
+    row_masks: Any = None
+    row_depths: Any = None
+    num_rows: Any = None
+    mixed = chunked = False
+    scratch: Any = None
+    ancestors: Any = None
+    level = 0
+
+    def __init__(self, batch: Any, **own: Any) -> None:
+        self.__dict__.update(vars(batch), num_reqs=batch.num_reqs, **own)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @abstractmethod
+    def most_keys(self) -> int:
+        """Upper bound of the paged keys that a request's rows read."""
+
+    @property
+    def draft(self) -> bool:
+        return self.ancestors is not None
+
+    @property
+    def head_pad(self) -> int:
+        return max(16, next_power_of_2(self.query.shape[2]))
+
+    def parts(self, splits: int) -> int:
+        """Programs per tile: one per split, and one more for a draft's scratch."""
+        return splits + 1 if self.draft and splits > 1 else splits
+
+    def shared(self) -> dict[str, Any]:
+        return {
+            "HEADS": self.query.shape[1],
+            "PARTIAL_ROWS": self.max_rows,
+            "DRAFT": self.draft,
+            "TOPK": self.max_rows if self.draft else 1,
+        }
+
+    def room(self, workspace: AttentionWorkspace) -> int:
+        pairs: int = workspace.num_pairs(self.max_rows, *self.query.shape[1:])
+        free = pairs - self.num_reqs if self.draft else pairs
+        return min(workspace.max_splits, int(free // self.num_reqs))
+
+    def num_splits(
+        self, programs: int, workspace: AttentionWorkspace | None, forced: int | None
+    ) -> int:
+        """Splits of each request's paged keys, for so many programs per request and split. The
+        number depends on host values only, so that a captured grid stays right."""
+        if forced is not None:
+            return forced
+        if workspace is None:
+            return 1
+        return split_count(
+            self.num_reqs * programs,
+            workspace.multiprocessors,
+            self.most_keys(),
+            self.room(workspace),
+            MIN_DRAFT_SPLIT_KEYS if self.draft else MIN_SPLIT_KEYS,
+        )
+
+    def combine(
+        self, out: torch.Tensor, workspace: AttentionWorkspace | None, splits: int, warps: int = 4,
+        *, width: int = 0, overlapped: bool = False, used: UsedSplits | None = None,
+    ) -> None:  # fmt: skip
+        """Make the output of what the splits have left in the workspace, if there are several.
+        Options are those of a `Plan`. `used` tells the splits without keys, which have written
+        nothing; None if all have written."""
+        if splits == 1:
+            return
+        parts = self.parts(splits)
+        heads, size = self.query.shape[1:]
+        width = min(width or self.head_pad, self.head_pad)
+        combine_kernel[(self.num_reqs, self.max_rows, heads * cdiv(size, width))](
+            out, *partial_results(workspace), self.query_start_loc, self.num_rows,
+            used.kv_lens if used else None, parts, self.level, *out.stride()[:2],
+            **self.shared(), HEAD=size, WIDTH=width, PARTS_PAD=next_power_of_2(parts),
+            BLOCK_N=used.keys if used else 1, WINDOW=used.window if used else 0,
+            CHUNKED=used.chunked if used else False, OVERLAPPED=overlapped, num_warps=warps,
+            # Other devices than NVIDIA's don't know the option.
+            **({"launch_pdl": True} if overlapped else {}),
+        )  # fmt: skip
+
+
+def partial_results(workspace: AttentionWorkspace | None) -> tuple[torch.Tensor | None, ...]:
+    """Where splits leave what they have found; nowhere without a workspace."""
+    if workspace is None:
+        return (None,) * 3
+    return (workspace.acc, workspace.peak, workspace.total)
 
 
 class _Call(AttentionCall):
@@ -89,14 +200,15 @@ class _Call(AttentionCall):
 
 
 def tree_attention(
-    batch: TreeBatch,
+    batch: TreeBatch | DraftBatch,
     out: torch.Tensor,
     *,
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Attention of the last ``num_rows[r]`` rows of each request's query.
+    """Attention of the last ``num_rows[r]`` rows of each request's query, or of a level's frontier
+    in the draft, whose scratch holds the level's own K/V already; see `write_scratch`.
 
     No device value is read on the host, so the call can be captured. All sizes in a captured graph
     are upper bounds. Raises `ValueError` if shapes, dtypes or strides don't match.
@@ -107,40 +219,7 @@ def tree_attention(
         workspace: receives partial results; None means one split.
         num_splits: forces the number of splits, `plan` all of how it is computed.
     """
-    _launch(_call(batch), out, workspace, num_splits, plan)
-
-
-def draft_attention(
-    batch: DraftBatch,
-    out: torch.Tensor,
-    *,
-    workspace: AttentionWorkspace | None = None,
-    num_splits: int | None = None,
-    plan: Plan | None = None,
-) -> None:
-    """Attention of a level's frontier in the draft, as `tree_attention`. The batch's scratch holds
-    the level's own K/V already; see `write_scratch`."""
-    _launch(_call(batch), out, workspace, num_splits, plan)
-
-
-def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
-    """How a batch is computed where nothing is forced; host values alone decide."""
-    return _call(batch).plan(workspace, None)
-
-
-def _call(batch: TreeBatch | DraftBatch) -> _Call:
-    if isinstance(batch, TreeBatch):
-        return _Call(batch, kv_lens=batch.seq_lens)
-    return _Call(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
-
-
-def _launch(
-    call: _Call,
-    out: torch.Tensor,
-    workspace: AttentionWorkspace | None,
-    num_splits: int | None,
-    plan: Plan | None,
-) -> None:
+    call = _call(batch)
     if call.num_reqs == 0:
         return
     call.check(out, workspace)
@@ -152,6 +231,17 @@ def _launch(
         out, workspace, plan.splits, plan.combine_warps, width=plan.combine_width,
         overlapped=plan.overlapped, used=used if plan.skip_empty else None,
     )  # fmt: skip
+
+
+def plan_of(batch: TreeBatch | DraftBatch, workspace: AttentionWorkspace | None) -> Plan:
+    """How a batch is computed where nothing is forced; host values alone decide."""
+    return _call(batch).plan(workspace, None)
+
+
+def _call(batch: TreeBatch | DraftBatch) -> _Call:
+    if isinstance(batch, TreeBatch):
+        return _Call(batch, kv_lens=batch.seq_lens)
+    return _Call(batch, kv_lens=batch.prefix_lens, max_rows=batch.topk, scratch=batch.scratch_kv)
 
 
 def _launch_splits(

@@ -69,15 +69,13 @@ class AttentionOps(NamedTuple):
     """The operations of tree attention, by Triton kernels or in plain torch."""
 
     tree_attention: Callable[..., None]
-    draft_attention: Callable[..., None]
     write_scratch: Callable[..., None]
     windowed_table: Callable[..., tuple[torch.Tensor, torch.Tensor]] = windowed_table
 
 
-TRITON = AttentionOps(kernels.tree_attention, kernels.draft_attention, kernels.write_scratch)
+TRITON = AttentionOps(kernels.tree_attention, kernels.write_scratch)
 TORCH = AttentionOps(
     reference.tree_attention_reference,
-    reference.draft_attention_reference,
     reference.write_scratch_reference,
     reference.windowed_table_reference,
 )
@@ -187,7 +185,7 @@ class TreeAttentionMixin:
             **metadata.of_batch(),
             **self._scales(layer),
         )
-        self.ops.draft_attention(batch, output, workspace=self.graft.workspace)
+        self.ops.tree_attention(batch, output, workspace=self.graft.workspace)
 
     @property
     def _quantized(self) -> bool:

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8
 from vllm_graft.spec_decode.targets.dense.window import (
     WholeBatch,
@@ -33,9 +33,19 @@ if TYPE_CHECKING:
 
 
 def tree_attention_reference(
-    batch: TreeBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
+    batch: TreeBatch | DraftBatch,
+    out: torch.Tensor,
+    *,
+    workspace: AttentionWorkspace | None = None,
 ) -> None:
     """The kernels' ``tree_attention`` in float32; it reads lengths on the host."""
+    if isinstance(batch, DraftBatch):
+        _attend_frontier(batch, out)
+    else:
+        _attend_trees(batch, out)
+
+
+def _attend_trees(batch: TreeBatch, out: torch.Tensor) -> None:
     query, scales = _float_query(batch), (batch.k_scale, batch.v_scale)
     for (r, own), length in zip(own_rows(batch), batch.seq_lens.tolist()):
         rows = own.stop - own.start
@@ -60,10 +70,7 @@ def tree_attention_reference(
         out[own] = found.to(out.dtype)
 
 
-def draft_attention_reference(
-    batch: DraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
-) -> None:
-    """The kernels' ``draft_attention`` in float32."""
+def _attend_frontier(batch: DraftBatch, out: torch.Tensor) -> None:
     query, topk, slots = _float_query(batch), batch.topk, (batch.level + 1) * batch.topk
     scales = (batch.k_scale, batch.v_scale)
     for r, length in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):

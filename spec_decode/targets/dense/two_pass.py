@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
 from vllm_graft.spec_decode.targets.dense.window import chunk_of, window_of
 
 if TYPE_CHECKING:

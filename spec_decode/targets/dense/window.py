@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import subclass_attention_backend
 
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import flag
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention

@@ -7,20 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
-    AttentionCall,
-    AttentionWorkspace,
-    partial_results,
-)
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import (
     _accumulate,
     _key_value_scales,
     _tree_rows,
 )
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace, Tile
 from vllm_graft.spec_decode.kernels.attention.e4m3 import FP8, conversion, load_rows
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, check_rows, next_power_of_2
+from vllm_graft.spec_decode.kernels.attention.tree_attention import AttentionCall, partial_results
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, check_rows, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
@@ -207,36 +202,21 @@ class _Call(AttentionCall):
 
 
 def latent_attention(
-    batch: LatentBatch,
+    batch: LatentBatch | LatentDraftBatch,
     out: torch.Tensor,
     *,
     workspace: AttentionWorkspace | None = None,
     num_splits: int | None = None,
 ) -> None:
-    """Attention of the last ``num_rows[r]`` rows of each request's query, as weighted latents.
+    """Attention of the last ``num_rows[r]`` rows of each request's query, or of a level's frontier
+    in a draft whose scratch holds the level's own latents already, as weighted latents.
 
     The host reads no device value, so the call can be captured; sizes in a graph are upper bounds.
     Raises `ValueError` if shapes, dtypes or strides don't match. `out`: ``[num_tokens, num_heads,
     rank]``, dtype of the query; other rows stay untouched. `workspace`: receives partial results;
     None means one split, unless `num_splits` forces more."""
-    _launch(_Call(batch), out, workspace, num_splits)
-
-
-def latent_draft_attention(
-    batch: LatentDraftBatch,
-    out: torch.Tensor,
-    *,
-    workspace: AttentionWorkspace | None = None,
-    num_splits: int | None = None,
-) -> None:
-    """Attention of a level's frontier in a draft with MLA; the rest is as of `latent_attention`.
-    The scratch of `batch` holds the level's own latents; see ``write_scratch``."""
-    _launch(_Call(batch, max_rows=batch.topk), out, workspace, num_splits)
-
-
-def _launch(
-    call: _Call, out: torch.Tensor, workspace: AttentionWorkspace | None, num_splits: int | None
-) -> None:
+    own = {"max_rows": batch.topk} if isinstance(batch, LatentDraftBatch) else {}
+    call = _Call(batch, **own)
     call.check(out)
     if call.num_reqs == 0:
         return

@@ -54,17 +54,13 @@ class LatentOps(NamedTuple):
 
     attention: Callable[..., None]
     copy_tree_rows: Callable[..., None]
-    draft_attention: Callable[..., None]
     write_scratch: Callable[..., None]
 
 
-TRITON = LatentOps(
-    kernels.latent_attention, kernels.copy_tree_rows, kernels.latent_draft_attention, write_scratch
-)
+TRITON = LatentOps(kernels.latent_attention, kernels.copy_tree_rows, write_scratch)
 TORCH = LatentOps(
     reference.latent_attention_reference,
     reference.copy_tree_rows_reference,
-    reference.latent_draft_attention_reference,
     write_scratch_reference,
 )
 
@@ -225,7 +221,7 @@ class TreeLatents(LatentTrees):
             k_scale=self.k_scale,
         )
         attended = torch.empty_like(query)
-        self.ops.draft_attention(batch, attended, workspace=self.context.workspace)
+        self.ops.attention(batch, attended, workspace=self.context.workspace)
         layer._v_up_proj(attended, out=output)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
 from vllm_graft.spec_decode.targets.dense.two_pass import (
     KernelChoice,
     KernelName,

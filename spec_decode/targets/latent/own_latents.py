@@ -10,8 +10,7 @@ import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.attention.attention_kernel import _tree_rows
 from vllm_graft.spec_decode.kernels.attention.own_rows import merged_weights
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, cdiv, next_power_of_2
 from vllm_graft.spec_decode.trees.batch import LatentBatch
 
 _PROGRAMS = 256

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
     attended,
     cached,
@@ -13,9 +13,15 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 
 def latent_attention_reference(
-    batch: LatentBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
+    batch: LatentBatch | LatentDraftBatch,
+    out: torch.Tensor,
+    *,
+    workspace: AttentionWorkspace | None = None,
 ) -> None:
     """The kernel's ``latent_attention`` in float32; it reads lengths on the host."""
+    if isinstance(batch, LatentDraftBatch):
+        _attend_frontier(batch, out)
+        return
     for r, own in own_rows(batch):
         if own.start == own.stop:
             continue
@@ -23,10 +29,7 @@ def latent_attention_reference(
         out[own] = _attended(batch, own, keys, seen_keys(batch, own, len(keys))).to(out.dtype)
 
 
-def latent_draft_attention_reference(
-    batch: LatentDraftBatch, out: torch.Tensor, *, workspace: AttentionWorkspace | None = None
-) -> None:
-    """The kernel's ``latent_draft_attention`` in float32."""
+def _attend_frontier(batch: LatentDraftBatch, out: torch.Tensor) -> None:
     topk, slots = batch.topk, (batch.level + 1) * batch.topk
     for r, prefix in enumerate(batch.prefix_lens[: batch.num_reqs].tolist()):
         own = slice(r * topk, (r + 1) * topk)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_graft.graph_runners.vision.bucket_plan import bucket_sizes, plan_buckets
 from vllm_graft.graph_runners.vision.captures import capture_buckets
-from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import VitStats
 from vllm_graft.graph_runners.vision.replay_plan import MAX_GROUP, choose, groups
 from vllm_graft.graph_runners.vision.towers.tower import Item
 

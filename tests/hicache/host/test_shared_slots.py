@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.host_cache.dying_engines import Engine, Machine, Traced, budget, dies
 from vllm_graft.base.errors import ConfigError, GraftError
+from vllm_graft.base.locks import ByteLocks
 from vllm_graft.hicache.host import shared_slots
-from vllm_graft.hicache.host.byte_locks import ByteLocks
 from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.host.shared_slots import FILLING, READY, SharedSlots, _ranges
 from vllm_graft.hicache.pages.page_key import PageKey

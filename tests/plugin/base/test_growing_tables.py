@@ -34,14 +34,14 @@ BOUNDED = {
         plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/targets/families.py:_declared
         spec_decode/targets/dense/window.py:_keeping
-        spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/listed_launch.py:_kinds
+        spec_decode/targets/dense/layer.py:_tree_impl spec_decode/kernels/kernel_launch.py:_kinds
         spec_decode/verification/context.py:Counters.draft_launches
         hicache/storage/guarded.py:Guarded._told
-        graph_runners/vision/graphs/vision_stats.py:VitStats.captures
-        graph_runners/vision/graphs/vision_stats.py:VitStats.declines
-        graph_runners/vision/graphs/vision_stats.py:VitStats.dropped
-        graph_runners/vision/graphs/vision_stats.py:VitStats.items
-        graph_runners/vision/graphs/vision_stats.py:VitStats.replays
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.captures
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.declines
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.dropped
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.items
+        graph_runners/vision/graphs/vision_metrics.py:VitStats.replays
         graph_runners/vision/capture/graph_backend.py:stream_of
         hicache/rank/worker.py:HiCacheWorker._counters
         spec_decode/verification/accepted_kv.py:LayerSaves._seen""",
@@ -89,8 +89,6 @@ BOUNDED = {
         spec_decode/lookup/schema_text.py:_Pieces.found
         spec_decode/trees/text_state.py:Reference.tokens
         spec_decode/lookup/schema_text.py:_Reader._found""",
-    "Bounded by bytes, and keyed by hashes.": """
-        spec_decode/lookup/references.py:TokenCache._kept""",
     "Each has one of the segments that the configuration gives; no request adds one.": """
         spec_decode/lookup/corpora.py:Corpora.known""",
     "Graphs and buffers within the memory that the configuration gives.": """

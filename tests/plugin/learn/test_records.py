@@ -11,8 +11,7 @@ import pytest
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.learn.records import SEGMENTS, Records
 from vllm_graft.train.target_answers import tokens_of
-from vllm_graft.train.texts import Text, Tokens, read_texts, require_tokens
-from vllm_graft.train.traffic import snapshot
+from vllm_graft.train.texts import Text, Tokens, read_texts, require_tokens, snapshot
 
 MOST = 2**20
 SEGMENT = MOST // SEGMENTS

@@ -12,7 +12,7 @@ import pytest
 from vllm_graft import cli
 from vllm_graft.base.metric import Kind, Origin
 from vllm_graft.base.text_table import Table
-from vllm_graft.graph_runners.vision.vision_metrics import METRICS as VISION
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import METRICS as VISION
 from vllm_graft.metrics.catalogue import catalogue, tables
 from vllm_graft.metrics.part_states import STATES
 from vllm_graft.parts import PARTS
@@ -96,7 +96,7 @@ def chain_numbers() -> Any:
 
 
 def vision_numbers() -> Any:
-    from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
+    from vllm_graft.graph_runners.vision.graphs.vision_metrics import VitStats
     from vllm_graft.graph_runners.vision.runner import ViTCudaGraphRunner
 
     budget = SimpleNamespace(used=0, limit=1)

@@ -55,7 +55,7 @@ def test_states_are_those_of_transformers(job: Job) -> None:
     kinds = {(each.temperature, each.held_out) for each in entries}
     assert kinds >= {(0.0, True), (1.0, True), (0.0, False), (0.6, False), (1.0, False)}
     assert (-1.0, False) in kinds
-    layers = job.target["aux"]
+    layers = job.target.aux
     for entry in (entries[0], entries[-1]):
         taken, tokens = states.load(folder, entry)
         assert taken.shape == (entry.tokens, len(layers) + 1, 128)

@@ -34,6 +34,7 @@ from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.drafters.levels import LevelGrowth
 from vllm_graft.spec_decode.targets.latent import latent_layer
 from vllm_graft.spec_decode.targets.latent.latent_layer import TreeLatents
+from vllm_graft.spec_decode.trees.batch import LatentDraftBatch
 from vllm_graft.testing import model_runner, spec_metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -174,15 +175,17 @@ def test_the_reference_sees_ancestors_that_are_ignored(
     drafts: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: each row sees its node and, of each level above, another branch."""
-    attend = latent_layer.TORCH.draft_attention
+    attend = latent_layer.TORCH.attention
 
     def spoiled(batch: Any, *args: Any, **kwargs: Any) -> None:
-        ancestors, topk = batch.ancestors.clone(), batch.topk
-        above = ancestors[..., : batch.level]
-        above.copy_(above // topk * topk + (above + 1) % topk)
-        attend(replace(batch, ancestors=ancestors), *args, **kwargs)
+        if isinstance(batch, LatentDraftBatch):
+            ancestors, topk = batch.ancestors.clone(), batch.topk
+            above = ancestors[..., : batch.level]
+            above.copy_(above // topk * topk + (above + 1) % topk)
+            batch = replace(batch, ancestors=ancestors)
+        attend(batch, *args, **kwargs)
 
-    ops = latent_layer.TORCH._replace(draft_attention=spoiled)
+    ops = latent_layer.TORCH._replace(attention=spoiled)
     monkeypatch.setattr(latent_layer, "TORCH", ops)
     with (
         drafts["mtp"].engine(nodes=11, topk=3, steps=4, method="mtp", **MLA) as llm,

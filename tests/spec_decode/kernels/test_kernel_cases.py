@@ -21,8 +21,14 @@ from tests.support.launches.attention_calls import PLANS, RARE_PLANS, Planned
 from tests.support.launches.one_branch import one_branch_kernel
 from vllm_graft import spec_decode
 from vllm_graft.spec_decode.kernels.candidates import seed_frontier
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer, describe, listing
-from vllm_graft.spec_decode.kernels.sizes import cdiv, next_power_of_2
+from vllm_graft.spec_decode.kernels.kernel_launch import (
+    Launch,
+    Pointer,
+    cdiv,
+    describe,
+    listing,
+    next_power_of_2,
+)
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 

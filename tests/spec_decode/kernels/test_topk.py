@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.crossed import crossed
-from vllm_graft.spec_decode.kernels import sizes
+from vllm_graft.spec_decode.kernels import kernel_launch
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, seed_frontier
 from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
@@ -169,10 +169,10 @@ def test_rows_with_shared_logits_are_those_of_the_sums(
     many: int,
 ) -> None:
     """However many rows a program takes; one of the requests is greedy, one is padding."""
-    monkeypatch.setattr(sizes, "_MANY_PROGRAMS", many)
+    monkeypatch.setattr(kernel_launch, "_MANY_PROGRAMS", many)
     num_shared, nodes, vocab, dtype = shape
     rows = num_shared * nodes
-    assert sizes.rows_per_program(rows, nodes, 1) == (nodes if many == 1 else 1)
+    assert kernel_launch.rows_per_program(rows, nodes, 1) == (nodes if many == 1 else 1)
     biases, shared, sums = _biased(num_shared, nodes, vocab, dtype)
     noise = None
     if noisy:
@@ -195,11 +195,11 @@ def test_rows_with_shared_logits_are_those_of_the_sums(
 
 
 def test_a_program_takes_several_rows_where_programs_are_many() -> None:
-    assert sizes.rows_per_program(8, 8, 63) == 1
-    assert sizes.rows_per_program(32, 8, 63) == 2
-    assert sizes.rows_per_program(64, 4, 63) == 4
-    assert sizes.rows_per_program(48, 3, 63) == 3
-    assert sizes.rows_per_program(16, 1, 63) == 1
+    assert kernel_launch.rows_per_program(8, 8, 63) == 1
+    assert kernel_launch.rows_per_program(32, 8, 63) == 2
+    assert kernel_launch.rows_per_program(64, 4, 63) == 4
+    assert kernel_launch.rows_per_program(48, 3, 63) == 3
+    assert kernel_launch.rows_per_program(16, 1, 63) == 1
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="interpreted kernels")

@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_graft.spec_decode.config.tree_config import NgramConfig
+from vllm_graft.spec_decode.lookup import references as module
 from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.lookup.references import (
     CACHE_BYTES,
     CHARACTERS,
     References,
-    Split,
-    TokenCache,
-    Tokens,
     styles_of,
 )
 from vllm_graft.spec_decode.lookup.schema_text import (
@@ -360,26 +358,29 @@ def test_a_text_is_read_no_further_than_it_is_of_use() -> None:
     assert tokenizer.characters <= 4 * 8192
 
 
-def test_tokens_are_kept_within_bytes() -> None:
-    cache = TokenCache(10_000)
-    split = Split([Tokens(range(100), opens=True)])
-    keys = [TokenCache.key("schema", f"{number}" * 1000) for number in range(100)]
-    for key in keys:
-        cache.put(key, split)
-        assert cache.get(keys[0]) is split
-    assert cache.num_bytes <= 10_000
-    assert len(cache) == 10_000 // split.num_bytes
+def test_tokens_are_kept_within_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CACHE_BYTES", 10_000)
+    tokenizer = Words()
+    made = references(tokenizer)
+
+    def calls_for(*numbers: int) -> int:
+        before = tokenizer.calls
+        for number in numbers:
+            made.of(dumped({"const": f"{number}" * 100}), [7])
+        return tokenizer.calls - before
+
+    assert calls_for(*range(100)) >= 100
+    assert made.cache.currsize <= 10_000
     # What was used last is there, and nothing of a text.
-    assert cache.get(keys[-1]) is split
-    assert cache.get(keys[1]) is None
-    assert {len(key) for key in keys} == {64}
-    assert TokenCache.key("tag", "x") != TokenCache.key("schema", "x")
-    # One that is too large for all of it is not kept, and one that is there counts once.
-    kept = len(cache)
-    cache.put(keys[1], Split([Tokens(range(5000), opens=True)]))
-    cache.put(keys[-1], split)
-    assert len(cache) == kept
-    assert cache.num_bytes == kept * split.num_bytes
+    assert calls_for(99) == 0
+    assert calls_for(1) > 0
+    assert {len(key) for key in made.cache} == {64}
+    # One that is too large for all of it is not kept.
+    kept = len(made.cache)
+    monkeypatch.setattr(module.Split, "num_bytes", property(lambda split: 20_000))
+    assert calls_for(200) > 0
+    assert calls_for(200) > 0
+    assert len(made.cache) == kept
 
 
 def test_a_flood_of_schemas_keeps_few_bytes() -> None:
@@ -387,4 +388,4 @@ def test_a_flood_of_schemas_keeps_few_bytes() -> None:
     for number in range(50):
         found.of(params(json='{"type":"boolean","x":"' + f"{number}" * 20_000 + '"}'), [7])
         found.of(params(json='{"x":"' + f"{number}" * 5_000_000 + '"}'), [7])
-    assert found.cache.num_bytes < 50 * 2000 < CACHE_BYTES
+    assert found.cache.currsize < 50 * 2000 < CACHE_BYTES

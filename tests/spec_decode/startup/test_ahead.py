@@ -21,8 +21,8 @@ from tests.support.compiling.compiling_process import printed_by
 from tests.support.compiling.compiling_worker import rank_launch
 from vllm_graft.base.locks import locked
 from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, listing
 from vllm_graft.spec_decode.startup import ahead as ahead_module
 from vllm_graft.spec_decode.startup.ahead import (
     compile_ahead,

@@ -21,7 +21,7 @@ from tests.support.models.mtp_targets import write_mimo
 from tests.support.worlds.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels import topk
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, listing
 from vllm_graft.spec_decode.startup import rehearsal
 from vllm_graft.spec_decode.startup.rehearsal import Rehearsed, rehearse
 from vllm_graft.testing import TinyShape, model_runner, write_llama

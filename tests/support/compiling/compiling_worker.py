@@ -5,7 +5,7 @@ It prints the id of the process that compiles.
 
 import time
 
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, Pointer
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, Pointer
 from vllm_graft.spec_decode.startup.ahead import compile_ahead
 
 

@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 
 from vllm_graft.base.errors import GraftError
-from vllm_graft.spec_decode.kernels.listed_launch import Kernel, Launch, listing
+from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, Launch, listing
 from vllm_graft.spec_decode.startup.ahead import compiling_environment
 from vllm_graft.spec_decode.startup.compiler import compile_launch, pretend_gpu
 

@@ -12,7 +12,7 @@ import torch
 from triton import knobs
 
 from vllm_graft.spec_decode.kernels import candidates, compact, topk
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, describe
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, describe
 from vllm_graft.spec_decode.startup.compiler import compile_launch, pretend_gpu
 
 Call = tuple[Any, list[Any], dict[str, Any]]

@@ -8,7 +8,7 @@ from triton.runtime.interpreter import GridExecutor
 from vllm.v1.attention.backends import triton_attn
 
 from tests.support.engines.quick_launches import quick
-from vllm_graft.spec_decode.kernels.attention import attention_call
+from vllm_graft.spec_decode.kernels.attention import attention_plan
 
 
 def store_kv(stock: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +35,7 @@ def quicken(put: Callable[[Any, str, Any], None] = setattr) -> None:
     test.
     """
     put(GridExecutor, "__call__", quick(GridExecutor.__call__))
-    put(attention_call, "_device_of", lambda device: (1, (0, 0)))
+    put(attention_plan, "_device_of", lambda device: (1, (0, 0)))
     put(triton_attn, "MIN_LAUNCH_GRID_SIZE_2D", 0)
     name = "triton_reshape_and_cache_flash"
     put(triton_attn, name, store_kv(getattr(triton_attn, name)))

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from vllm_graft.base.locks import ByteLocks
 from vllm_graft.hicache.host import shared_slots
-from vllm_graft.hicache.host.byte_locks import ByteLocks
 from vllm_graft.hicache.host.index import Page
 from vllm_graft.hicache.host.shared_index import SharedIndex
 from vllm_graft.hicache.host.shared_slots import FILLING, SharedSlots, control_bytes

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 from tests.support.compiling.launch_compiler import compiled, kernels_of, launches_in
-from vllm_graft.spec_decode.kernels.listed_launch import Launch
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch
 
 
 def check_launches(

@@ -7,22 +7,13 @@ from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace, Plan, Tile
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    tree_attention,
-    write_scratch,
-)
-from vllm_graft.spec_decode.kernels.sizes import next_power_of_2
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention, write_scratch
+from vllm_graft.spec_decode.kernels.kernel_launch import next_power_of_2
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.targets.dense.window import windowed_table
-from vllm_graft.spec_decode.targets.latent.latent_attention import (
-    copy_tree_rows,
-    latent_attention,
-    latent_draft_attention,
-)
+from vllm_graft.spec_decode.targets.latent.latent_attention import copy_tree_rows, latent_attention
 from vllm_graft.spec_decode.targets.latent.own_latents import attend_own_latents
 from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, LatentDraftBatch, TreeBatch
 
@@ -95,10 +86,7 @@ def attend(
     out = empty(*batch.query.shape, dtype=dtype)
     space = space_of(rows, out.shape[1], head, batch.num_reqs)
     given: Any = {"workspace": space, "plan": plan}
-    if isinstance(batch, DraftBatch):
-        draft_attention(batch, out, **given)
-    else:
-        tree_attention(batch, out, **given)
+    tree_attention(batch, out, **given)
 
 
 def attend_plainly(
@@ -166,7 +154,7 @@ def latents(dtype: torch.dtype, heads: int, rows: int, **kinds: Any) -> None:
     batch = latent_batch(dtype, heads, rows, **kinds)
     out, space = torch.empty_like(batch.query), space_of(rows, heads, 512)
     if isinstance(batch, LatentDraftBatch):
-        latent_draft_attention(batch, out, workspace=space, num_splits=63)
+        latent_attention(batch, out, workspace=space, num_splits=63)
     else:
         latent_attention(batch, out, workspace=space, num_splits=63)
         copied = empty(rows, 2048, dtype=dtype)

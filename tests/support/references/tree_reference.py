@@ -9,7 +9,6 @@ import torch
 from vllm_graft.spec_decode.kernels.compact import TokenRows
 from vllm_graft.spec_decode.kernels.verify import TreeRows
 from vllm_graft.spec_decode.targets.dense.plain_attention import (
-    draft_attention_reference,
     tree_attention_reference,
     write_scratch_reference,
 )
@@ -18,7 +17,6 @@ from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState, num_can
 __all__ = [
     "Node",
     "compact_kv_reference",
-    "draft_attention_reference",
     "eagle2_tree",
     "expand_frontier_reference",
     "finish_tree_reference",

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
 from vllm_graft.spec_decode.targets.dense.two_pass import random_masks
 from vllm_graft.spec_decode.targets.dense.window import first_key
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch

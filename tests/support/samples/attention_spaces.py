@@ -6,12 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
-from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
+from tests.support.references.tree_reference import tree_attention_reference
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.trees.batch import DraftBatch, LatentBatch, LatentDraftBatch, TreeBatch
 
 Batch = TreeBatch | DraftBatch | LatentBatch | LatentDraftBatch
@@ -51,10 +48,7 @@ def wanted_of(problem: TreeBatch | DraftBatch) -> torch.Tensor:
     """The plain result in float32 of the same inputs; NaN where nothing is computed."""
     query = problem.query
     out = torch.full(query.shape, float("nan"), device=query.device)
-    if isinstance(problem, DraftBatch):
-        draft_attention_reference(problem, out)
-    else:
-        tree_attention_reference(problem, out)
+    tree_attention_reference(problem, out)
     return out
 
 
@@ -67,10 +61,7 @@ def attend(
     """The kernel's output, NaN where nothing is computed; the workspace holds NaN before."""
     query, space = problem.query, nan_space(problem, max_splits)
     out = torch.full(query.shape, float("nan"), dtype=dtype, device=query.device)
-    if isinstance(problem, DraftBatch):
-        draft_attention(problem, out, workspace=space, **how)
-    else:
-        tree_attention(problem, out, workspace=space, **how)
+    tree_attention(problem, out, workspace=space, **how)
     return out
 
 

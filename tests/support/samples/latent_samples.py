@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.support.samples.attention_samples import random_trees
-from vllm_graft.spec_decode.kernels.sizes import cdiv
+from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 

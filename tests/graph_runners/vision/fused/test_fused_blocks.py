@@ -24,7 +24,7 @@ from vllm_graft.graph_runners.vision.fused.blocks import FusedBlocks, find_block
 from vllm_graft.graph_runners.vision.fused.norm_kernel import add_layer_norm, add_rms_norm
 from vllm_graft.graph_runners.vision.fused.pointwise_kernels import rotate_qk, silu_mul
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
-from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import VitStats
 from vllm_graft.graph_runners.vision.towers import grid_tower
 from vllm_graft.graph_runners.vision.towers.grid_tower import GridTower, fused_blocks
 from vllm_graft.graph_runners.vision.towers.tower import Tower

@@ -13,7 +13,7 @@ from vllm_graft.graph_runners.vision.capture.admission import Admission
 from vllm_graft.graph_runners.vision.capture.graph_backend import GraphBackend, borrowed
 from vllm_graft.graph_runners.vision.graphs.graph_store import GraphStore, StoreRules
 from vllm_graft.graph_runners.vision.graphs.vision_batch import ExactReplay, VisionBatch
-from vllm_graft.graph_runners.vision.graphs.vision_stats import VitStats
+from vllm_graft.graph_runners.vision.graphs.vision_metrics import VitStats
 from vllm_graft.graph_runners.vision.towers.adapter import row_slices
 from vllm_graft.graph_runners.vision.towers.tower import Item, Tower
 

@@ -9,10 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
+from tests.support.references.tree_reference import tree_attention_reference
 from tests.support.samples.attention_samples import (
     UNTOUCHED,
     AttentionShape,
@@ -35,11 +32,7 @@ from vllm_graft.spec_decode.kernels.attention.e4m3 import (
     load_rows,
     native,
 )
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    plan_of,
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 # The interpreter has no conversions of a device's own, and no e4m3 tensor cores.
@@ -56,12 +49,8 @@ def error(
     shape = problem.query.shape
     ours = torch.full(shape, UNTOUCHED, dtype=dtype, device=DEVICE)
     wanted = torch.full(shape, UNTOUCHED, device=DEVICE)
-    if isinstance(problem, DraftBatch):
-        draft_attention(problem, ours, **how)  # type: ignore[arg-type]
-        draft_attention_reference(problem, wanted)
-    else:
-        tree_attention(problem, ours, **how)  # type: ignore[arg-type]
-        tree_attention_reference(problem, wanted)
+    tree_attention(problem, ours, **how)  # type: ignore[arg-type]
+    tree_attention_reference(problem, wanted)
     assert torch.equal(ours == UNTOUCHED, wanted == UNTOUCHED)
     return float((ours.float() - wanted).abs().max())
 
@@ -148,7 +137,7 @@ def test_refusals() -> None:
     level = with_small_query(draft_problem(shape, 2, 2, 0, DEVICE))
     out = torch.zeros(level.query.shape, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"scratch has dtype torch\.bfloat16, the output torch"):
-        draft_attention(level, out)
+        tree_attention(level, out)
 
 
 def test_devices_on_which_it_was_measured_are_asked_for_it() -> None:

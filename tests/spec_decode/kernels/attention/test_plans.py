@@ -17,10 +17,10 @@ from tests.support.samples.attention_samples import (
     untouched,
 )
 from tests.support.samples.attention_spaces import nan_space
-from vllm_graft.spec_decode.kernels.attention import attention_call
+from vllm_graft.spec_decode.kernels.attention import attention_plan
 from vllm_graft.spec_decode.kernels.attention import tree_attention as module
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.attention_plan import (
+    AttentionWorkspace,
     Plan,
     Sizes,
     Tile,
@@ -29,7 +29,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     shared_bytes,
 )
 from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
-from vllm_graft.spec_decode.kernels.listed_launch import Launch, listing
+from vllm_graft.spec_decode.kernels.kernel_launch import Launch, listing
 from vllm_graft.spec_decode.startup.ahead import fingerprint
 from vllm_graft.spec_decode.trees.batch import TreeBatch
 
@@ -278,7 +278,7 @@ def test_a_start_foretells_what_the_rule_takes(monkeypatch: pytest.MonkeyPatch) 
         return found
 
     plain = listed()
-    monkeypatch.setattr(attention_call, "_device_of", lambda device: (132, (9, 0)))
+    monkeypatch.setattr(attention_plan, "_device_of", lambda device: (132, (9, 0)))
     split, combine = listed()
     assert dict(split.arguments)["AHEAD"]
     assert dict(split.arguments)["OVERLAPPED"]

@@ -6,7 +6,6 @@ import torch
 
 from tests.support.crossed import crossed
 from tests.support.references.tree_reference import (
-    draft_attention_reference,
     tree_attention_reference,
     write_scratch_reference,
 )
@@ -19,16 +18,12 @@ from tests.support.samples.attention_samples import (
     untouched,
 )
 from tests.support.samples.attention_spaces import nan_space
-from vllm_graft.spec_decode.kernels.attention.attention_call import (
+from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     MIN_SPLIT_KEYS,
     AttentionWorkspace,
     split_count,
 )
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    tree_attention,
-    write_scratch,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention, write_scratch
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,8 +39,8 @@ def tree_error(batch: TreeBatch, **options: Any) -> float:
 
 def draft_error(problem: DraftBatch, **options: Any) -> float:
     ours, expected = untouched(problem.query), untouched(problem.query)
-    draft_attention(problem, ours, **options)
-    draft_attention_reference(problem, expected)
+    tree_attention(problem, ours, **options)
+    tree_attention_reference(problem, expected)
     return float((ours.float() - expected.float()).abs().max())
 
 
@@ -193,9 +188,9 @@ def test_draft_equals_reference(draft: tuple[AttentionShape, int, int, int], spl
 def test_draft_with_other_ancestors_differs() -> None:
     problem = draft_problem(AttentionShape(rows=(), lens=(20,)), 4, 3, 2, DEVICE)
     first, second = untouched(problem.query), untouched(problem.query)
-    draft_attention(problem, first)
+    tree_attention(problem, first)
     others = (problem.ancestors // 4) * 4 + (problem.ancestors + 1) % 4
-    draft_attention(replace(problem, ancestors=others), second)
+    tree_attention(replace(problem, ancestors=others), second)
     assert (first - second).abs().max() > 0.1
 
 

@@ -17,11 +17,7 @@ from tests.support.samples.attention_spaces import (
 )
 from tests.support.watches import refused_synchronisations
 from vllm_graft.spec_decode.kernels.attention.attention_plan import Plan, Tile
-from vllm_graft.spec_decode.kernels.attention.tree_attention import (
-    draft_attention,
-    plan_of,
-    tree_attention,
-)
+from vllm_graft.spec_decode.kernels.attention.tree_attention import plan_of, tree_attention
 from vllm_graft.spec_decode.kernels.candidates import expand_frontier, finish_tree, seed_frontier
 from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.verify import walk_tree
@@ -180,7 +176,7 @@ def test_draft_in_a_graph() -> None:
 
     problem = problem_of(GRAPH_LENS[0], seed=0)
     out, space = nans(problem.query), nan_space(problem, 32)
-    graph = captured(lambda: draft_attention(problem, out, workspace=space))
+    graph = captured(lambda: tree_attention(problem, out, workspace=space))
     for step, lens in enumerate(GRAPH_LENS):
         new = problem_of(lens, seed=step)
         for field in fields(new):
@@ -215,7 +211,7 @@ def test_no_host_synchronisation() -> None:
     after = TokenRows(*(tensor.clone() for tensor in before))
     with refused_synchronisations():
         tree_attention(tree, outs[0], workspace=spaces[0])
-        draft_attention(draft, outs[1], workspace=spaces[1])
+        tree_attention(draft, outs[1], workspace=spaces[1])
         seed_frontier(table, logp[:2], tokens[:2], 2)
         for level in (1, 2):
             expand_frontier(table, level, logp, tokens, 2, flat, flat.clone())

@@ -10,10 +10,7 @@ import torch.nn.functional as F
 
 from tests.spec_decode.kernels.attention.test_tree_attention import DEVICE, draft_error, tree_error
 from tests.support.crossed import crossed
-from tests.support.references.tree_reference import (
-    draft_attention_reference,
-    tree_attention_reference,
-)
+from tests.support.references.tree_reference import tree_attention_reference
 from tests.support.samples.attention_samples import (
     TOLERANCE,
     AttentionShape,
@@ -23,7 +20,7 @@ from tests.support.samples.attention_samples import (
 )
 from tests.support.samples.attention_spaces import nan_space
 from vllm_graft.spec_decode.kernels.attention import tree_attention as launching
-from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention, tree_attention
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.plain_attention import windowed_table_reference
 from vllm_graft.spec_decode.targets.dense.window import table_width, windowed_table
 
@@ -243,7 +240,7 @@ def test_levels_see_nothing_outside_the_window(level: int, splits: int) -> None:
             num_reqs=1,
         )
         out = untouched(one.query)
-        draft_attention_reference(one, out)
+        tree_attention_reference(one, out)
         expected[own] = out
     cache[~kept.to(DEVICE)] = float("nan")
     assert not bool(kept.all())
@@ -251,10 +248,10 @@ def test_levels_see_nothing_outside_the_window(level: int, splits: int) -> None:
 
     space = nan_space(problem, 16) if splits > 1 else None
     found = untouched(problem.query)
-    draft_attention(narrowed(problem), found, workspace=space, num_splits=splits)
+    tree_attention(narrowed(problem), found, workspace=space, num_splits=splits)
     assert float((found - expected).abs().max()) < TOLERANCE[torch.float32]
     # The control: the whole table reads the other blocks.
-    draft_attention(problem, found, workspace=space, num_splits=splits)
+    tree_attention(problem, found, workspace=space, num_splits=splits)
     assert not torch.allclose(found, expected, atol=1e-2)
 
 
@@ -274,8 +271,8 @@ def test_splits_do_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
         shape = AttentionShape(rows=(0,), lens=(length,))
         problem = draft_problem(shape, 2, 3, 1, DEVICE)
         space = nan_space(problem, 64)
-        draft_attention(narrowed(problem), untouched(problem.query), workspace=space)
-        draft_attention(problem, untouched(problem.query), workspace=space)
+        tree_attention(narrowed(problem), untouched(problem.query), workspace=space)
+        tree_attention(problem, untouched(problem.query), workspace=space)
     short, _, long, control = seen
     assert short == long
     assert short[0] == table_width(WINDOW, 0, 16) * 16

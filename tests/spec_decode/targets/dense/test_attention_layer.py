@@ -73,12 +73,12 @@ def make_layer(backend: str = "FLASH_ATTN", **changes: Any) -> Any:
 
 
 class Recorder:
-    """Stands for the tree's three operations; writes 2 into what it computes."""
+    """Stands for the two operations of trees; writes 2 into what it computes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.ops = AttentionOps(
-            *(self._make(name, at) for name, at in (("tree", 1), ("draft", 1), ("write", None)))
+            *(self._make(name, at) for name, at in (("attend", 1), ("write", None)))
         )
 
     def _make(self, name: str, output: int | None) -> Any:
@@ -290,8 +290,8 @@ def test_a_cpu_layer_gets_plain_attention() -> None:
     ("mode", "is_draft", "platform", "tree", "value"),
     [
         (VerifyMode.NONE, False, 1, [], 1.0),
-        (VerifyMode.MIXED, False, 1, ["tree"], 2.0),
-        (VerifyMode.ALL, False, 0, ["tree"], 2.0),
+        (VerifyMode.MIXED, False, 1, ["attend"], 2.0),
+        (VerifyMode.ALL, False, 0, ["attend"], 2.0),
         # The draft's extend pass follows one path, whatever the target verifies.
         (VerifyMode.ALL, True, 1, [], 1.0),
         (VerifyMode.MIXED, True, 1, [], 1.0),
@@ -475,14 +475,14 @@ def test_a_forward_pass_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_mixed_batches_keep_the_kernel(monkeypatch: pytest.MonkeyPatch, mode: VerifyMode) -> None:
     layer, recorder, flash = with_flash(monkeypatch, mode)
     run(layer, even_metadata())
-    assert recorder.names == ["tree"] * (mode is VerifyMode.MIXED)
+    assert recorder.names == ["attend"] * (mode is VerifyMode.MIXED)
     assert not flash.firsts
 
 
 def test_uneven_batches_keep_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, recorder, flash = with_flash(monkeypatch)
     assert run(layer, make_metadata()).unique().tolist() == [2.0]
-    assert recorder.names == ["tree"]
+    assert recorder.names == ["attend"]
     assert not flash.firsts
     assert layer.impl.two_pass.choice.declined == 1
 
@@ -491,7 +491,7 @@ def test_a_size_for_which_the_kernel_is_faster_keeps_it(monkeypatch: pytest.Monk
     layer, recorder, flash = with_flash(monkeypatch)
     layer.impl.two_pass = two_pass.TwoPass(KernelChoice("auto", why="nothing was measured"))
     run(layer, even_metadata())
-    assert recorder.names == ["tree"]
+    assert recorder.names == ["attend"]
     assert not flash.firsts
     assert layer.impl.two_pass.choice.declined == 0
 
@@ -505,7 +505,7 @@ def test_both_are_fp8_or_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("q_scale", "k_scale", "v_scale"):
         assert getattr(first, name) is getattr(layer, f"_{name}")
     run(layer, even_metadata())
-    assert recorder.names == ["tree"]
+    assert recorder.names == ["attend"]
     assert layer.impl.two_pass.choice.declined == 1
 
 
@@ -518,7 +518,7 @@ def test_a_level_of_the_draft(mode: VerifyMode) -> None:
     assert not layer.impl.calls
     assert output.unique().tolist() == [2.0]
     # Rows of a level see their ancestors' K/V only once it is stored.
-    assert recorder.names == ["write", "draft"]
+    assert recorder.names == ["write", "attend"]
     (_, write, _), (_, (batch, _), _) = recorder.calls
     assert write[2:] == (scratch, 1, 2, 3)
     assert batch.scratch_kv is scratch

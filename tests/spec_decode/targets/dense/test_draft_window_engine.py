@@ -22,7 +22,7 @@ from tests.support.references.windowed_reference import compared
 from tests.support.samples.attention_samples import AttentionShape, draft_problem, untouched
 from tests.support.watches import Drafted, drafted
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
-from vllm_graft.spec_decode.kernels.attention.tree_attention import draft_attention
+from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.refusals import verification_refusals
 from vllm_graft.spec_decode.targets.dense import window
 from vllm_graft.spec_decode.targets.dense.two_pass import Passes
@@ -200,12 +200,12 @@ def test_a_level_reads_what_its_narrowed_table_names() -> None:
     assert lens.tolist() == [16 + 30_000 - (30_000 - 2048) // 16 * 16, 700]
     fields = {**vars(problem), "block_table": table, "prefix_lens": lens, "max_seq_len": None}
     out, expected = untouched(problem.query), untouched(problem.query)
-    draft_attention(DraftBatch(**fields), out)
+    tree_attention(DraftBatch(**fields), out)
     first = (30_000 - 2048) // 16
     seen = torch.cat([problem.block_table[0, :1], problem.block_table[0, first:]])
     whole = problem.block_table.clone()
     whole[0, : len(seen)] = seen
-    draft_attention(DraftBatch(**fields | {"block_table": whole}), expected)
+    tree_attention(DraftBatch(**fields | {"block_table": whole}), expected)
     torch.testing.assert_close(out, expected)
 
 

@@ -11,7 +11,7 @@ from tests.support.cuda_graphs import recording
 from tests.support.simulated_streams import simulated
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.spec_decode.kernels.attention import e4m3
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.targets.dense import two_pass
 from vllm_graft.spec_decode.targets.dense.two_pass import (

@@ -10,7 +10,7 @@ from tests.support.references.prefix_reference import prefix_attention_reference
 from tests.support.samples.attention_samples import AttentionShape, tree_problem
 from tests.support.samples.attention_spaces import captured, check_rows
 from tests.support.watches import refused_synchronisations
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention
 from vllm_graft.spec_decode.targets.dense.plain_attention import tree_attention_reference
 from vllm_graft.spec_decode.targets.dense.two_pass import (

@@ -8,18 +8,13 @@ import torch
 from tests.support.samples.attention_samples import TOLERANCE, UNTOUCHED, untouched
 from tests.support.samples.attention_spaces import nan_space
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.kernels.attention.tree_attention import write_scratch
 from vllm_graft.spec_decode.targets.dense.plain_attention import write_scratch_reference
-from vllm_graft.spec_decode.targets.latent.latent_attention import (
-    copy_tree_rows,
-    latent_attention,
-    latent_draft_attention,
-)
+from vllm_graft.spec_decode.targets.latent.latent_attention import copy_tree_rows, latent_attention
 from vllm_graft.spec_decode.targets.latent.plain_latent import (
     copy_tree_rows_reference,
     latent_attention_reference,
-    latent_draft_attention_reference,
 )
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
@@ -32,12 +27,8 @@ def outputs(
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ours, expected = untouched(batch.query), untouched(batch.query)
-    if isinstance(batch, LatentDraftBatch):
-        latent_draft_attention(batch, ours, workspace=space, num_splits=num_splits)
-        latent_draft_attention_reference(batch, expected)
-    else:
-        latent_attention(batch, ours, workspace=space, num_splits=num_splits)
-        latent_attention_reference(batch, expected)
+    latent_attention(batch, ours, workspace=space, num_splits=num_splits)
+    latent_attention_reference(batch, expected)
     return ours, expected
 
 
@@ -200,7 +191,7 @@ def test_draft_equals_reference(
 def test_the_reference_is_attention_over_the_prefix_and_the_ancestors() -> None:
     batch = latent_draft_problem(LatentShape(rows=(), prefixes=(19, 0)), 3, 4, 2)
     found = untouched(batch.query)
-    latent_draft_attention_reference(batch, found)
+    latent_attention_reference(batch, found)
     torch.testing.assert_close(found, row_by_row(batch), atol=1e-5, rtol=1e-5)
 
 
@@ -208,7 +199,7 @@ def test_padding_sees_its_own_scratch_alone() -> None:
     """A request without a prefix; its first level is its own latent."""
     batch = latent_draft_problem(LatentShape(rows=(), prefixes=(0, 7)), 2, 2, 0, DEVICE)
     out = untouched(batch.query)
-    latent_draft_attention(batch, out)
+    latent_attention(batch, out)
     own = batch.scratch[0, :2, :, : batch.query.shape[2]].expand(-1, batch.query.shape[1], -1)
     torch.testing.assert_close(out[:2], own, atol=1e-6, rtol=0)
 

@@ -8,14 +8,8 @@ import torch
 
 from tests.support.samples.attention_spaces import captured, nan_space, nans
 from tests.support.samples.latent_samples import LatentShape, latent_draft_problem, latent_problem
-from vllm_graft.spec_decode.targets.latent.latent_attention import (
-    latent_attention,
-    latent_draft_attention,
-)
-from vllm_graft.spec_decode.targets.latent.plain_latent import (
-    latent_attention_reference,
-    latent_draft_attention_reference,
-)
+from vllm_graft.spec_decode.targets.latent.latent_attention import latent_attention
+from vllm_graft.spec_decode.targets.latent.plain_latent import latent_attention_reference
 from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +56,7 @@ def check(ours: torch.Tensor, batch: LatentBatch | LatentDraftBatch) -> None:
     if isinstance(batch, LatentBatch):
         latent_attention_reference(batch, expected)
     else:
-        latent_draft_attention_reference(batch, expected)
+        latent_attention_reference(batch, expected)
         assert ours.isfinite().all()
     assert torch.equal(ours.isnan(), expected.isnan())
     error = (ours.float() - expected.float()).nan_to_num().abs().max()
@@ -117,7 +111,7 @@ def test_draft_equals_reference(shape: LatentShape, topk: int, steps: int, level
     batch = latent_draft_problem(shape, topk, steps, level, "cuda")
     for workspace in (None, nan_space(batch, 64)):
         ours = nans(batch.query)
-        latent_draft_attention(batch, ours, workspace=workspace)
+        latent_attention(batch, ours, workspace=workspace)
         check(ours, batch)
 
 
@@ -130,7 +124,7 @@ def test_replays_of_a_draft_s_graph_follow_the_device(heads: int) -> None:
     )  # fmt: skip
     batch = latent_draft_problem(shape, 8, 4, 2, "cuda")
     out, workspace = nans(batch.query), nan_space(batch, 64)
-    graph = captured(lambda: latent_draft_attention(batch, out, workspace=workspace))
+    graph = captured(lambda: latent_attention(batch, out, workspace=workspace))
     for prefixes in ((3000, 40, 9, 700), (0, 39, 8, 3)):
         batch.prefix_lens.copy_(torch.tensor(prefixes))
         batch.ancestors[:, :, 0] = batch.ancestors[:, :, 0].roll(1, 1)

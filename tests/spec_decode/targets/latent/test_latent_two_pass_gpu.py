@@ -8,7 +8,7 @@ import torch
 from tests.support.references.prefix_reference import prefix_latents_reference
 from tests.support.samples.attention_spaces import check_rows, nans
 from tests.support.watches import refused_synchronisations
-from vllm_graft.spec_decode.kernels.attention.attention_call import AttentionWorkspace
+from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWorkspace
 from vllm_graft.spec_decode.targets.dense.two_pass import (
     KernelChoice,
     Passes,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
+from vllm_graft.spec_decode.tuning.drops import KEEP_ALL, Drops
 from vllm_graft.spec_decode.tuning.step_times import FEW, Costs, StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 
@@ -66,7 +67,8 @@ _WINDOW = 64
 @dataclass
 class _BatchHistory:
     """Recent steps of one batch size, and the choice that is in use for it. Means weigh recent
-    steps most, and go over `steps` of them; `context` is of the latest."""
+    steps most, and go over `steps` of them; `context` is of the latest. `pace`: tokens per second
+    of a request with the best number of nodes. `drops`: whether the device drops nodes."""
 
     steps: float = 0.0
     prompt_fraction: float = 0.0
@@ -80,6 +82,8 @@ class _BatchHistory:
     ratios: dict[int, float] = field(default_factory=dict)
     least_ratio: float = 1.0
     blocks: int = 1
+    pace: float = 0.0
+    drops: bool = False
 
     @property
     def prompts(self) -> list[int]:
@@ -124,14 +128,20 @@ class NodeTuner:
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
         experts: whether rows of a step read experts, so that costs are corrected by a slope.
         rests: whether drafts rest that are not saved for: those without a model.
+        drops: prices of nodes, by which the device drops some.
+
+    Attributes:
+        price: that of the nodes which the step that was begun last drafts.
     """
 
     def __init__(
         self, schedule: list[int], max_rows: int, sizes: Sequence[int] | None = None,
         levels: Mapping[int, int] | None = None,
         *, cuts: bool = False, experts: bool = False, rests: bool = False,
+        drops: Drops | None = None,
     ) -> None:  # fmt: skip
         self._schedule = schedule
+        self._drops, self.price = drops, KEEP_ALL
         self._rests = rests and 0 in schedule[1:]
         self._saved = self._grant = TRIAL
         self._won = 0.0
@@ -153,6 +163,8 @@ class NodeTuner:
 
     def seed(self, costs: Costs) -> None:
         self.times.seed(costs)
+        if self._drops is not None:
+            self._drops.seed(costs)
 
     @property
     def costs(self) -> Costs:
@@ -199,13 +211,16 @@ class NodeTuner:
             same = self._rests and history.choice == before != 0
             history.blocks = min(history.blocks + 1, BLOCKS) if same else 1
             history.steps_left = history.blocks * BLOCK
+            history.drops = self._drops is not None and self._drops.begin_block(size)
         history.steps_left -= 1
+        if self._drops is not None:
+            self.price = self._drops.price(batch, history.pace) if history.drops else KEEP_ALL
         return history.choice
 
     def observe(
         self, nodes: int, emitted: list[int], seconds: float | None,
         *, batch: int | None = None, prompts: int = 0, verified: int | None = None,
-        same: bool = True, temperature: float = 0.0, context: int = 0,
+        same: bool = True, temperature: float = 0.0, context: int = 0, dropped: bool = False,
     ) -> None:  # fmt: skip
         """Learn from a step in which every decoding request had `nodes` drafts.
 
@@ -219,6 +234,7 @@ class NodeTuner:
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
             context: K/V tokens of all requests of the step.
+            dropped: whether the device was to drop nodes of these drafts.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
@@ -260,6 +276,8 @@ class NodeTuner:
             # A new batch size comes with work that is done once.
             return
         self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
+        if self._drops is not None and nodes and not prompts:
+            self._drops.observe(size, sum(emitted) / len(emitted), seconds, dropped=dropped)
 
     def _grant_again(self) -> None:
         """Save steps for drafts of other requests. They may repeat themselves like those before."""
@@ -301,7 +319,7 @@ class NodeTuner:
         if self._rests and affordable and self._doubts_rest(history, size, tokens, times):
             return 0
         scores = {nodes: tokens[nodes] / times[nodes] for nodes in allowed if nodes in times}
-        best = max(scores.values(), default=0.0)
+        best = history.pace = max(scores.values(), default=0.0)
         unknown = [
             nodes
             for nodes in allowed

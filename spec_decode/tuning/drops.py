@@ -2,12 +2,13 @@
 
 Rows that ask for any k of E experts read ``E * (1 - (1 - k / E) ** rows)`` of them. What all of
 these cost is told by the steps that were measured at the start, over random tokens. Rows of a text
-are more alike, and a draft's probabilities may be wrong. So steps of both kinds are compared while
-serving."""
+are more alike, and a draft's probabilities may be wrong. So what yields more is found by trying:
+trees that keep all nodes, in the number that the tuner chooses, and trees of several numbers that
+drop some."""
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.step_times import Costs
 
@@ -19,32 +20,47 @@ Price = tuple[float, float]
 
 KEEP_ALL: Price = (0.0, 0.0)
 
-TRIES = 8
-"""Blocks of steps of which one is of the other kind. Raised, what is wrong is found later."""
+HELD = 4
+"""Choices of the tuner for which one of its ways is held. Raised, more steps are timed, and what is
+better is found later."""
 
-BELIEVED = 48.0
-"""Steps of each kind before they are compared. Raised, chance decides less often."""
+NUMBERS = 4
+"""Numbers of nodes, from the tuner's choice on, of which trees that drop nodes are tried."""
 
-MARGIN = 0.03
-"""Part by which steps that keep all nodes must yield more before these are kept."""
+DOUBT = 0.7
+"""Relative standard deviation of a request's tokens in a step. Raised, more is tried."""
 
-_MEMORY = 1000.0
-"""Steps of one kind after which one counts for 1/e."""
+_MEMORY = 2000.0
+"""Steps after which one counts for 1/e."""
 
 
 @dataclass
 class _Yield:
-    """Tokens of a request, and seconds, of recent steps of one kind."""
+    """Tokens of requests, trees and seconds times requests, of recent steps of one way."""
 
-    steps: float = 0.0
+    trees: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
 
-    def add(self, tokens: float, seconds: float) -> None:
-        fading = math.exp(-1 / _MEMORY)
-        self.steps = self.steps * fading + 1
-        self.tokens = self.tokens * fading + tokens
-        self.seconds = self.seconds * fading + seconds
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def hope(self) -> float:
+        """The rate, as high as it may be."""
+        return self.rate * (1 + DOUBT / math.sqrt(self.trees)) if self.seconds else math.inf
+
+
+@dataclass
+class _Size:
+    """What is known of a batch size: yields by the number of nodes of trees that drop some, and of
+    those that keep all (None); the tuner's latest choice; the way that is held, and how long."""
+
+    yields: dict[int | None, _Yield] = field(default_factory=dict)
+    choice: int = 0
+    held: int | None = None
+    left: int = 0
 
 
 class Drops:
@@ -53,30 +69,43 @@ class Drops:
     def __init__(self, share: float) -> None:
         self._log = math.log1p(-min(share, 0.999))
         self._seconds = 0.0
-        self._yields: defaultdict[tuple[int, bool], _Yield] = defaultdict(_Yield)
-        self._blocks: defaultdict[int, int] = defaultdict(int)
+        self._sizes: dict[int, _Size] = {}
 
     def seed(self, costs: Costs) -> None:
         """Learn what all experts cost from measured steps."""
         self._seconds = expert_seconds(costs, self._log)
 
-    def begin_block(self, size: int) -> bool:
-        """Whether the next steps of a batch size drop nodes."""
-        self._blocks[size] += 1
-        dropped, whole = self._yields[size, True], self._yields[size, False]
-        pays = True
-        if min(dropped.steps, whole.steps) >= BELIEVED:
-            gain = dropped.tokens * whole.seconds / (whole.tokens * dropped.seconds)
-            pays = gain > 1 - MARGIN
-        return pays != (self._blocks[size] % TRIES == 0)
+    def nodes(self, size: int, allowed: Sequence[int]) -> int | None:
+        """How many nodes the next trees of a batch size have, of which some are dropped; None for
+        the tuner's choice, of which none is. `allowed`: numbers to choose from, ascending."""
+        known = self._sizes.setdefault(size, _Size())
+        known.left -= 1
+        if known.left <= 0 or (known.held is not None and known.held not in allowed):
+            numbers = [nodes for nodes in allowed if nodes and nodes >= known.choice][:NUMBERS]
+            ways: list[int | None] = [None, *(numbers if self._seconds else ())]
+            known.held = max(ways, key=lambda way: known.yields.get(way, _Yield()).hope)
+            known.left = HELD
+        return known.held
 
-    def observe(self, size: int, tokens: float, seconds: float, *, dropped: bool) -> None:
-        """Learn from a step in which each request got so many tokens on average."""
-        self._yields[size, dropped].add(tokens, seconds)
+    def observe(
+        self, size: int, nodes: int, tokens: Sequence[int], seconds: float, *, dropped: bool
+    ) -> None:
+        """Learn from the tokens of each request of a step with so many nodes."""
+        known = self._sizes.setdefault(size, _Size())
+        known.choice = known.choice if dropped else nodes
+        fading = math.exp(-1 / _MEMORY)
+        for each in known.yields.values():
+            each.trees, each.tokens = fading * each.trees, fading * each.tokens
+            each.seconds *= fading
+        found = known.yields.setdefault(nodes if dropped else None, _Yield())
+        found.trees += len(tokens)
+        found.tokens += sum(tokens)
+        found.seconds += len(tokens) * seconds
 
-    def price(self, batch: int, pace: float) -> Price:
-        """The price of nodes where each of `batch` requests gets `pace` tokens per second. All are
-        taken to keep as many, so that the later of a request's nodes read fewer new experts."""
+    def price(self, size: int, batch: int) -> Price:
+        """The price of nodes in a batch that yields as much as its best way. All requests are taken
+        to keep as many, so that the later of a request's nodes read fewer new experts."""
+        pace = max((each.rate for each in self._sizes[size].yields.values()), default=0.0)
         decay = batch * self._log
         return pace * self._seconds * math.exp(decay), decay
 

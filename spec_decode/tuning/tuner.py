@@ -67,8 +67,8 @@ _WINDOW = 64
 @dataclass
 class _BatchHistory:
     """Recent steps of one batch size, and the choice that is in use for it. Means weigh recent
-    steps most, and go over `steps` of them; `context` is of the latest. `pace`: tokens per second
-    of a request with the best number of nodes. `drops`: whether the device drops nodes."""
+    steps most, and go over `steps` of them; `context` is of the latest. `drops`: whether the
+    device drops nodes."""
 
     steps: float = 0.0
     prompt_fraction: float = 0.0
@@ -82,7 +82,6 @@ class _BatchHistory:
     ratios: dict[int, float] = field(default_factory=dict)
     least_ratio: float = 1.0
     blocks: int = 1
-    pace: float = 0.0
     drops: bool = False
 
     @property
@@ -207,14 +206,15 @@ class NodeTuner:
             history.steps_left = BLOCK
         if history.choice not in allowed or history.steps_left <= 0:
             captured, before = self._captured(history, allowed, batch), history.choice
-            history.choice = self._best(size, captured, batch)
+            dropping = None if self._drops is None else self._drops.nodes(size, captured)
+            history.drops = dropping is not None
+            history.choice = self._best(size, captured, batch) if dropping is None else dropping
             same = self._rests and history.choice == before != 0
             history.blocks = min(history.blocks + 1, BLOCKS) if same else 1
             history.steps_left = history.blocks * BLOCK
-            history.drops = self._drops is not None and self._drops.begin_block(size)
         history.steps_left -= 1
         if self._drops is not None:
-            self.price = self._drops.price(batch, history.pace) if history.drops else KEEP_ALL
+            self.price = self._drops.price(size, batch) if history.drops else KEEP_ALL
         return history.choice
 
     def observe(
@@ -234,13 +234,14 @@ class NodeTuner:
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
             context: K/V tokens of all requests of the step.
-            dropped: whether the device was to drop nodes of these drafts.
+            dropped: whether the device was to drop nodes of these drafts. Such trees tell nothing
+                of whole ones.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
         self._last_size = size
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
-        if verified is None or verified == nodes:
+        if verified in (None, nodes) and not dropped:
             self._lengths.clear()
             self._acceptance.observe(
                 nodes, emitted, alike=alike, same=same, temperature=temperature
@@ -275,9 +276,10 @@ class NodeTuner:
         if measured is not None and self._steps_of_size < STEADY:
             # A new batch size comes with work that is done once.
             return
-        self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
-        if self._drops is not None and nodes and not prompts:
-            self._drops.observe(size, sum(emitted) / len(emitted), seconds, dropped=dropped)
+        if self._drops is not None and not prompts:
+            self._drops.observe(size, nodes, emitted, seconds, dropped=dropped)
+        if not dropped:
+            self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
 
     def _grant_again(self) -> None:
         """Save steps for drafts of other requests. They may repeat themselves like those before."""
@@ -319,7 +321,7 @@ class NodeTuner:
         if self._rests and affordable and self._doubts_rest(history, size, tokens, times):
             return 0
         scores = {nodes: tokens[nodes] / times[nodes] for nodes in allowed if nodes in times}
-        best = history.pace = max(scores.values(), default=0.0)
+        best = max(scores.values(), default=0.0)
         unknown = [
             nodes
             for nodes in allowed

@@ -13,7 +13,7 @@ from vllm_graft.spec_decode.kernels.candidates import finish_tree
 from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows
 from vllm_graft.spec_decode.trees.tree import CandidateTable, DropState, TreeState
 
-PRICES = [(0.0, 0.0), (0.7, -0.2), (3.0, -0.065), (40.0, -1.0), (1e6, -0.1)]
+PRICES = [(0.0, 0.0), (0.7, -0.2), (3.0, -0.065), (20.0, -0.01), (40.0, -1.0), (1e6, -0.1)]
 
 
 def dropped(
@@ -73,8 +73,11 @@ def test_each_request_by_its_own_scores() -> None:
 
 
 def test_a_dropped_node_is_the_root_once_more() -> None:
-    table = grown(random_levels(2, 4, 3, 3, 0.0))
-    parents, depths, masks, drafts = dropped(table, 3, 14, (4.0, -0.3), reference=False)
+    levels = random_levels(2, 4, 3, 3, 0.0)
+    for each in levels:
+        each[:, 0] = -0.3
+    price = 60.0, -0.01
+    parents, depths, masks, drafts = dropped(grown(levels), 3, 14, price, reference=False)
     tree, drop = TreeState(parents, depths, masks), DropState.allocate(torch.device(DEVICE))
     kept = (drafts >= 0).sum(1)
     assert (kept > 0).all()

@@ -60,8 +60,8 @@ def trees(nodes: int) -> TreeState:
 
 def rows(drop: DropState | None = None) -> None:
     batch: Any = SimpleNamespace(
-        input_ids=empty(64), idx_mapping=i64(2), query_start_loc=empty(3), cu_num_logits=empty(3), positions=i64(64),
-        num_reqs=2, num_reqs_after_padding=2,
+        input_ids=empty(64), idx_mapping=i64(2), query_start_loc=empty(3), cu_num_logits=empty(3),
+        positions=i64(64), num_reqs=2, num_reqs_after_padding=2,
     )  # fmt: skip
     kept = TreeRows.allocate(4, 128, META)
     prepare_rows(trees(63), batch, empty(4), kept, plain_rows=True, drop=drop)

@@ -165,9 +165,9 @@ class TreeConfig(GraftSection):
 
     drop: bool = False
     """Whether a tree drops nodes whose gain is below what their experts cost, in each step anew,
-    by what steps were measured to cost at the start. A dropped node's row repeats the root's, so
-    that it reads no expert of its own. Needs a target with experts and ``shape: auto``. Outputs are
-    the same."""
+    where that is found to pay. A dropped node's row repeats the root's, so that it reads no expert
+    of its own; with ``recurrent_form: states`` it reads some. Needs a target with experts, a draft
+    model and ``shape: auto``. Outputs are the same."""
 
     fit_graphs: bool = True
     """Whether trees beside prompts are cut to their best nodes where the step would have more rows

@@ -372,7 +372,7 @@ def _filled(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 @DRAFTS.row(
-    "`drop` without experts, `shape: auto` or trees",
+    "`drop` without experts, `shape: auto`, trees or a draft model",
     "Nodes are dropped for the experts that they read, by what measured steps of a tree cost.",
     f"drop `{flag('tree', 'drop')}`",
 )
@@ -381,6 +381,8 @@ def _drop(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"{flag('tree', 'drop')} is true, and {flag('tree', 'shape')} is {tree.shape!r}"
     elif tree.drop and tree.topk == 1:
         yield f"{flag('tree', 'drop')} is true, and {flag('tree', 'topk')} is 1"
+    elif tree.drop and not has_model(tree, vllm_config.speculative_config):
+        yield f"{flag('tree', 'drop')} is true, and nothing but n-grams drafts"
     elif tree.drop and not expert_share(target_of(vllm_config)):
         yield f"{flag('tree', 'drop')} is true, and the target has no experts"
 

@@ -185,11 +185,15 @@ def test_tokens_of_other_mixtures(
         ({"drop": True}, "shape is 'fixed'"),
         ({"drop": True, "shape": "auto", "topk": 1}, "topk is 1"),
         (AUTO, "the target has no experts"),
+        ({**AUTO, "topk": 3, "steps": 3}, "nothing but n-grams drafts"),
     ],
 )
 def test_what_cannot_drop_is_refused(
     pair: Pair, mixed: Pair, tree: dict[str, Any], says: str
 ) -> None:
     which = pair if tree is AUTO else mixed
-    with pytest.raises(ConfigError, match=says), which.engine(nodes=3, tree=tree):
+    method = "ngram_gpu" if "n-grams" in says else "eagle3"
+    lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": 6} if "n-grams" in says else {}
+    asked = which.engine(nodes=3, tree=tree, method=method, speculative=lengths)
+    with pytest.raises(ConfigError, match=says), asked:
         pass

@@ -48,8 +48,8 @@ class _Yield:
 
     @property
     def hope(self) -> float:
-        """The rate, as high as it may be."""
-        return self.rate * (1 + DOUBT / math.sqrt(self.trees)) if self.seconds else math.inf
+        """The rate, as high as it may be; 0 of what was held and could not be timed."""
+        return self.rate * (1 + DOUBT / math.sqrt(self.trees)) if self.seconds else 0.0
 
 
 @dataclass
@@ -83,8 +83,11 @@ class Drops:
         if known.left <= 0 or (known.held is not None and known.held not in allowed):
             numbers = [nodes for nodes in allowed if nodes and nodes >= known.choice][:NUMBERS]
             ways: list[int | None] = [None, *(numbers if self._seconds else ())]
-            known.held = max(ways, key=lambda way: known.yields.get(way, _Yield()).hope)
-            known.left = HELD
+            hopes = {
+                way: known.yields[way].hope if way in known.yields else math.inf for way in ways
+            }
+            known.held, known.left = max(hopes, key=hopes.__getitem__), HELD
+            known.yields.setdefault(known.held, _Yield())
         return known.held
 
     def observe(
@@ -94,6 +97,8 @@ class Drops:
         known = self._sizes.setdefault(size, _Size())
         known.choice = known.choice if dropped else nodes
         fading = math.exp(-1 / _MEMORY)
+        # Steps are timed again, so that what could not be timed is tried again.
+        known.yields = {way: each for way, each in known.yields.items() if each.seconds}
         for each in known.yields.values():
             each.trees, each.tokens = fading * each.trees, fading * each.tokens
             each.seconds *= fading

@@ -70,6 +70,19 @@ def test_without_measured_steps_nothing_is_dropped() -> None:
     assert {tuned.nodes(1, [0, 3, 7]) for _ in range(20)} == {None}
 
 
+def test_ways_that_cannot_be_timed_are_left() -> None:
+    """Prompts beside all steps hide what a way takes: the tuner's own choice stays."""
+    tuned = Drops(8 / 128)
+    tuned.seed(World("chat", 1).costs([0, 63, 14, 3, 1]))
+    tuned.observe(1, 3, [2], 0.01, dropped=False)
+    asked = [tuned.nodes(1, [0, 3, 7]) for _ in range(60)]
+    assert {*asked[:20]} == {3, 7, None}
+    assert {*asked[20:]} == {None}
+    # Control: what is timed, and yields more, stays.
+    tuned.observe(1, 7, [4], 0.01, dropped=True)
+    assert {tuned.nodes(1, [0, 3, 7]) for _ in range(60)} >= {7}
+
+
 def test_a_step_without_a_price_keeps_all() -> None:
     assert price_of(object()) == KEEP_ALL
     assert drops.KEEP_ALL == (0.0, 0.0)

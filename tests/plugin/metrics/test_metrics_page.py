@@ -80,7 +80,7 @@ def tree_numbers() -> Any:
     draft: Any = SimpleNamespace(
         head=SimpleNamespace(learned=HotVocabulary(4, torch.arange(9), 9, rows)),
         context=SimpleNamespace(
-            counters=Counters(), draft_window=0, kept_bytes=0, saves=LayerSaves()
+            counters=Counters(), drop=None, draft_window=0, kept_bytes=0, saves=LayerSaves()
         ),
         draft_graphs=list,
         trees=SimpleNamespace(sources=sources, graph_bytes=0, clock=StartClock(), ahead=Ahead()),

@@ -74,6 +74,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Save engines time, in fixtures too; tests of kernels, and slow ones, interpret it all."""
     marked = item.get_closest_marker
     with pytest.MonkeyPatch.context() as patch:
+        if marked("engine"):
+            from tests.support.engines.seams_once import read_once
+
+            read_once(patch.setattr)
         if marked("engine") and not marked("slow") and not HAS_CUDA:
             from tests.support.engines.quick_kernels import quicken
 

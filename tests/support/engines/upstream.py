@@ -60,6 +60,9 @@ _CONFTEST = '''"""Stands for vLLM's own conftest, which wants models and GPUs.""
 import atexit
 import gc
 
+# As in our own: little of what is imported is garbage.
+gc.set_threshold(100_000, 50, 50)
+
 from vllm_graft.testing import torchvision_import
 
 torchvision_import.install()

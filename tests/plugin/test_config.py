@@ -13,7 +13,6 @@ from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig,
 
 
 def tree(**values: Any) -> TreeConfig:
-    """Parse a section."""
     found = GraftConfig.parse({"tree": values}).tree
     assert found is not None
     return found

@@ -17,6 +17,7 @@ from prometheus_client.mmap_dict import MmapedDict
 
 from tests.plugin.metrics.served_load import Counted, load, serve, settled
 from tests.support.answers.dashboard import without_data
+from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pair_server import (
     MODEL,
     require_cpu_server,
@@ -48,12 +49,7 @@ def flags(folder: Path, api_servers: int) -> tuple[list[str], dict[str, str]]:
     storage = {"backend": "segments", "path": str(folder / "store"), "max_bytes": "64MiB"}
     # Storage is read whatever was measured of it, which varies too much on a busy CPU.
     environment |= {"VLLM_GRAFT_PREFILL_RATE": "10"}
-    cache = {
-        "kv_connector": "HiCacheConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"host_bytes": "6MiB", "storage": storage},
-    }
+    cache = transfer(host_bytes="6MiB", storage=storage)
     found += ["--block-size", "32", "--num-gpu-blocks-override", "20"]
     found += [*speculate(SHIPPED, 7), "--additional-config", json.dumps({"graft": {"tree": TREE}})]
     found += ["--kv-transfer-config", json.dumps(cache), "--enable-prompt-tokens-details"]

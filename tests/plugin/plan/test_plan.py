@@ -50,7 +50,6 @@ def said(platform: str, folder: Path) -> tuple[dict[str, Both], Plans]:
 
 @pytest.fixture(scope="module")
 def on_gpu(folder: Path) -> tuple[dict[str, Both], Plans]:
-    """What is said on a GPU that is pretended."""
     return said("gpu", folder)
 
 

@@ -217,7 +217,6 @@ def _extract(archive: Path, target: Path) -> Path:
 
 
 def run(suite: Suite, source: Path, work: Path, timeout: float = 600) -> Outcome:
-    """Run a suite in a process of its own."""
     _prepare(suite, source, work)
     report = work / "report.xml"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -37,7 +37,6 @@ class Heads(NamedTuple):
 
 
 def on_cpu(rows: RecurrentRows) -> RecurrentRows:
-    """The same rows for a reference."""
     return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
 
 
@@ -59,7 +58,6 @@ def alone(rows: RecurrentRows, req: int, length: int) -> RecurrentRows:
 
 
 def parents_of(kind: str, rows: int, generator: torch.Generator) -> list[int]:
-    """Parents of the rows of one request."""
     if kind == "chain":
         return list(range(-1, rows - 1))
     if kind == "star":

@@ -111,7 +111,6 @@ class World:
         return min(1.0, self.beside * self.lengths[nodes] / self.lengths[7])
 
     def mean_ms(self, nodes: int) -> float:
-        """Return mean milliseconds of a step."""
         return self.ms[nodes] + self.prompts(nodes) * PROMPT_MS
 
     def tuner(self) -> NodeTuner:

@@ -52,7 +52,6 @@ WEIGHTS = 1e-3
 def error(
     problem: TreeBatch | DraftBatch, dtype: torch.dtype = torch.float32, **how: object
 ) -> float:
-    """The largest error of an output in a dtype."""
     shape = problem.query.shape
     ours = torch.full(shape, UNTOUCHED, dtype=dtype, device=DEVICE)
     wanted = torch.full(shape, UNTOUCHED, device=DEVICE)

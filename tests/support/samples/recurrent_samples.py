@@ -128,13 +128,13 @@ def key_decays_of(
     )
 
 
-def selective_gates_of(rows: int, heads: Heads) -> SelectiveGates:
+def selective_gates_of(rows: int, heads: Heads, dtype: torch.dtype) -> SelectiveGates:
     count = heads.value_heads
     return SelectiveGates(
-        random(rows, count + 3, seed=11)[:, :count],
+        random(rows, count + 3, seed=11, dtype=dtype)[:, :count],
         -random(count, seed=12).exp(),
-        random(count, seed=13),
-        random(count, seed=14),
+        random(count, seed=13, dtype=dtype),
+        random(count, seed=14, dtype=dtype),
     )
 
 
@@ -233,7 +233,7 @@ class Rule(NamedTuple):
 
     def gates(self, rows: int, dtype: torch.dtype = torch.float32) -> Gates:
         if self.selective:
-            return selective_gates_of(rows, self.heads)
+            return selective_gates_of(rows, self.heads, dtype)
         if self.by_key:
             return key_decays_of(rows, self.heads, dtype, self.lower_bound)
         return gates_of(rows, self.heads, dtype)
@@ -255,7 +255,7 @@ class Rule(NamedTuple):
     ) -> torch.Tensor:
         """Run vLLM's kernel over the rows as chains."""
         if isinstance(gates, SelectiveGates):
-            out = torch.zeros(len(inputs), *states.shape[1:3], device=DEVICE)
+            out = inputs.new_zeros(len(inputs), *states.shape[1:3])
             groups = self.heads.key_heads
             triton_selective_update(inputs, gates, states, rows, out, groups=groups)
             return out

@@ -8,24 +8,15 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from openai import DefaultHttpxClient, OpenAI
 
 from benchmarks.fuzz.arms import ARMS, PLAIN, Arm, settings
 from benchmarks.fuzz.compare import Judge
 from benchmarks.fuzz.requests import World, generate
 from benchmarks.fuzz.server import answers, compare_all, corrupted, gap_by
 from benchmarks.fuzz.server import main as fuzz
-from tests.support.engines.pair_server import (
-    MODEL,
-    require_cpu_server,
-    server_settings,
-    settled_counters,
-    speculate,
-)
-from tests.support.engines.pairs import Answer, Request
+from tests.support.engines.pair_server import require_cpu_server, server_settings, speculate
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.engines.vllm_server import ServerError, VllmServer
 
@@ -61,45 +52,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server without them."""
     with served(PLAIN, tmp_path_factory.mktemp(PLAIN.name)) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: VllmServer) -> Iterator[OpenAI]:
-    # A proxy of the environment must not see the loopback interface.
-    http = DefaultHttpxClient(trust_env=False)
-    with OpenAI(base_url=f"{server.address}/v1", api_key="none", http_client=http) as client:
-        yield client
-
-
-def complete(client: OpenAI, request: Request, stream: bool) -> tuple[str, list[int]]:
-    """Ask for a completion; return the text and token ids of the answer."""
-    answer: Any = client.completions.create(
-        model=MODEL,
-        prompt=request.prompt,
-        stream=stream,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-        **{"temperature": 1.0, **request.params},
-    )
-    parts = [part.choices[0] for part in (answer if stream else [answer])]
-    return "".join(part.text for part in parts), [t for part in parts for t in part.token_ids or []]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_answers_are_those_of_the_target_alone(
-    server: VllmServer, client: OpenAI, samples: list[Request], expected: list[Answer], stream: bool
-) -> None:
-    before = server.counters()
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda request: complete(client, request, stream), samples[2:6]))
-    assert found == [(answer.texts[0], answer.tokens[0]) for answer in expected[2:6]]
-    counters = settled_counters(server) - before
-    assert counters.drafts > 0
-    assert counters.accepted > 0
-
-
-def test_steps_are_measured_though_the_engine_loads_plugins_late(server: VllmServer) -> None:
-    # `vllm serve` spawns the engine's process, which begins without any of our modules.
-    assert "vllm-graft measured steps of" in server.log.read_text()
 
 
 @pytest.mark.nightly

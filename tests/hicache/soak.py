@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support.engines.cache_engines import transfer
+
 HANG_SECONDS = 30
 HANG_STEPS = 500
 """A request that takes so many steps hangs; it is not just a busy machine."""
@@ -60,12 +62,7 @@ def options(storage: Path | None, **extra: Any) -> dict[str, Any]:
     return {
         "num_gpu_blocks_override": 24,
         "enable_prefix_caching": True,
-        "kv_transfer_config": {
-            "kv_connector": "HiCacheConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": config,
-        },
+        "kv_transfer_config": transfer(**config),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engines.cache_engines import transfer
 from tests.support.host_cache.submitted_loads import delay_loads
 from vllm_graft.bench.hicache.prompt_driver import Driver, random_prompt
 from vllm_graft.testing import TinyShape, cpu_engine, model_runner, running, write_llama
@@ -43,15 +44,9 @@ def delay() -> None:
 
 
 def options(load: str) -> dict[str, Any]:
-    extra = {"host_bytes": 2**26, "load": load}
-    transfer = {
-        "kv_connector": "HiCacheConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
     return {
         "block_size": BLOCK,
-        "kv_transfer_config": transfer,
+        "kv_transfer_config": transfer(host_bytes=2**26, load=load),
         "num_gpu_blocks_override": 33,
         "max_model_len": 256,
         "enable_prefix_caching": True,

@@ -136,8 +136,6 @@ def fake_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 
 @pytest.fixture
 def on(fake_module: Callable[..., ModuleType]) -> Callable[..., None]:
-    """Run on another platform."""
-
     def choose(platform: Any, batch_invariant: bool = False) -> None:
         envs = fake_module("vllm.envs", VLLM_BATCH_INVARIANT=batch_invariant)
         fake_module("vllm", envs=envs, __version__="0.33.0")

@@ -814,17 +814,6 @@ def test_a_misspelt_preset_is_refused_with_all_names(config: Any, text: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("section", "preset"), [({"auto": True}, "auto"), ({"latency": {}}, "latency")]
-)
-def test_a_preset_below_the_mapping_is_told_where_it_stands(
-    config: Any, section: dict[str, Any], preset: str
-) -> None:
-    config.additional_config = {"graft": section}
-    with pytest.raises(ConfigError, match=rf"write --additional-config\.graft {preset}\."):
-        activation.on_config(config)
-
-
-@pytest.mark.parametrize(
     ("interpreted", "words"),
     [("1", "(its log says why)"), ("0", "the environment lacks VLLM_GRAFT_INTERPRET=1")],
 )
@@ -876,6 +865,9 @@ def test_a_preset_stands_beside_records(config: Any, tmp_path: Path, records: bo
         ({"preset": "auto", "vit": {}}, r"graft\.learn and \S+graft\.tree\.memory may stand\."),
         ({"preset": "fast", "learn": {}}, r"graft\.preset: 'fast' is no preset\."),
         ({"preset": True}, r"graft\.preset: True is no preset\."),
+        # A preset below the mapping is told where it stands.
+        ({"auto": True}, r"write --additional-config\.graft auto\."),
+        ({"latency": {}}, r"write --additional-config\.graft latency\."),
     ],
 )
 def test_a_preset_decides_on_all_other_parts(
@@ -883,7 +875,7 @@ def test_a_preset_decides_on_all_other_parts(
 ) -> None:
     config.additional_config = {"graft": section}
     with pytest.raises(ConfigError, match=words):
-        activation.on_defaults(config)
+        start(config)
 
 
 MEMORY = "--additional-config.graft.tree.memory"

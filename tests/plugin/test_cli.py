@@ -45,14 +45,7 @@ def test_bench_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--help"],
-        ["plan", "--help"],
-        ["prove", "--help"],
-        ["bench", "--help"],
-        ["support"],
-        ["metrics", "--json"],
-    ],
+    [["--help"], ["plan", "--help"], ["prove", "--help"], ["support"]],
     ids=" ".join,
 )
 def test_a_reader_that_leaves_ends_it_quietly(arguments: list[str]) -> None:

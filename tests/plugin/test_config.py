@@ -13,7 +13,6 @@ from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig,
 
 
 def tree(**values: Any) -> TreeConfig:
-    """Parse a section."""
     found = GraftConfig.parse({"tree": values}).tree
     assert found is not None
     return found
@@ -30,84 +29,56 @@ def test_digits_as_strings_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, None), (512, 512), ("512", 512), ("a/hot.json", "a/hot.json")]
+    ("key", "value", "expected"),
+    [
+        *(("hot_tokens", value, value) for value in (None, 512, "a/hot.json")),
+        ("hot_tokens", "512", 512),
+        *(("ngram", off, None) for off in (None, False, "false")),
+        *(("ngram", on, NgramConfig(min=3, max=16)) for on in (True, "True", "auto", {})),
+        ("ngram", {"max": "4"}, NgramConfig(min=3, max=4)),
+        ("ngram", {"min": 32, "max": 32}, NgramConfig(min=32, max=32)),
+        ("ngram", {"reference": "0"}, NgramConfig(min=3, max=16, reference=0)),
+        ("ngram", {"reference": 9}, NgramConfig(reference=9)),
+        *(("memory", off, None) for off in (None, "False", {"scope": "request"})),
+        ("memory", "true", MemoryConfig(bytes=64 << 20, scope="tenant", prompts=False)),
+        ("memory", {}, MemoryConfig()),
+        (
+            "memory",
+            {"bytes": "1.5GiB", "scope": "server"},
+            MemoryConfig(bytes=3 << 29, scope="server"),
+        ),
+    ],
 )
-def test_hot_tokens_are_a_number_or_a_file(value: object, expected: object) -> None:
-    assert tree(hot_tokens=value).hot_tokens == expected
+def test_forms_of_a_value(key: str, value: object, expected: object) -> None:
+    assert getattr(tree(**{key: value}), key) == expected
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("key", "value", "words"),
     [
-        (None, None),
-        (False, None),
-        ("false", None),
-        (True, NgramConfig(min=3, max=16)),
-        ("True", NgramConfig(min=3, max=16)),
-        ("auto", NgramConfig(min=3, max=16)),
-        ({}, NgramConfig(min=3, max=16)),
-        ({"max": "4"}, NgramConfig(min=3, max=4)),
-        ({"min": 32, "max": 32}, NgramConfig(min=32, max=32)),
-        ({"reference": "0"}, NgramConfig(min=3, max=16, reference=0)),
-        ({"reference": 9}, NgramConfig(reference=9)),
+        ("ngram", 3, ": 3 is refused: say true, false, or a mapping such as {'min': 3, 'max'"),
+        ("ngram", "yes", ": 'yes' is refused: say true"),
+        ("ngram", {"min": 0}, ".min: 0 is refused"),
+        ("ngram", {"max": 33}, "Allowed: 1 to 32."),
+        ("ngram", {"reference": -1}, ".reference: -1 is refused"),
+        ("ngram", {"reference": (1 << 20) + 1}, "Allowed: 0 to 1048576."),
+        ("ngram", {"min": True}, "true and false are not numbers"),
+        ("ngram", {"minimum": 3}, ".minimum: unknown key. Did you mean 'min'?"),
+        ("ngram", {"min": 17}, "min is 17, and max is 16: min must not exceed max"),
+        ("memory", 64, ": 64 is refused: say true, false, or a mapping such as {'bytes'"),
+        ("memory", {"bytes": 0}, ".bytes: 0 is refused"),
+        ("memory", {"bytes": "much"}, "say a number of bytes, or one with a unit"),
+        ("memory", {"bytes": True}, "true and false are not numbers"),
+        ("memory", {"scope": "request", "byte": 1}, ".byte: unknown key"),
+        ("memory", {"scope": "user"}, ".scope: 'user' is refused"),
+        ("memory", {"size": 3}, ".size: unknown key."),
     ],
 )
-def test_ngrams_are_on_off_or_two_lengths(value: object, expected: object) -> None:
-    assert tree(ngram=value).ngram == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (3, "tree.ngram: 3 is refused: say true, false, or a mapping such as {'min': 3, 'max'"),
-        ("yes", "tree.ngram: 'yes' is refused: say true"),
-        ({"min": 0}, "tree.ngram.min: 0 is refused"),
-        ({"max": 33}, "Allowed: 1 to 32."),
-        ({"reference": -1}, "tree.ngram.reference: -1 is refused"),
-        ({"reference": (1 << 20) + 1}, "Allowed: 0 to 1048576."),
-        ({"min": True}, "true and false are not numbers"),
-        ({"minimum": 3}, "tree.ngram.minimum: unknown key. Did you mean 'min'?"),
-        ({"min": 17}, "min is 17, and max is 16: min must not exceed max"),
-    ],
-)
-def test_wrong_ngrams_are_explained(value: object, words: str) -> None:
+def test_what_is_neither_on_nor_off_nor_keys(key: str, value: object, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        tree(ngram=value)
-    assert words in str(caught.value)
-    assert str(caught.value).startswith("--additional-config.graft.tree.ngram")
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        ("False", None),
-        ({"scope": "request"}, None),
-        ("true", MemoryConfig(bytes=64 << 20, scope="tenant", prompts=False)),
-        ({}, MemoryConfig()),
-        ({"bytes": "1.5GiB", "scope": "server"}, MemoryConfig(bytes=3 << 29, scope="server")),
-    ],
-)
-def test_a_memory_is_on_off_or_keys(value: object, expected: object) -> None:
-    assert tree(memory=value).memory == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (64, "tree.memory: 64 is refused: say true, false, or a mapping such as {'bytes'"),
-        ({"bytes": 0}, "tree.memory.bytes: 0 is refused"),
-        ({"bytes": "much"}, "say a number of bytes, or one with a unit"),
-        ({"bytes": True}, "true and false are not numbers"),
-        ({"scope": "request", "byte": 1}, "tree.memory.byte: unknown key"),
-        ({"scope": "user"}, "tree.memory.scope: 'user' is refused"),
-        ({"size": 3}, "tree.memory.size: unknown key."),
-    ],
-)
-def test_wrong_memories_are_explained(value: object, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        tree(memory=value)
-    assert words in str(caught.value)
+        tree(**{key: value})
+    assert str(caught.value).startswith(f"--additional-config.graft.tree.{key}")
+    assert (f"tree.{key}{words}" if words[0] in ".:" else words) in str(caught.value)
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])

@@ -177,7 +177,7 @@ def test_a_session_of_a_new_user(python: Path, questions: Path, tmp_path: Path) 
     # It is served as planned.
     assert shlex.split(plan["command"]) == ["vllm", "serve", *flags]
 
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     command = (str(python), "-P", "-m", "vllm.entrypoints.cli.main")
     with VllmServer(flags, tmp_path / "log", environment, command, report=lambda _: None) as server:
         server.wait_ready()
@@ -187,6 +187,8 @@ def test_a_session_of_a_new_user(python: Path, questions: Path, tmp_path: Path) 
         told = run(python, "-m", "vllm_graft", "info", "--url", server.address, "--json")
         [row], last = bench(python, questions, "--url", server.address)
         metrics = server.metrics()
+    # The engine's process is spawned: it begins without any of our modules.
+    assert "vllm-graft measured steps of" in (tmp_path / "log").read_text()
     assert total(metrics, "vllm:spec_decode_num_drafts_total") > 0
     assert total(metrics, "vllm:graft_tree_trees_total") > 0
     # The example's client: the same text at once and in a stream, and one of two answers.

@@ -76,7 +76,6 @@ def headings(page: Path) -> list[str]:
 
 
 def anchor(heading: str) -> str:
-    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

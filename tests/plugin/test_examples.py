@@ -17,6 +17,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
+from tests.support.engines.cache_engines import transfer
 from tests.support.engines.pair_server import server_settings
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.table_drafter import learned
@@ -124,13 +125,8 @@ def test_offline_with_the_three_plugins(site: Path, tmp_path: Path) -> None:
     table.write_text(json.dumps(learned(answered)))
 
     storage = {"backend": "sqlite", "path": str(tmp_path / "pages"), "max_bytes": 8_000_000}
-    transfer = {
-        "kv_connector": "HiCacheConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"host_bytes": "8MiB", "storage": storage},
-    }
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
-    engine |= {"block_size": 32, "kv_transfer_config": transfer}
+    engine |= {"block_size": 32, "kv_transfer_config": transfer(host_bytes="8MiB", storage=storage)}
     graft = {"tree": {"policy": "graft-narrow", "drafter": "bigram", "topk": 4, "nodes": 7}}
     printed = run(
         *(EXAMPLES / "offline.py", SHIPPED / "target", SHIPPED / "eagle3", "--max-tokens", "12"),

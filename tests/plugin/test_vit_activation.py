@@ -85,7 +85,6 @@ def unhooked(fake_module: Any, unhooked_part: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def vllm(unhooked: Any) -> Any:
-    """The same, with the part in it."""
     VISION.install()
     return unhooked
 

@@ -57,7 +57,6 @@ Answers = tuple[list[Answer], list[Answer]]
 
 @pytest.fixture(scope="module")
 def right(pair: Pair, copies: list[Request], others: list[Request]) -> Answers:
-    """The answers of the target alone."""
     with pair.engine(**THINKING) as llm:
         return answer_all(llm, copies), answer_all(llm, others)
 

@@ -30,7 +30,6 @@ def trees_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_ranks(pair: Pair, tree: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return the arguments of an engine of two ranks."""
     return {
         "model": pair.target,
         "tensor_parallel_size": 2,

@@ -90,8 +90,6 @@ def test_triton_kernels_serve_the_engine(
     short = [Request(each.prompt, {**each.params, "max_tokens": 8}) for each in samples[2:5]]
     # Two requests have 32 rows in the target, and 8 rows in a level of the draft.
     with pair.engine(nodes=15, attention="triton", graphs=[8, 16, 32], max_num_seqs=2) as llm:
-        from vllm_graft.testing import model_runner
-
         found = [answer.tokens[0] for answer in answer_all(llm, short)]
         assert found == [answer.tokens[0][:8] for answer in expected[2:5]]
         runner = model_runner(llm)
@@ -105,8 +103,6 @@ def test_triton_kernels_serve_the_engine(
 def test_no_key_no_change(pair: Pair) -> None:
     """Stock vLLM runs without a graft key, though the plugin is installed."""
     with pair.engine(chain=3) as llm:
-        from vllm_graft.testing import model_runner
-
         runner = model_runner(llm)
         names = {
             type(runner.speculator).__module__,
@@ -182,7 +178,6 @@ def test_the_least_limits_serve_and_lesser_ones_do_not(pair: Pair) -> None:
         del scheduler
 
 
-@pytest.mark.engine
 def test_all_of_it_is_allocated_in_memory_that_is_kept(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,7 +244,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

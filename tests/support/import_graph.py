@@ -46,7 +46,6 @@ def imports_of(text: str, known: Iterable[str]) -> set[str]:
 
 
 def module_graph(files: Mapping[str, Path]) -> Graph:
-    """Return the modules that each module imports."""
     return {name: imports_of(file.read_text(), files) - {name} for name, file in files.items()}
 
 
@@ -56,7 +55,6 @@ def folder_of(module: str, files: Mapping[str, Path]) -> str:
 
 
 def folder_graph(modules: Graph, files: Mapping[str, Path]) -> Graph:
-    """Return the other folders that each folder imports."""
     folders: Graph = {folder_of(module, files): set() for module in modules}
     for module, imported in modules.items():
         home = folder_of(module, files)
@@ -119,7 +117,6 @@ def room_of(folder: str, part: str) -> str:
 
 
 def room_graph(folders: Graph, part: str = "") -> Graph:
-    """Return the other rooms that each room imports."""
     rooms: Graph = {}
     for folder, imported in folders.items():
         if home := room_of(folder, part):

@@ -4,6 +4,7 @@ This file is copied beside them; see ``test_conformance.py``.
 """
 
 import copy
+import functools
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,8 +17,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from vllm_graft.hicache.connector import HiCacheConnector
 from vllm_graft.hicache.planning.request_state import Chosen
+from vllm_graft.seams import compare
 
 EXTRA = {"host_bytes": 64 << 20}
+
+# Each connector would compare the same rows with the same files, which takes half a second.
+compare.check_seams = functools.cache(compare.check_seams)
 
 # An engine does this before it looks a connector's name up.
 load_general_plugins()

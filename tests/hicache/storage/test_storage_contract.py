@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.host_cache.storage_sharers import disk_bytes
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.hicache.pages.page_key import PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
@@ -66,10 +67,6 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     SegmentsBackend(NAMESPACE, {"path": tmp_path, **OPTIONS}).close()
 
 
-def _disk_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 def test_bytes_on_disk_stay_below_the_cap(tmp_path: Path) -> None:
     options = {"path": tmp_path, "max_bytes": "1MiB", "segment_bytes": "128KiB"}
     backend = SegmentsBackend(NAMESPACE, options)
@@ -77,9 +74,9 @@ def test_bytes_on_disk_stay_below_the_cap(tmp_path: Path) -> None:
     for number, key in enumerate(keys):
         assert backend.write(key, memoryview(page_of(key)))
         if number % 100 == 0:
-            assert _disk_bytes(tmp_path) <= 1 << 20
+            assert disk_bytes(tmp_path) <= 1 << 20
     stats = backend.stats()
-    assert _disk_bytes(tmp_path) <= 1 << 20
+    assert disk_bytes(tmp_path) <= 1 << 20
     assert stats["bytes"] <= 1 << 20
     # Over two thirds of the room are used: pages do not all leave at once.
     assert stats["pages"] * 3000 > 700_000
@@ -112,7 +109,7 @@ def test_another_models_pages_leave_first(tmp_path: Path) -> None:
         assert new.write(page_key(number), memoryview(page_of(page_key(number))))
     assert new.contains([page_key(number) for number in range(200)]) == [True] * 200
     assert new.stats()["deleted_bytes_of_others"] > 400_000
-    assert _disk_bytes(tmp_path) <= 1 << 20
+    assert disk_bytes(tmp_path) <= 1 << 20
     # A namespace that is open is left alone.
     assert read_page(held, page_key(1)) == (ReadStatus.HIT, page_of(page_key(1)))
     # Only as much was deleted as necessary, the oldest first.

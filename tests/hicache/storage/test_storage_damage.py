@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.host_cache.storage_sharers import hits, write_all
 from vllm_graft.hicache.pages.page_key import FORMAT, PageKey
 from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 from vllm_graft.hicache.storage.segments.format import encode_header, verify
@@ -36,16 +37,11 @@ def reopened(store: StorageBackend, path: Path) -> SegmentsBackend:
 
 
 def fill(store: StorageBackend) -> None:
-    for key in KEYS:
-        assert store.write(key, memoryview(page_of(key)))
+    assert all(write_all(store, KEYS))
 
 
 def count_hits(store: StorageBackend) -> int:
-    """Count hits, and check that each is right."""
-    found = [(key, read_page(store, key)) for key in KEYS]
-    hits = [(key, page) for key, (status, page) in found if status is ReadStatus.HIT]
-    assert all(page == page_of(key) for key, page in hits)
-    return len(hits)
+    return sum(hits(store, KEYS))
 
 
 def data_files(path: Path) -> list[Path]:

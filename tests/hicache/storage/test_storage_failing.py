@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.host_cache.storage_sharers import disk_bytes, hits, write_all
 from tests.support.processes import finished
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.log import warning_once
 from vllm_graft.hicache.pages.page_key import PageKey
-from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
+from vllm_graft.hicache.storage.backend import ReadStatus
 from vllm_graft.hicache.storage.files import Buffer, Files
 from vllm_graft.hicache.storage.segments.store import SegmentsBackend
 from vllm_graft.testing.contracts.cache_contracts import NAMESPACE, page_key, page_of, read_page
@@ -47,9 +48,7 @@ class Medium(Files):
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._fail("write")
         if self.disk is not None:
-            self.room = self.size - sum(
-                file.stat().st_size for file in self.disk.rglob("*") if file.is_file()
-            )
+            self.room = self.size - disk_bytes(self.disk)
         if self.room is None:
             return super().pwritev(fd, buffers, offset)
         if self.room <= 0:
@@ -75,29 +74,14 @@ def segments(path: Path, medium: Files) -> SegmentsBackend:
     return SegmentsBackend(NAMESPACE, OPTIONS | {"path": path}, medium)
 
 
-def write_all(store: StorageBackend, keys: Sequence[PageKey] = KEYS) -> list[bool]:
-    return [store.write(key, memoryview(page_of(key))) for key in keys]
-
-
 def pages(first: int, end: int) -> list[PageKey]:
     return [page_key(number) for number in range(first, end)]
-
-
-def hits(store: StorageBackend, keys: Sequence[PageKey] = KEYS) -> list[bool]:
-    found = [read_page(store, key) for key in keys]
-    there = [status is ReadStatus.HIT for status, _ in found]
-    assert all(page == page_of(key) for key, (_, page), hit in zip(keys, found, there) if hit)
-    return there
-
-
-def used(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def filled(path: Path) -> tuple[Medium, SegmentsBackend]:
     medium = Medium()
     store = segments(path, medium)
-    assert all(write_all(store))
+    assert all(write_all(store, KEYS))
     return medium, store
 
 
@@ -112,7 +96,7 @@ def test_on_a_full_disk_the_oldest_pages_give_way(
     keys = pages(0, 300)
     for key in keys:
         assert store.write(key, memoryview(page_of(key)))
-        assert used(tmp_path) <= 200_000
+        assert disk_bytes(tmp_path) <= 200_000
     there = store.contains(keys)
     assert there[-1]
     assert sum(there) > 25
@@ -137,7 +121,7 @@ def test_a_disk_that_others_fill_takes_no_more_than_a_segment_at_a_time(tmp_path
     medium.room = None
     store._space._full_until = 0
     assert store.write(new[0], memoryview(page_of(new[0])))
-    assert used(tmp_path) < 8 << 20
+    assert disk_bytes(tmp_path) < 8 << 20
 
 
 def test_writes_that_keep_failing_are_told_once(
@@ -183,7 +167,7 @@ def test_a_removed_directory_is_made_anew(tmp_path: Path) -> None:
 def test_another_process_s_directory_in_its_place_is_left_alone(tmp_path: Path) -> None:
     root = tmp_path / "root"
     store = segments(root, Files())
-    assert all(write_all(store))
+    assert all(write_all(store, KEYS))
     shutil.rmtree(root)
     other = segments(root, Files())
     keys = pages(500, 530)
@@ -193,12 +177,12 @@ def test_another_process_s_directory_in_its_place_is_left_alone(tmp_path: Path) 
     assert not store.clear()
     for _ in range(3):
         store._space._full_until = 0
-        assert not any(write_all(store))
+        assert not any(write_all(store, KEYS))
     assert all(hits(other, keys))
     other.close()
     # When the other has closed it, its pages are found.
     store._space._full_until = 0
-    assert all(write_all(store))
+    assert all(write_all(store, KEYS))
     assert all(store.contains(keys))
     store.close()
     assert sum(SegmentsBackend(NAMESPACE, OPTIONS | {"path": root}).contains(keys)) == 30
@@ -227,7 +211,7 @@ def test_a_limit_of_the_system_is_no_crash(tmp_path: Path) -> None:
     written, errors = map(int, said.split())
     # A segment that may not grow any further is followed by another one.
     assert (written, errors) == (30, 0)
-    assert sum(hits(segments(tmp_path, Files()))) == 30
+    assert sum(hits(segments(tmp_path, Files()), KEYS)) == 30
 
 
 @pytest.mark.parametrize("path", ["/dev/null/store", "/proc/store"])
@@ -247,11 +231,11 @@ def test_read_only_later_it_reads_on(tmp_path: Path) -> None:
     medium, store = filled(tmp_path)
     assert store.flush()
     medium.errors = dict.fromkeys(("write", "create", "sync", "sync_directory"), errno.EROFS)
-    assert all(hits(store))
+    assert all(hits(store, KEYS))
     assert not any(write_all(store, pages(100, 140)))
-    assert all(hits(store))
+    assert all(hits(store, KEYS))
     store.close()
-    assert all(hits(segments(tmp_path, Files())))
+    assert all(hits(segments(tmp_path, Files()), KEYS))
 
 
 def test_a_read_error_forgets_the_key(tmp_path: Path) -> None:
@@ -261,7 +245,7 @@ def test_a_read_error_forgets_the_key(tmp_path: Path) -> None:
     assert store.contains(KEYS[:2]) == [False, True]
     assert store.stats()["read_errors"] == 1
     medium.errors = {}
-    assert hits(store) == [False] + [True] * 29
+    assert hits(store, KEYS) == [False] + [True] * 29
 
 
 def test_data_that_cannot_be_synced_is_given_up(tmp_path: Path) -> None:
@@ -269,13 +253,13 @@ def test_data_that_cannot_be_synced_is_given_up(tmp_path: Path) -> None:
     medium, store = filled(tmp_path)
     medium.errors = {"sync": errno.EIO}
     assert not store.flush()
-    assert not any(hits(store))
+    assert not any(hits(store, KEYS))
     assert store.stats()["lost_segments"] == 2
     medium.errors = {}
-    assert all(write_all(store))
+    assert all(write_all(store, KEYS))
     assert store.flush()
     store.close()
-    assert all(hits(segments(tmp_path, Files())))
+    assert all(hits(segments(tmp_path, Files()), KEYS))
 
 
 def test_an_index_that_cannot_be_written_is_tried_again(
@@ -286,20 +270,20 @@ def test_an_index_that_cannot_be_written_is_tried_again(
     medium.room = 50
     assert not store.flush()
     assert store.stats()["commit_errors"] == 2
-    assert all(hits(store))
+    assert all(hits(store, KEYS))
     medium.room = None
     assert store.flush()
     store.close()
     reopened = segments(tmp_path, Files())
     assert reopened.stats()["salvaged_pages"] == 0
-    assert all(hits(reopened))
+    assert all(hits(reopened, KEYS))
 
 
 def test_what_cannot_be_deleted_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = segments(tmp_path, Files())
-    assert all(write_all(store))
+    assert all(write_all(store, KEYS))
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "read-only")
@@ -307,8 +291,8 @@ def test_what_cannot_be_deleted_is_not_served(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
         assert not store.clear()
-    assert not any(hits(store))
+    assert not any(hits(store, KEYS))
     assert store.stats()["clear_errors"] == 1
     assert store.clear()
     store.close()
-    assert not any(hits(segments(tmp_path, Files())))
+    assert not any(hits(segments(tmp_path, Files()), KEYS))

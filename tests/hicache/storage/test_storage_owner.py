@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.host_cache.storage_sharers import write_all
 from tests.support.processes import finished
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.locks import open_own
@@ -34,7 +35,7 @@ def segments(path: Path, namespace: bytes = NAMESPACE) -> SegmentsBackend:
 def full(tmp_path: Path) -> Path:
     """The namespace's directory of a store with pages, which is closed."""
     store = segments(tmp_path / "root")
-    assert all(store.write(key, memoryview(page_of(key))) for key in KEYS)
+    assert all(write_all(store, KEYS))
     store.close()
     return tmp_path / "root" / NAMESPACE.hex()
 
@@ -109,7 +110,7 @@ def test_a_lock_that_is_none_does_not_make_anybody_wait(
         path = Path({str(full.parent)!r})
         assert holders(path) == {{}}
         store = segments(path, OTHER)
-        assert all(store.write(key, memoryview(page_of(key))) for key in KEYS)
+        assert all(write_all(store, KEYS))
         store.close()
         try:
             segments(path)

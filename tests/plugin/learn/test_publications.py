@@ -27,7 +27,6 @@ FACTS_OF = Facts("base", 0, 1.5, 1.7, 60.0)
 
 @pytest.fixture
 def head(tmp_path: Path) -> list[Path]:
-    """Files of a head."""
     folder = tmp_path / "head"
     folder.mkdir()
     (folder / WEIGHTS).write_bytes(b"weights" * 1000)

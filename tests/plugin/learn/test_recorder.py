@@ -18,7 +18,6 @@ from vllm_graft.learn.records import Records
 
 
 def until(happens: Callable[[], bool]) -> bool:
-    """Wait for a thread."""
     end = time.monotonic() + 30
     while not happens() and time.monotonic() < end:
         time.sleep(0.001)

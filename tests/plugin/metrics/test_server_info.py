@@ -44,7 +44,7 @@ def server(text: str) -> Iterator[str]:
         def log_message(self, *arguments: object) -> None: ...
 
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{http.server_port}"

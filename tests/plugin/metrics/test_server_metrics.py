@@ -1,18 +1,30 @@
-"""``vllm serve`` on a CPU: its counters equal what a client counts, with one and two API servers."""
+"""``vllm serve`` on a CPU: answers, and counters that equal what a client counts.
+
+There are one and two API servers.
+"""
 
 import json
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import DefaultHttpxClient, OpenAI
 from prometheus_client.mmap_dict import MmapedDict
 
 from tests.plugin.metrics.served_load import Counted, load, serve, settled
 from tests.support.answers.dashboard import without_data
-from tests.support.engines.pair_server import require_cpu_server, server_settings, speculate
+from tests.support.engines.cache_engines import transfer
+from tests.support.engines.pair_server import (
+    MODEL,
+    require_cpu_server,
+    server_settings,
+    speculate,
+)
+from tests.support.engines.pairs import Answer, Request
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.engines.vllm_server import VllmServer
 from vllm_graft.metrics import server_info
@@ -37,12 +49,7 @@ def flags(folder: Path, api_servers: int) -> tuple[list[str], dict[str, str]]:
     storage = {"backend": "segments", "path": str(folder / "store"), "max_bytes": "64MiB"}
     # Storage is read whatever was measured of it, which varies too much on a busy CPU.
     environment |= {"VLLM_GRAFT_PREFILL_RATE": "10"}
-    cache = {
-        "kv_connector": "HiCacheConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"host_bytes": "6MiB", "storage": storage},
-    }
+    cache = transfer(host_bytes="6MiB", storage=storage)
     found += ["--block-size", "32", "--num-gpu-blocks-override", "20"]
     found += [*speculate(SHIPPED, 7), "--additional-config", json.dumps({"graft": {"tree": TREE}})]
     found += ["--kv-transfer-config", json.dumps(cache), "--enable-prompt-tokens-details"]
@@ -68,6 +75,33 @@ def parts_of(server: VllmServer) -> dict[str, str]:
     return {part.part: part.state for part in server_info.read(server.metrics()).parts}
 
 
+Said = tuple[str, list[int]]
+
+
+def completions(server: VllmServer, requests: list[Request], stream: bool) -> list[Said]:
+    """Texts and tokens that OpenAI's client gets, four at a time."""
+
+    def complete(request: Request) -> Said:
+        answer: Any = client.completions.create(
+            model=MODEL,
+            prompt=request.prompt,
+            stream=stream,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+            **{"temperature": 1.0, **request.params},
+        )
+        parts = [part.choices[0] for part in (answer if stream else [answer])]
+        tokens = [token for part in parts for token in part.token_ids or []]
+        return "".join(part.text for part in parts), tokens
+
+    # A proxy of the environment must not see the loopback interface.
+    http = DefaultHttpxClient(trust_env=False)
+    with (
+        OpenAI(base_url=f"{server.address}/v1", api_key="none", http_client=http) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        return list(pool.map(complete, requests))
+
+
 def spoilt(metrics: str, name: str) -> str:
     """The page with one more in the first sample of a counter that is not zero."""
     found = re.search(rf"^{name}(\{{.*\}})? (?!0\.0$)(\S+)$", metrics, re.MULTILINE)
@@ -76,7 +110,10 @@ def spoilt(metrics: str, name: str) -> str:
     return metrics.replace(found[0], more)
 
 
-def test_one_api_server_counts_what_its_client_counts(tmp_path: Path) -> None:
+def test_one_api_server_counts_what_its_client_counts(
+    tmp_path: Path, samples: list[Request], expected: list[Answer]
+) -> None:
+    """Its answers are those of the target alone."""
     arguments, environment = flags(tmp_path, 1)
     counted = Counted()
     with VllmServer(arguments, tmp_path / "log", environment, QUICK) as server:
@@ -88,6 +125,10 @@ def test_one_api_server_counts_what_its_client_counts(tmp_path: Path) -> None:
         assert server_info.ask(server.address).is_well
         assert parts_of(server) == STATES
         log = logged(server, "Per-depth acceptance rate: ")
+        for stream in (False, True):
+            assert completions(server, samples[2:6], stream) == [
+                (answer.texts[0], answer.tokens[0]) for answer in expected[2:6]
+            ]
     assert counted.differences(metrics) == []
     assert counted.cached_tokens > 100
     assert counted.by_depth[2] > 0

@@ -18,8 +18,6 @@ EXTENSION = "vllm_graft.WorkerExtension"
 
 
 class Toy:
-    """A part."""
-
     name = "toy"
     metrics = METRICS["toy"]
 

@@ -1,14 +1,8 @@
-"""What `plan` says of models that people serve, and of the commands that it prints for them.
+"""What `plan` says of models that people serve, and of the commands that it prints for them."""
 
-Run as a program, as `plan_models`: ``python -P stranger_models.py FOLDER`` prints a line of JSON:
-the plan of each case, and those of its commands, given to `plan` again.
-"""
-
-import gc
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +64,14 @@ def planned(arguments: list[str]) -> dict[str, Any]:
     return as_dict(make_plan(Request.parse(arguments), "test"))
 
 
-def main() -> None:
-    gc.set_threshold(100_000, 50, 50)
-    os.chdir(sys.argv[1])
-    os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
-    from vllm_graft.plan.gpu import Gpu, pretend
-    from vllm_graft.plan.request import inspecting
-
-    pretend(Gpu.parse("H100"))
-    found: dict[str, list[Any]] = {}
-    with inspecting():
-        for name, arguments in CASES.items():
-            plan = planned([*arguments, "--skip-tokenizer-init"])
-            commands = filter(None, (plan["command"], *plan["better"][1:]))
-            found[name] = [plan, *(planned(shlex.split(each)[2:]) for each in commands)]
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # To tidy up takes a quarter of the time.
-
-
-if __name__ == "__main__":
-    main()
+def plans(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The plan of each case, and those of its commands, given to `plan` again."""
+    folder.mkdir()
+    write_models(folder)
+    os.chdir(folder)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, arguments in CASES.items():
+        plan = planned([*arguments, "--skip-tokenizer-init"])
+        commands = filter(None, (plan["command"], *plan["better"][1:]))
+        found[name] = [plan, *(planned(shlex.split(each)[2:]) for each in commands)]
+    return found

@@ -1,4 +1,4 @@
-"""Models that are built on no device: `test_stranger_models` has whole ones."""
+"""Models that are built on no device: `test_plan` has whole ones."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import write_configs
+from tests.support.engines.cache_engines import transfer
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.cli import main
 from vllm_graft.plan.gpu import Gpu, pretend
@@ -44,9 +45,7 @@ def test_the_command_asks_for_what_was_planned(
 
 
 def test_the_host_cache_alone_keeps_the_preset(model: str) -> None:
-    transfer = {"kv_connector": "HiCacheConnector", "kv_role": "kv_both"}
-    transfer |= {"kv_connector_extra_config": {"host_bytes": "1GiB"}}  # type: ignore[dict-item]
-    request = Request.parse([model, "--kv-transfer-config", json.dumps(transfer)])
+    request = Request.parse([model, "--kv-transfer-config", json.dumps(transfer())])
     assert request.engine.additional_config == {"graft": "auto"}
 
 

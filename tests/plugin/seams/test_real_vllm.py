@@ -45,7 +45,6 @@ from vllm_graft import activation
 from vllm_graft.seams import wrap as hooking
 from vllm_graft.spec_decode.tree_part import TREES
 EAGLE = "vllm.v1.worker.gpu.spec_decode.eagle.speculator"
-from vllm_graft.seams.compare import check_seams
 
 hooked = current_platform.check_and_update_config
 answers["registered"] = [activation._registered, hasattr(hooked, hooking.MARK)]
@@ -53,7 +52,6 @@ answers["early"] = [name in sys.modules for name in (EAGLE,)]
 stock = importlib.import_module(EAGLE).EagleSpeculator
 wrapper = importlib.import_module(activation._WORKER_MODULE).WorkerWrapperBase
 answers["late"] = ["__new__" in vars(stock), hasattr(wrapper.initialize_from_config, "_vllm_graft")]
-answers["seams"] = [report.problem for report in check_seams() if report.problem]
 
 from types import SimpleNamespace
 from unittest import mock
@@ -133,10 +131,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory, run_python: RunPython) -> 
     assert found, done.stdout[-2000:] + done.stderr[-4000:]
     answers: dict[str, Any] = json.loads(found[0].removeprefix("ANSWERS "))
     return answers
-
-
-def test_the_ledger_fits(answers: dict[str, Any]) -> None:
-    assert answers["seams"] == []
 
 
 def test_a_symbol_that_moved_stops_the_worker(answers: dict[str, Any]) -> None:

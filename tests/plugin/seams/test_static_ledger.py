@@ -183,20 +183,18 @@ def test_a_folder_without_vllm_is_refused(tmp_path: Path) -> None:
         Sources(tmp_path)
 
 
-def test_the_installed_vllm_reads_as_it_imports() -> None:
-    """No entry is unknown or wrong: each has the form that importing finds."""
-    import vllm
-
-    reports = read_seams(ledger_at(vllm_version()), Sources(Path(vllm.__file__).parents[1]))
-    assert [report.problem for report in reports if report.problem] == []
-    assert not any(report.is_unknown for report in reports)
-
-
 @pytest.fixture(scope="module")
 def installed() -> Sources:
     import vllm
 
     return Sources(Path(vllm.__file__).parents[1])
+
+
+def test_the_installed_vllm_reads_as_it_imports(installed: Sources) -> None:
+    """No entry is unknown or wrong: each has the form that importing finds."""
+    reports = read_seams(ledger_at(vllm_version()), installed)
+    assert [report.problem for report in reports if report.problem] == []
+    assert not any(report.is_unknown for report in reports)
 
 
 def planted(installed: Sources, module: str, text: str, instead: str) -> list[SeamReport]:

@@ -55,7 +55,6 @@ def job_of(folder: Path, model: Path = SHIPPED / "target", **settings: Any) -> J
 
 
 def answered(job: Job) -> None:
-    """Have an engine of this process answer."""
     from vllm_graft.testing import cpu_engine
     from vllm_graft.train.target_answers import answer_all, engine_options
 

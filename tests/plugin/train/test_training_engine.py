@@ -85,7 +85,6 @@ def test_the_target_s_logits_are_made_of_its_last_states(job: Job) -> None:
 
 
 def drafting(head: Path, tokens: int, tree: dict[str, int] | None) -> dict[str, Any]:
-    """Options of an engine that drafts by a head."""
     spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": tokens}
     graft = {"graft": {"tree": tree}} if tree else {}
     return {"speculative_config": spec, "additional_config": graft}

@@ -81,8 +81,6 @@ class Seen:
 @pytest.fixture(scope="module")
 def stock(models: Pair) -> Seen:
     with engine(models, {}) as llm:
-        from vllm_graft.testing import model_runner
-
         kind = type(model_runner(llm).speculator)
         assert kind.__module__.startswith("vllm.")
         return Seen.of(llm)

@@ -54,7 +54,6 @@ CHAINS = [DRAFTS[0], pytest.param(*DRAFTS[1].values, marks=pytest.mark.nightly),
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """The target with each of its drafts, by method."""
     folder = tmp_path_factory.mktemp("latents")
     target = write_target(folder / "target")
     found = {

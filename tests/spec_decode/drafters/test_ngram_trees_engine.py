@@ -67,7 +67,6 @@ Answers = tuple[list[Answer], list[Answer], list[Answer]]
 
 @pytest.fixture(scope="module")
 def right(pair: Pair, greedy: list[Request], others: list[Request]) -> Answers:
-    """The answers of the target alone."""
     with pair.engine() as llm:
         return answer_all(llm, greedy), answer_all(llm, others), answer_all(llm, BESIDE)
 

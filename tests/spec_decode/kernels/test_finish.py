@@ -238,11 +238,8 @@ def test_more_other_candidates_than_columns_are_refused() -> None:
 
 
 def levels(num_reqs: int, topk: int, steps: int, seed: int, ties: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_reqs, topk)] + [(num_reqs * topk, topk)] * (steps - 1)
-    logps = [-4 * torch.rand(shape, generator=generator) for shape in shapes]
-    logps = [logp.round() if ties else logp for logp in logps]
-    return [logp.sort(-1, descending=True).values for logp in logps]
+    found = random_levels(num_reqs, topk, steps, seed, quantum=float(ties))
+    return [logp.sort(-1, descending=True).values for logp in found]
 
 
 def grow(logps: list[torch.Tensor], reference: bool) -> list[torch.Tensor]:

@@ -266,7 +266,6 @@ PLACES = [22, 0, 39, 1]
 
 
 def of_corpora(here: World, owner: Owner, prompt: list[int]) -> list[int]:
-    """What is drafted for an owner's prompt."""
     here.add(0, owner, prompt)
     search(here, 0)
     _, total = here.tensors()

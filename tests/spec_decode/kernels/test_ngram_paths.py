@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.references.ngram_reference import (
+    NO_REFERENCE,
     Match,
     Reference,
     Trie,
@@ -99,35 +100,26 @@ def grown(
     return state, table, trie
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_nodes_equal_the_reference(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "beside"),
+    [*((seed, False) for seed in range(24)), *((seed, True) for seed in range(16))],
+)
+def test_nodes_equal_the_reference(seed: int, beside: bool) -> None:
+    """Some have pieces beside a text, cut where their room ends; rates of their own."""
     rng = random.Random(seed)
     matches, depth = rng.choice([1, 2, 3, 4, 8]), rng.randint(1, 6)
-    shortest, vocab = rng.randint(1, 3), rng.choice([2, 3, 5, 9])
-    text = [rng.randrange(vocab) for _ in range(rng.randint(20, 90))]
+    shortest, vocab = 3 if beside else rng.randint(1, 3), rng.choice([2, 3, 5, 9])
+    text = [rng.randrange(vocab) for _ in range(rng.randint(1 if beside else 20, 90))]
     lengths = (shortest, shortest + rng.randint(0, 4))
-    state, table, trie = grown(text, matches, depth, lengths=lengths)
-    check_nodes(nodes_in(table, 0, FIRST, matches, depth), trie)
-    best = several_matches(text, *lengths, 1)
-    noted = [best[0].start, best[0].length] if best else [1, 0]
-    assert state.notes[1].tolist() == [len(text), *noted, len(text)]
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_nodes_of_references_equal_the_reference(seed: int) -> None:
-    """Pieces beside a text, cut where their room ends; rates of their own."""
-    rng = random.Random(seed)
-    matches, depth = rng.choice([1, 2, 4, 8]), rng.randint(1, 6)
-    vocab, room = rng.choice([2, 3, 5, 9]), rng.randint(1, 60)
-    text = [rng.randrange(vocab) for _ in range(rng.randint(1, 90))]
+    options: dict[str, Any] = {"lengths": lengths}
     tokens: list[int] = []
-    for _ in range(rng.randint(0, 6)):
-        tokens += [*(rng.randrange(vocab) for _ in range(rng.randint(0, 12))), BORDER]
-    lengths = (3, 3 + rng.randint(0, 4))
-    options: dict[str, Any] = {"lengths": lengths, "room": room, "reference": tokens}
+    if beside:
+        for _ in range(rng.randint(0, 6)):
+            tokens += [*(rng.randrange(vocab) for _ in range(rng.randint(0, 12))), BORDER]
+        options |= {"room": rng.randint(1, 60), "reference": tokens}
     state, table, trie = grown(text, matches, depth, **options)
     check_nodes(nodes_in(table, 0, FIRST, matches, depth), trie)
-    reference = Reference(state.width, tokens[:room])
+    reference = Reference(state.width, tokens[: options["room"]]) if beside else NO_REFERENCE
     best = several_matches(text, *lengths, 1, reference=reference)
     noted = [best[0].start, best[0].length] if best else [1, 0]
     assert state.notes[1].tolist() == [len(text), *noted, len(text)]

@@ -27,7 +27,6 @@ def equal(ours: list[Candidates], expected: list[Candidates]) -> None:
 
 
 def one_text(text: list[int], min_n: int = 2, max_n: int = 4, width: int = 0) -> Match | None:
-    """Return what the kernel finds in a text."""
     state = NgramState.allocate(min_n, max_n, 2, width or len(text) + 3, DEVICE)
     source = torch.full((2, state.history.shape[1]), -1, dtype=torch.int32, device=DEVICE)
     source[1, : len(text)] = torch.tensor(text, dtype=torch.int32)

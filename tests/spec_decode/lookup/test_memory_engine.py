@@ -38,13 +38,11 @@ def requests(pair: Pair) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def right(pair: Pair, requests: list[Request]) -> list[Answer]:
-    """The answers of the target alone."""
     with pair.engine() as llm:
         return answer_all(llm, requests)
 
 
 def salted(request: Request, salt: str) -> Request:
-    """The same request of a tenant."""
     prompt: Any = {"prompt": request.prompt, "cache_salt": salt}
     return dataclasses.replace(request, prompt=prompt)
 

@@ -151,7 +151,6 @@ def shapes(ladder: Ladder, config: TreeConfig, nodes: int) -> list[TreeShape]:
 
 
 def rows(shape: TreeShape) -> int:
-    """Return the rows of all passes of a tree."""
     return shape.topk * (min(shape.steps, shape.num_nodes) - 1)
 
 

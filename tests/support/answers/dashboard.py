@@ -32,8 +32,6 @@ class Selector(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A query of a panel or of a rule."""
-
     title: str
     expression: str
     legend: str = ""
@@ -53,7 +51,6 @@ def panels() -> list[dict[str, Any]]:
 
 
 def queries() -> Iterator[Query]:
-    """Every query of the dashboard."""
     for panel in panels():
         for target in panel["targets"]:
             yield Query(panel["title"], target["expr"], target["legendFormat"])

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """A greedy continuation."""
-
     tokens: list[int]
     best: list[dict[int, float]]
 

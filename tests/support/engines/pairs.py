@@ -32,7 +32,6 @@ class Pair:
         return cls(str(folder / "target"), str(folder / "eagle3"), prompts)
 
     def on(self, device: str) -> Pair:
-        """The pair on a device."""
         return replace(self, device=device)
 
     def engine(

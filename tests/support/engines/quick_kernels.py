@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import GridExecutor
 from vllm.v1.attention.backends import triton_attn
+from vllm.v1.worker import mamba_utils
 
 from tests.support.engines.quick_launches import quick
 from vllm_graft.spec_decode.kernels.attention import attention_plan
@@ -31,11 +32,12 @@ def store_kv(stock: Callable[..., None]) -> Callable[..., None]:
 def quicken(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let interpreted kernels of this process work so, in as few programs as there are rows.
 
-    Attention has one split. `put` sets an attribute: that of pytest's `MonkeyPatch` ends with the
-    test.
+    Attention has one split, and a recurrent state is copied in one piece. `put` sets an attribute:
+    that of pytest's `MonkeyPatch` ends with the test.
     """
     put(GridExecutor, "__call__", quick(GridExecutor.__call__))
     put(attention_plan, "_device_of", lambda device: (1, (0, 0)))
     put(triton_attn, "MIN_LAUNCH_GRID_SIZE_2D", 0)
+    put(mamba_utils, "_TEMPORAL_TILES", 1)
     name = "triton_reshape_and_cache_flash"
     put(triton_attn, name, store_kv(getattr(triton_attn, name)))

@@ -183,7 +183,6 @@ def ngrams_alone(folder: Path, pair: Pair) -> Family:
 
 
 def draft_model(folder: Path, pair: Pair) -> Family:
-    """The target drafts for itself."""
     speculative = {"method": "draft_model", "model": pair.target, "num_speculative_tokens": 3}
     requests = greedy(TOKENS, pair.prompts[:4]) + seeded(TOKENS, pair.prompts[:4])
     return Family(pair.target, speculative, requests, tree={"topk": 3, "nodes": 7})

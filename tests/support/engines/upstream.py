@@ -60,6 +60,9 @@ _CONFTEST = '''"""Stands for vLLM's own conftest, which wants models and GPUs.""
 import atexit
 import gc
 
+# As in our own: little of what is imported is garbage.
+gc.set_threshold(100_000, 50, 50)
+
 from vllm_graft.testing import torchvision_import
 
 torchvision_import.install()
@@ -214,7 +217,6 @@ def _extract(archive: Path, target: Path) -> Path:
 
 
 def run(suite: Suite, source: Path, work: Path, timeout: float = 600) -> Outcome:
-    """Run a suite in a process of its own."""
     _prepare(suite, source, work)
     report = work / "report.xml"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -60,7 +60,6 @@ class WatchingConnector(KVConnectorBase_V1):
 
     @classmethod
     def forget(cls) -> None:
-        """Begin anew."""
         cls.told, cls.ends, cls.copies = [], [], {}
         cls.right, cls.wrong, cls.disagreed = Counter(), Counter(), 0
 
@@ -119,7 +118,6 @@ class WatchingConnector(KVConnectorBase_V1):
         return cache[slot // self._block, :, slot % self._block].clone()
 
     def copy(self, layer: str, cache: torch.Tensor, slots: list[int]) -> None:
-        """Copy slots of a layer."""
         for slot in slots:
             self.copies.setdefault(layer, {})[slot] = self.row(cache, slot)
 

@@ -51,7 +51,6 @@ def write(store: StorageBackend, first: int, thread: int) -> None:
 
 
 def main() -> None:
-    """Run until killed."""
     path, first, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     store = open_store(path)
     if seed:

@@ -8,8 +8,6 @@ from vllm_graft.hicache.storage.backend import ReadStatus, StorageBackend
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    """Make a function that raises an error."""
-
     def fail(*given: Any, **named: Any) -> Any:
         raise error
 

@@ -30,8 +30,6 @@ Score = Callable[[int, Node], tuple[torch.Tensor, list[int]]]
 
 @dataclass
 class Seen:
-    """What was compared."""
-
     trees: int = 0
     branching: int = 0
     """Trees with a node that has two children."""

@@ -35,7 +35,6 @@ def prefix_attention_reference(
 def prefix_latents_reference(
     batch: LatentBatch, *, multiprocessors: int, plan: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to latents."""
     out = torch.full(batch.query.shape, float("nan"), device=batch.query.device)
     lse = torch.full(batch.query.shape[1::-1], float("nan"), device=batch.query.device)
     starts = batch.query_start_loc.tolist()

@@ -74,13 +74,33 @@ def descend(
                 states[column] = state.to(states.dtype)
 
 
-def _replaced(
-    state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
+def _delta_rules(
+    rows: torch.Tensor,
+    betas: torch.Tensor,
+    states: torch.Tensor,
+    which: RecurrentRows,
+    key_heads: int,
+    decay_of: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
-    """States ``[heads, V, K]`` in which a share of `v` takes the place of what `k` held."""
-    held = (state * k[:, None]).sum(-1)
-    change = (v - held) * torch.sigmoid(beta.float())[:, None]
-    return state + change[:, :, None] * k[:, None]
+    """A row's share of its value takes the place of what its key held in ``[heads, V, K]``."""
+    _, heads, value, key = states.shape
+    outputs = torch.zeros(len(rows), heads, value)
+    sizes = [key_heads * key, key_heads * key, heads * value]
+
+    def advance(row: int, state: torch.Tensor) -> torch.Tensor:
+        q, k, v = rows[row].float().split(sizes)
+        q, k = (F.normalize(each.view(key_heads, key), eps=0) for each in (q, k))
+        q, k = (each.repeat_interleave(heads // key_heads, 0) for each in (q * key**-0.5, k))
+        state = state * decay_of(row)
+        change = v.view(heads, value) - (state * k[:, None]).sum(-1)
+        state = (
+            state + (change * torch.sigmoid(betas[row].float())[:, None])[:, :, None] * k[:, None]
+        )
+        outputs[row] = (state * q[:, None]).sum(-1)
+        return state
+
+    descend(states, which, advance)
+    return outputs
 
 
 def tree_delta_rule_reference(
@@ -92,51 +112,28 @@ def tree_delta_rule_reference(
     key_heads: int,
 ) -> torch.Tensor:
     """The plain counterpart of `tree_recurrence` of GDN: f32 ``[num_rows, value_heads, V]``."""
-    _, heads, value, key = states.shape
-    outputs = torch.zeros(len(rows), heads, value)
-    width = key_heads * key
-    group = heads // key_heads
 
-    def advance(row: int, state: torch.Tensor) -> torch.Tensor:
-        line = rows[row].float()
-        q, k, v = line.split([width, width, heads * value])
-        q = F.normalize(q.view(key_heads, key), eps=0) * key**-0.5
-        k = F.normalize(k.view(key_heads, key), eps=0)
-        q, k = q.repeat_interleave(group, 0), k.repeat_interleave(group, 0)
+    def decay_of(row: int) -> torch.Tensor:
         step = F.softplus(gates.decays[row].float() + gates.decay_bias.float())
-        state = state * torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
-        state = _replaced(state, k, v.view(heads, value), gates.betas[row])
-        outputs[row] = (state * q[:, None]).sum(-1)
-        return state
+        return torch.exp(-gates.log_rates.float().exp() * step)[:, None, None]
 
-    descend(states, which, advance)
-    return outputs
+    return _delta_rules(rows, gates.betas, states, which, key_heads, decay_of)
 
 
 def tree_key_decays_reference(
     rows: torch.Tensor, gates: KeyDecays, states: torch.Tensor, which: RecurrentRows
 ) -> torch.Tensor:
     """The plain counterpart of `tree_recurrence` of KDA: f32 ``[num_rows, heads, V]``."""
-    _, heads, value, key = states.shape
-    outputs = torch.zeros(len(rows), heads, value)
+    _, heads, _, key = states.shape
     rates = gates.log_rates.float().exp()[:, None]
 
-    def advance(row: int, state: torch.Tensor) -> torch.Tensor:
-        q, k, v = rows[row].float().split([heads * key, heads * key, heads * value])
-        q = F.normalize(q.view(heads, key), eps=0) * key**-0.5
-        k = F.normalize(k.view(heads, key), eps=0)
+    def decay_of(row: int) -> torch.Tensor:
         x = gates.decays[row].float() + gates.decay_bias.float().view(heads, key)
         if gates.lower_bound is None:
-            decay = torch.exp(-rates * F.softplus(x))
-        else:
-            decay = torch.exp(gates.lower_bound * torch.sigmoid(rates * x))
-        state = state * decay[:, None]
-        state = _replaced(state, k, v.view(heads, value), gates.betas[row])
-        outputs[row] = (state * q[:, None]).sum(-1)
-        return state
+            return torch.exp(-rates * F.softplus(x))[:, None]
+        return torch.exp(gates.lower_bound * torch.sigmoid(rates * x))[:, None]
 
-    descend(states, which, advance)
-    return outputs
+    return _delta_rules(rows, gates.betas, states, which, heads, decay_of)
 
 
 def tree_selective_update_reference(

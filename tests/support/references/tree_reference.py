@@ -176,7 +176,6 @@ def _write_topology(tree: TreeState, slot: int, parents: list[int]) -> None:
 
 
 def _signed(bits: int) -> int:
-    """The int64 with these 64 bits."""
     bits &= (1 << 64) - 1
     return bits - (1 << 64) if bits >> 63 else bits
 

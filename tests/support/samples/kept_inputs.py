@@ -7,15 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support.samples.recurrent_samples import DEVICE, Heads, Rule, alone, deepest, random
+from tests.support.samples.recurrent_samples import (
+    DEVICE,
+    Gates,
+    Heads,
+    Rule,
+    alone,
+    deepest,
+    of_rows,
+    random,
+)
 from vllm_graft.spec_decode.targets.recurrent.kernels.chunk import tree_chunk
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     Decay,
-    DeltaGates,
     KeptRows,
     KeyDecays,
     LayerInputs,
     RecurrentRows,
+    SelectiveGates,
     keep_rows,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.state_folds import (
@@ -35,7 +44,7 @@ class Kept:
 
     rows: RecurrentRows
     heads: Heads
-    gates: DeltaGates | KeyDecays
+    gates: Gates
     states: torch.Tensor
     inputs: LayerInputs
     kept: KeptRows
@@ -46,7 +55,7 @@ class Kept:
         rows: RecurrentRows,
         heads: Heads,
         inputs: torch.Tensor,
-        gates: DeltaGates | KeyDecays,
+        gates: Gates,
         dtype: torch.dtype = torch.float32,
     ) -> Kept:
         """Blocks lie further apart than their states are long."""
@@ -54,7 +63,7 @@ class Kept:
         shape = (heads.value_heads, heads.value, heads.key)
         size = heads.value_heads * heads.value * heads.key
         pages = random(blocks, size + 64, seed=5, dtype=dtype) * 0.5
-        numbers = heads.key + 1 if isinstance(gates, KeyDecays) else 2
+        numbers = {KeyDecays: heads.key + 1, SelectiveGates: 1}.get(type(gates), 2)
         kept = LayerInputs(
             torch.empty(count, heads.dim, dtype=inputs.dtype, device=DEVICE).copy_(inputs),
             torch.zeros(count, numbers, heads.value_heads, device=DEVICE),
@@ -71,16 +80,21 @@ class Kept:
     def folded(self, block_size: int = 64) -> FoldedLayer:
         # With columns by prefix a table has what comes before the last token's block, too.
         before = torch.zeros(self.rows.num_reqs, 39 // block_size, dtype=torch.int32, device=DEVICE)
-        by_key = isinstance(self.gates, KeyDecays)
+        match self.gates:
+            case KeyDecays():
+                decay, own = Decay.BY_KEY, (None, None)
+            case SelectiveGates(rates=rates, step_bias=bias):
+                decay, own = Decay.SELECTIVE, (rates, bias)
+            case gates:
+                decay, own = Decay.SCALAR, (gates.log_rates, gates.decay_bias)
         return FoldedLayer(
             self.inputs,
             self.states,
-            None if by_key else self.gates.log_rates,
-            None if by_key else self.gates.decay_bias,
+            *own,
             self.heads.key_heads,
             torch.cat([before, self.rows.columns], 1),
             block_size,
-            Decay.BY_KEY if by_key else Decay.SCALAR,
+            decay,
         )
 
 
@@ -132,9 +146,8 @@ def fold(
 
 def stock_chain(given: Kept, lines: list[int], states: torch.Tensor, chain: RecurrentRows) -> None:
     """Continue states, which change, by vLLM's kernel over rows of the batch as one chain."""
-    inputs, gates = given.inputs.rows[lines], given.gates
-    chosen = gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
-    Rule(given.heads).stock(inputs, chosen, states, chain)
+    inputs, gates = given.inputs.rows[lines], of_rows(given.gates, lines)
+    Rule(given.heads).stock(inputs, gates, states, chain)
 
 
 def check_folded_bits(layers: Sequence[Kept], *, by_prefix: bool) -> None:

@@ -11,8 +11,6 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Sizes of a problem."""
-
     rows: tuple[int, ...]
     prefixes: tuple[int, ...]
     heads: int = 3

@@ -12,6 +12,7 @@ from tests.support.references.recurrence_reference import (
     path_to,
     tree_delta_rule_reference,
     tree_key_decays_reference,
+    tree_selective_update_reference,
 )
 from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
     DeltaGates,
@@ -21,10 +22,11 @@ from vllm_graft.spec_decode.targets.recurrent.kernels.gates import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Gates = DeltaGates | KeyDecays | SelectiveGates
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer with the gated delta rule."""
+    """Sizes of a recurrent layer; those of Mamba-2 have groups and states in the place of keys."""
 
     key_heads: int = 2
     value_heads: int = 4
@@ -37,7 +39,6 @@ class Heads(NamedTuple):
 
 
 def on_cpu(rows: RecurrentRows) -> RecurrentRows:
-    """The same rows for a reference."""
     return replace(rows, **{k: v.cpu() for k, v in vars(rows).items() if k != "num_reqs"})
 
 
@@ -59,7 +60,6 @@ def alone(rows: RecurrentRows, req: int, length: int) -> RecurrentRows:
 
 
 def parents_of(kind: str, rows: int, generator: torch.Generator) -> list[int]:
-    """Parents of the rows of one request."""
     if kind == "chain":
         return list(range(-1, rows - 1))
     if kind == "star":
@@ -126,6 +126,23 @@ def key_decays_of(
         random(heads.value_heads * heads.key, seed=14),
         lower_bound,
     )
+
+
+def selective_gates_of(rows: int, heads: Heads, dtype: torch.dtype) -> SelectiveGates:
+    count = heads.value_heads
+    return SelectiveGates(
+        random(rows, count + 3, seed=11, dtype=dtype)[:, :count],
+        -random(count, seed=12).exp(),
+        random(count, seed=13, dtype=dtype),
+        random(count, seed=14, dtype=dtype),
+    )
+
+
+def of_rows(gates: Gates, lines: list[int]) -> Gates:
+    """The gates of some rows."""
+    if isinstance(gates, SelectiveGates):
+        return gates._replace(steps=gates.steps[lines])
+    return gates._replace(decays=gates.decays[lines], betas=gates.betas[lines])
 
 
 def stock_chain_conv(
@@ -206,39 +223,42 @@ def stock_chain_key_decays(
 
 
 class Rule(NamedTuple):
-    """A delta rule: with a decay per head, or per key, whose logarithm may be bounded."""
+    """A delta rule: with a decay per head, or per key, whose logarithm may be bounded. Or the
+    selective state update of Mamba-2."""
 
     heads: Heads
     by_key: bool = False
     lower_bound: float | None = None
+    selective: bool = False
 
-    def gates(self, rows: int, dtype: torch.dtype = torch.float32) -> DeltaGates | KeyDecays:
+    def gates(self, rows: int, dtype: torch.dtype = torch.float32) -> Gates:
+        if self.selective:
+            return selective_gates_of(rows, self.heads, dtype)
         if self.by_key:
             return key_decays_of(rows, self.heads, dtype, self.lower_bound)
         return gates_of(rows, self.heads, dtype)
 
     def looped(
-        self,
-        inputs: torch.Tensor,
-        gates: DeltaGates | KeyDecays,
-        states: torch.Tensor,
-        rows: RecurrentRows,
+        self, inputs: torch.Tensor, gates: Gates, states: torch.Tensor, rows: RecurrentRows
     ) -> torch.Tensor:
         """Outputs of a plain loop in float32 on the CPU, which continues the states there."""
         given = type(gates)(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in gates))
+        shared, heads = (states, on_cpu(rows)), self.heads.key_heads
+        if isinstance(given, SelectiveGates):
+            return tree_selective_update_reference(inputs.cpu(), given, *shared, groups=heads)
         if isinstance(given, KeyDecays):
-            return tree_key_decays_reference(inputs.cpu(), given, states, on_cpu(rows))
-        heads = self.heads.key_heads
-        return tree_delta_rule_reference(inputs.cpu(), given, states, on_cpu(rows), key_heads=heads)
+            return tree_key_decays_reference(inputs.cpu(), given, *shared)
+        return tree_delta_rule_reference(inputs.cpu(), given, *shared, key_heads=heads)
 
     def stock(
-        self,
-        inputs: torch.Tensor,
-        gates: DeltaGates | KeyDecays,
-        states: torch.Tensor,
-        rows: RecurrentRows,
+        self, inputs: torch.Tensor, gates: Gates, states: torch.Tensor, rows: RecurrentRows
     ) -> torch.Tensor:
         """Run vLLM's kernel over the rows as chains."""
+        if isinstance(gates, SelectiveGates):
+            out = inputs.new_zeros(len(inputs), *states.shape[1:3])
+            groups = self.heads.key_heads
+            triton_selective_update(inputs, gates, states, rows, out, groups=groups)
+            return out
         if isinstance(gates, KeyDecays):
             return stock_chain_key_decays(inputs, gates, states, rows)
         return stock_chain_delta_rule(inputs, gates, states, rows, self.heads)

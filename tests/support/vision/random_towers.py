@@ -25,14 +25,11 @@ class Batch:
 
     @property
     def patches(self) -> int:
-        """Patches of all items."""
         return sum(math.prod(grid) for grid in self.grids)
 
 
 @dataclass(frozen=True)
 class Tower:
-    """A tower's shape."""
-
     name: str
     family: str
     patch: int

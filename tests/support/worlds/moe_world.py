@@ -50,7 +50,6 @@ def shape_of(nodes: int, ladder: Ladder = NARROW) -> TreeShape:
 
 @functools.cache
 def step_ms(batch: int, nodes: int, ladder: Ladder = NARROW) -> float:
-    """Return milliseconds of a step."""
     rows = batch * (nodes + 1)
     found = STEP_MS + EXPERT_MS * (experts(rows) - experts(1)) + ROW_MS * (rows - 1)
     if not nodes:

@@ -87,7 +87,6 @@ class World:
         self.pending: dict[int, list[int]] = {}
 
     def add(self, slot: int, text: list[int], reference: Sequence[int] = ()) -> None:
-        """Give a slot to a new request."""
         self.texts[slot] = text
         self.references[slot] = list(reference[: self.reference])
         if self.reference:
@@ -188,5 +187,4 @@ class World:
         return path[: bad[0] if bad else depth], self.rates[self._rate(found)]
 
     def _rate(self, match: Match) -> int:
-        """The place of a match's rate."""
         return match.length + (self.state.lengths if match.start >= self.width else 0)

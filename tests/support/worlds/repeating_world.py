@@ -4,7 +4,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from tests.support.worlds.tuner_world import COUNTS, MAX_REQS, ROWS, TARGET_MS, between
+from tests.support.worlds.tuner_world import COUNTS, MAX_REQS, ROWS, TARGET_MS, between, drawn
 from vllm_graft.spec_decode.config.tree_config import TreeConfig
 from vllm_graft.spec_decode.tuning.copied_texts import EVERY
 from vllm_graft.spec_decode.tuning.shapes import auto_schedule
@@ -87,7 +87,7 @@ class Engine:
     def _step(self, chance: float, *, same: bool) -> Step:
         nodes, drafting = self.chosen.popleft(), self.tuner.begin_step(self.batch)
         self.chosen.append(drafting)
-        emitted = [self._emitted(chance, nodes) for _ in range(self.batch)]
+        emitted = [drawn(min(nodes, DEPTH), chance, self.rng) for _ in range(self.batch)]
         device = COMMON_MS + graph_ms(self.batch, nodes) * self.rng.uniform(0.98, 1.04)
         ms = max(device, self.host[nodes > 0] * self.rng.uniform(0.98, 1.04))
         alike = nodes == self.previous == drafting
@@ -95,12 +95,6 @@ class Engine:
         self.tuner.observe(nodes, emitted, seconds, batch=self.batch, same=same)
         self.previous = nodes
         return Step(nodes, ms, sum(emitted))
-
-    def _emitted(self, chance: float, nodes: int) -> int:
-        count = 1
-        while count <= min(nodes, DEPTH) and self.rng.random() < chance:
-            count += 1
-        return count
 
 
 def rate(steps: list[Step]) -> float:

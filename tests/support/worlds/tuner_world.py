@@ -130,10 +130,9 @@ def kept(chance: float) -> float:
 
 
 @functools.cache
-def followed(text: str | float, nodes: int) -> float:
+def followed(steps: int, mean: float) -> float:
     """Find the chance of following a level with which requests emit the mean length on average."""
-    low, high, mean = 0.0, 1.2, mean_length(text, nodes)
-    steps = shape(nodes).steps
+    low, high = 0.0, 1.2
     for _ in range(40):
         middle = (low + high) / 2
         lengths = [
@@ -144,14 +143,20 @@ def followed(text: str | float, nodes: int) -> float:
     return low
 
 
+def drawn(steps: int, chance: float, rng: random.Random) -> int:
+    """Draw how many tokens a request emits that follows each level with a chance."""
+    emitted = 1
+    while emitted <= steps and rng.random() < chance:
+        emitted += 1
+    return emitted
+
+
 def emit(text: str | float, nodes: int, offset: float, rng: random.Random) -> int:
     """Draw how many tokens a request emits whose chance differs from the text's by `offset`."""
-    emitted = 1
-    if nodes:
-        steps, chance = shape(nodes).steps, kept(followed(text, nodes) + offset)
-        while emitted <= steps and rng.random() < chance:
-            emitted += 1
-    return emitted
+    if not nodes:
+        return 1
+    steps = shape(nodes).steps
+    return drawn(steps, kept(followed(steps, mean_length(text, nodes)) + offset), rng)
 
 
 def make(seeded: bool = True) -> NodeTuner:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tests.support.worlds import moe_world, tuner_world
-from tests.support.worlds.tuner_world import kept, shape
+from tests.support.worlds.tuner_world import drawn, followed, kept, shape
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.spec_decode.tuning.shapes import NARROW, Ladder
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -111,7 +111,6 @@ class World:
         return min(1.0, self.beside * self.lengths[nodes] / self.lengths[7])
 
     def mean_ms(self, nodes: int) -> float:
-        """Return mean milliseconds of a step."""
         return self.ms[nodes] + self.prompts(nodes) * PROMPT_MS
 
     def tuner(self) -> NodeTuner:
@@ -123,20 +122,6 @@ class World:
         tuner = NodeTuner(schedule, 1 << 20, sizes, levels, experts=self.experts)
         tuner.seed({nodes: {self.batch: ms / 1e3} for nodes, ms in self.told.items()})
         return tuner
-
-
-def _chance(nodes: int, mean: float) -> float:
-    """Find the chance of following a level with which requests emit the mean length."""
-    low, high = 0.0, 1.2
-    for _ in range(40):
-        middle = (low + high) / 2
-        total = sum(
-            kept(middle + SPREAD * z) ** level
-            for z in (-1.5, -0.5, -0.5, 0.5, 0.5, 1.5)
-            for level in range(shape(nodes).steps + 1)
-        )
-        low, high = (middle, high) if total / 6 < mean else (low, middle)
-    return low
 
 
 def qwen(batch: int, *, right: bool) -> World:
@@ -160,15 +145,10 @@ def _world(
     batch: int, ms: Mapping[int, float], told: Mapping[int, float], lengths: Mapping[int, float]
 ) -> World:
     """A batch whose requests follow each level with the chance that gives the mean lengths."""
-    chances = {nodes: _chance(nodes, mean) for nodes, mean in lengths.items()}
+    chances = {nodes: followed(shape(nodes).steps, mean) for nodes, mean in lengths.items()}
 
     def emit(nodes: int, offset: float, rng: random.Random) -> int:
-        emitted = 1
-        if nodes:
-            chance = kept(chances[nodes] + offset)
-            while emitted <= shape(nodes).steps and rng.random() < chance:
-                emitted += 1
-        return emitted
+        return drawn(shape(nodes).steps, kept(chances[nodes] + offset), rng) if nodes else 1
 
     levels = {nodes: shape(nodes).steps for nodes in ms if nodes}
     return World(batch, ms, told, {0: 1.0, **lengths}, emit, levels)

@@ -60,8 +60,6 @@ def _draft_class() -> type[Any]:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
     class Backbone(DFlashQwen3Model):
-        """A DFlash backbone with a refiner."""
-
         def __init__(self, *, vllm_config: Any, start_layer_id: int = 0, prefix: str = "") -> None:
             super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
             config = self.config

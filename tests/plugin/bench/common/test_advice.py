@@ -10,7 +10,6 @@ COMMANDS = {name: f"vllm serve {name}" for name in ("none", "chain:3", "graft", 
 
 
 def rows(name: str = "tokens_per_second", **speeds: list[float]) -> list[Row]:
-    """A row for each arm and load."""
     named = {"none": "none", "chain": "chain:3", "graft": "graft", "more": "graft --more"}
     return [
         Row(named[arm], {"requests_in_flight": load}, {name: value})

@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Vllm() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 

@@ -45,7 +45,6 @@ class Block:
         return Refined(refiner, self.logits, self.roots, topk, noise)
 
     def behind(self, row: int, path: list[int]) -> torch.Tensor:
-        """Logits behind a path of a request."""
         base = self.logits[row, len(path) - 1]
         return refined_logits(self.head, self.states[row], base, path)
 

@@ -45,7 +45,6 @@ WEIGHTS = 1e-3
 def error(
     problem: TreeBatch | DraftBatch, dtype: torch.dtype = torch.float32, **how: object
 ) -> float:
-    """The largest error of an output in a dtype."""
     shape = problem.query.shape
     ours = torch.full(shape, UNTOUCHED, dtype=dtype, device=DEVICE)
     wanted = torch.full(shape, UNTOUCHED, device=DEVICE)
@@ -233,34 +232,30 @@ def all_numbers_of(dtype: torch.dtype, form: int, device: str) -> tuple[torch.Te
     return out.cpu()[numbers], expected.cpu()[numbers]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_numbers(dtype: torch.dtype) -> None:
-    found, expected = all_numbers_of(dtype, PLAIN, "cpu")
-    assert expected.isfinite().all()
-    # Bit for bit, the sign of zero as well.
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-
-
-def test_all_numbers_in_fp16() -> None:
-    found, expected = all_numbers_of(torch.float16, PRODUCTS, "cpu")
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
+ON_A_DEVICE = pytest.mark.gpu
+HAS_INSTRUCTIONS = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="the device has no instructions for e4m3",
 )
-def test_a_device_converts_all_numbers_to_fp16() -> None:
-    found, expected = all_numbers_of(torch.float16, PRODUCTS, "cuda")
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("form", [PLAIN, PACKED])
-def test_all_numbers_on_a_device(form: int, dtype: torch.dtype) -> None:
-    found, expected = all_numbers_of(dtype, form, "cuda")
+@pytest.mark.parametrize(
+    ("dtype", "form", "device"),
+    [
+        *((dtype, PLAIN, "cpu") for dtype in DTYPES),
+        (torch.float16, PRODUCTS, "cpu"),
+        pytest.param(torch.float16, PRODUCTS, "cuda", marks=[ON_A_DEVICE, HAS_INSTRUCTIONS]),
+        *(
+            pytest.param(dtype, form, "cuda", marks=ON_A_DEVICE)
+            for dtype in DTYPES[:2]
+            for form in (PLAIN, PACKED)
+        ),
+    ],
+)
+def test_all_numbers(dtype: torch.dtype, form: int, device: str) -> None:
+    found, expected = all_numbers_of(dtype, form, device)
+    assert expected.isfinite().all()
+    # Bit for bit, the sign of zero as well.
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 

@@ -1,3 +1,6 @@
+"""Attention over trees, in one pass and in two, equals a plain computation in float32."""
+
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -5,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.crossed import crossed
+from tests.support.references.prefix_reference import prefix_attention_reference
 from tests.support.references.tree_reference import (
     tree_attention_reference,
     write_scratch_reference,
@@ -24,14 +28,29 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import (
     split_count,
 )
 from vllm_graft.spec_decode.kernels.attention.tree_attention import tree_attention, write_scratch
+from vllm_graft.spec_decode.targets.dense.two_pass import two_pass_attention
 from vllm_graft.spec_decode.trees.batch import DraftBatch, TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Attend = Callable[..., None]
 
 
-def tree_error(batch: TreeBatch, **options: Any) -> float:
-    ours, expected = untouched(batch.query), untouched(batch.query)
-    tree_attention(batch, ours, **options)
+def two_passes(batch: TreeBatch, out: torch.Tensor) -> None:
+    """The first pass in plain torch, the second interpreted or compiled."""
+    two_pass_attention(batch, out, multiprocessors=8, prefix_attention=prefix_attention_reference)
+
+
+BOTH = pytest.mark.parametrize("attend", [tree_attention, two_passes])
+
+
+def output(batch: TreeBatch, attend: Attend = tree_attention, **options: Any) -> torch.Tensor:
+    out = untouched(batch.query)
+    attend(batch, out, **options)
+    return out
+
+
+def tree_error(batch: TreeBatch, attend: Attend = tree_attention, **options: Any) -> float:
+    ours, expected = output(batch, attend, **options), untouched(batch.query)
     tree_attention_reference(batch, expected)
     assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
     return float((ours.float() - expected.float()).abs().max())
@@ -45,8 +64,10 @@ def draft_error(problem: DraftBatch, **options: Any) -> float:
 
 
 FLOAT32 = [
+    # There is no prefix, so that the first of two passes leaves NaN.
     AttentionShape(rows=(1,), lens=(1,)),
-    AttentionShape(rows=(4,), lens=(4,)),
+    AttentionShape(rows=(4, 3), lens=(4, 50)),
+    # Odd requests have more rows than the tree; a request without rows is left alone.
     AttentionShape(rows=(5, 0, 1), lens=(40, 9, 1), group=2),
     AttentionShape(rows=(64,), lens=(70,), kv_heads=2, group=3),
     AttentionShape(rows=(0, 64, 7), lens=(3, 200, 31), group=8, block_size=128),
@@ -64,6 +85,11 @@ def test_tree_equals_reference(shape: AttentionShape, splits: int) -> None:
     assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("shape", FLOAT32, ids=str)
+def test_two_passes_equal_the_reference(shape: AttentionShape) -> None:
+    assert tree_error(tree_problem(shape, DEVICE), two_passes) < TOLERANCE[torch.float32]
+
+
 def test_narrow_tiles_of_mixed_batches() -> None:
     shape = AttentionShape(
         rows=(20, 0, 3), lens=(90, 40, 17), group=4, head_size=128, dtype=torch.bfloat16
@@ -72,19 +98,21 @@ def test_narrow_tiles_of_mixed_batches() -> None:
     assert tree_error(problem) < TOLERANCE[torch.bfloat16]
 
 
+@BOTH
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_tree_dtypes(dtype: torch.dtype, fp8: bool) -> None:
+def test_tree_dtypes(dtype: torch.dtype, fp8: bool, attend: Attend) -> None:
     shape = AttentionShape(
         rows=(16, 5), lens=(130, 7), kv_heads=2, group=3, head_size=96, dtype=dtype, fp8=fp8
     )
     problem = tree_problem(shape, DEVICE)
-    assert tree_error(problem, workspace=nan_space(problem, 4)) < TOLERANCE[dtype]
+    if attend is tree_attention:
+        assert tree_error(problem, workspace=nan_space(problem, 4)) < TOLERANCE[dtype]
+    assert tree_error(problem, attend) < TOLERANCE[dtype]
     if fp8:
-        problem = replace(problem, kv_cache=problem.kv_cache.view(torch.uint8))
-        assert tree_error(problem) < TOLERANCE[dtype]
-        problem = replace(problem, k_scale=None, v_scale=None)
-        assert tree_error(problem) < TOLERANCE[dtype]
+        small = replace(problem, kv_cache=problem.kv_cache.view(torch.uint8))
+        assert attend is two_passes or tree_error(small) < TOLERANCE[dtype]
+        assert tree_error(replace(problem, k_scale=None, v_scale=None), attend) < TOLERANCE[dtype]
 
 
 def test_every_finite_e4m3_number() -> None:
@@ -101,33 +129,30 @@ def test_every_finite_e4m3_number() -> None:
         assert torch.equal(out[0, 0], expected)
 
 
-def test_soft_cap() -> None:
-    problem = tree_problem(AttentionShape(rows=(6,), lens=(50,), group=2), DEVICE)
+@BOTH
+def test_soft_cap(attend: Attend) -> None:
+    problem = tree_problem(AttentionShape(rows=(6, 4), lens=(50, 4), group=2), DEVICE)
     problem = replace(problem, scale=3.0)
     capped = replace(problem, soft_cap=5.0)
-    assert tree_error(capped) < 1e-4
-    with_cap, without = untouched(problem.query), untouched(problem.query)
-    tree_attention(capped, with_cap)
-    tree_attention(problem, without)
-    assert (with_cap - without).abs().max() > 0.01
+    assert tree_error(capped, attend) < 1e-4
+    assert (output(capped, attend) - output(problem, attend)).abs().max() > 0.01
 
 
-def test_without_the_mask_the_rows_differ() -> None:
+@BOTH
+def test_without_the_mask_the_rows_differ(attend: Attend) -> None:
     problem = tree_problem(AttentionShape(rows=(8, 64), lens=(40, 80)), DEVICE)
-    masked, unmasked = untouched(problem.query), untouched(problem.query)
-    tree_attention(problem, masked)
+    masked = output(problem, attend)
     problem.row_masks.fill_(-1)
-    tree_attention(problem, unmasked)
-    assert (masked - unmasked).abs().max() > 0.1
+    assert (masked - output(problem, attend)).abs().max() > 0.1
 
 
-def test_last_bit_makes_the_last_key_visible() -> None:
+@BOTH
+def test_last_bit_makes_the_last_key_visible(attend: Attend) -> None:
     problem = tree_problem(AttentionShape(rows=(64,), lens=(64,)), DEVICE)
     problem.row_masks[63] = -(1 << 63)
-    out = untouched(problem.query)
-    tree_attention(problem, out)
     page = problem.block_table[0, 63 // 16]
-    assert torch.allclose(out[63, 0], problem.kv_cache[page, 0, 63 % 16, 64:], atol=1e-6)
+    value = problem.kv_cache[page, 0, 63 % 16, 64:]
+    assert torch.allclose(output(problem, attend)[63, 0], value, atol=1e-6)
 
 
 def test_row_that_sees_nothing_is_zero() -> None:
@@ -139,24 +164,28 @@ def test_row_that_sees_nothing_is_zero() -> None:
     assert not out.isnan().any()
 
 
-def test_bound_of_rows_beyond_those_in_use() -> None:
+@BOTH
+def test_bound_of_rows_beyond_those_in_use(attend: Attend) -> None:
     problem = tree_problem(AttentionShape(rows=(8, 2), lens=(40, 20), group=4), DEVICE)
     problem = replace(problem, max_rows=64)
-    assert tree_error(problem, workspace=nan_space(problem, 4)) < TOLERANCE[torch.float32]
+    space = {"workspace": nan_space(problem, 4)} if attend is tree_attention else {}
+    assert tree_error(problem, attend, **space) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_rows_of_an_earlier_wider_batch_stay_in_their_query(splits: int) -> None:
+@pytest.mark.parametrize("splits", [1, 3, None], ids=["one", "three", "two passes"])
+def test_rows_of_an_earlier_wider_batch_stay_in_their_query(splits: int | None) -> None:
     # A graph of narrow queries is captured after vLLM's warm-up has run wide ones.
     problem = tree_problem(AttentionShape(rows=(4, 4, 4), lens=(40, 20, 70), group=2), DEVICE)
+    tokens = len(problem.query)
     found = []
     for num_rows in (torch.full_like(problem.num_rows, 12), problem.num_rows):
-        around = torch.full_like(torch.cat([problem.query] * 3), UNTOUCHED)
-        tokens = len(problem.query)
+        around = torch.full((3 * tokens, *problem.query.shape[1:]), UNTOUCHED, device=DEVICE)
         out = around[tokens : 2 * tokens]
-        space = nan_space(problem, 12)
         given = replace(problem, num_rows=num_rows)
-        tree_attention(given, out, workspace=space, num_splits=splits)
+        if splits is None:
+            two_passes(given, out)
+        else:
+            tree_attention(given, out, workspace=nan_space(problem, 12), num_splits=splits)
         assert (around[:tokens] == UNTOUCHED).all()
         assert (around[2 * tokens :] == UNTOUCHED).all()
         found.append(out)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,11 +29,16 @@ SIZES = {"rows": (9, 0, 16, 40, 3), "lens": (150, 30, 17, 300, 3), "group": 2}
 
 
 @pytest.mark.parametrize(
-    ("window", "sinks", "splits"), crossed([0, 1, 4, 16, 33, 128, 1000], [False, True], [1, 3])
+    ("size", "kinds", "splits"),
+    [
+        *crossed([0, 1, 4, 16, 33, 128, 1000], [{}, {"sinks": True}], [1, 3]),
+        *crossed([1, 4, 16, 48, 128, 149, 1000], [{"chunked": True}], [1, 3]),
+    ],
 )
-def test_trees_equal_the_reference(window: int, sinks: bool, splits: int) -> None:
-    """Blocks that no row sees hold NaN, which a read would leave in the output."""
-    problem = tree_problem(AttentionShape(**SIZES, window=window, sinks=sinks), DEVICE)
+def test_trees_equal_the_reference(size: int, kinds: dict[str, bool], splits: int) -> None:
+    """Trees cross the ends of chunks. Blocks that no row sees, as those before the root's chunk,
+    hold NaN, which a read would leave in the output."""
+    problem = tree_problem(AttentionShape(**SIZES, window=size, **kinds), DEVICE)
     space = nan_space(problem, 12) if splits > 1 else None
     assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
 
@@ -71,48 +77,25 @@ def chain_outputs(
     return out, expected.transpose(0, 1)
 
 
-@pytest.mark.parametrize("window", [3, 20, 64])
+@pytest.mark.parametrize(("size", "chunked"), [*product((3, 20, 64), (False, True)), (57, True)])
 @pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
-def test_a_chain_is_what_torch_computes_with_a_window(window: int, run: object) -> None:
-    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=window)
-    out, expected = chain_outputs(shape, run, lambda row, key: row - key < window)
-    assert (out - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(("size", "splits"), crossed([1, 4, 16, 48, 128, 149, 1000], [1, 3]))
-def test_chunks_equal_the_reference(size: int, splits: int) -> None:
-    """Trees cross the ends of chunks; blocks before the root's chunk hold NaN."""
-    problem = tree_problem(AttentionShape(**SIZES, window=size, chunked=True), DEVICE)
-    space = nan_space(problem, 12) if splits > 1 else None
-    assert tree_error(problem, workspace=space, num_splits=splits) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("size", [3, 20, 57, 64])
-@pytest.mark.parametrize("run", [tree_attention, tree_attention_reference])
-def test_a_chain_is_what_torch_computes_with_chunks(size: int, run: object) -> None:
+def test_a_chain_is_what_torch_computes(size: int, chunked: bool, run: object) -> None:
     """Its rows have the positions 53 to 59, so that chunks of 57 end within it."""
-    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=size, chunked=True)
-    out, expected = chain_outputs(shape, run, lambda row, key: key // size == row // size)
+
+    def sees(row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key // size == row // size if chunked else row - key < size
+
+    shape = AttentionShape(rows=(7,), lens=(60,), group=2, window=size, chunked=chunked)
+    out, expected = chain_outputs(shape, run, sees)
     assert (out - expected).abs().max() < 1e-5
 
 
-def test_chunks_by_slot_are_wrong() -> None:
-    """Negative control: with slots in place of depths, rows begin a chunk too early."""
-    shape = AttentionShape(rows=(12,), lens=(100,), window=94, chunked=True)
+@pytest.mark.parametrize(("size", "chunked"), [(94, True), (8, False)])
+def test_distance_by_slot_is_wrong(size: int, chunked: bool) -> None:
+    """Negative control: with slots in place of depths rows see other keys, or an earlier chunk."""
+    shape = AttentionShape(rows=(12,), lens=(100,), window=size, chunked=chunked)
     problem = tree_problem(shape, DEVICE)
     by_slot = torch.arange(12, dtype=torch.int32, device=DEVICE)
-    out, expected = untouched(problem.query), untouched(problem.query)
-    tree_attention(replace(problem, row_depths=by_slot), out)
-    tree_attention_reference(problem, expected)
-    assert (out - expected).abs().max() > 1e-2
-
-
-def test_distance_by_slot_is_wrong() -> None:
-    """Negative control: with slots instead of depths a tree's rows see other keys."""
-    shape = AttentionShape(rows=(12,), lens=(100,), window=8)
-    problem = tree_problem(shape, DEVICE)
-    by_slot = torch.arange(12, dtype=torch.int32, device=DEVICE)
-    assert (problem.row_depths != by_slot).any()
     out, expected = untouched(problem.query), untouched(problem.query)
     tree_attention(replace(problem, row_depths=by_slot), out)
     tree_attention_reference(problem, expected)

@@ -1,6 +1,7 @@
 """Tree attention over latents equals a plain computation in float32."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from vllm_graft.spec_decode.trees.batch import LatentBatch, LatentDraftBatch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+Batch = LatentBatch | LatentDraftBatch
+
+
 def outputs(
-    batch: LatentBatch | LatentDraftBatch,
-    space: AttentionWorkspace | None = None,
-    num_splits: int | None = None,
+    batch: Batch, space: AttentionWorkspace | None = None, num_splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ours, expected = untouched(batch.query), untouched(batch.query)
     latent_attention(batch, ours, workspace=space, num_splits=num_splits)
@@ -32,12 +34,8 @@ def outputs(
     return ours, expected
 
 
-def error(
-    batch: LatentBatch | LatentDraftBatch,
-    space: AttentionWorkspace | None = None,
-    num_splits: int | None = None,
-) -> float:
-    ours, expected = outputs(batch, space, num_splits)
+def error(batch: Batch, *how: Any) -> float:
+    ours, expected = outputs(batch, *how)
     assert torch.equal(ours == UNTOUCHED, expected == UNTOUCHED)
     assert expected.isfinite().all()
     return float((ours.float() - expected.float()).abs().max())
@@ -54,10 +52,21 @@ FLOAT32 = [
 ]
 
 
+DRAFT_FLOAT32 = [
+    (LatentShape(rows=(), prefixes=(0,), heads=1), 1, 1, 0),
+    (LatentShape(rows=(), prefixes=(35, 0, 1), heads=16), 4, 3, 2),
+    (LatentShape(rows=(), prefixes=(3, 136), heads=2, rank=48, rope=8), 8, 4, 1),
+    (LatentShape(rows=(), prefixes=(6,), heads=5, block_size=64), 10, 6, 5),
+    (LatentShape(rows=(), prefixes=(40, 21), heads=2, rank=512, rope=64, block_size=64), 3, 2, 1),
+]
+"""Shapes of levels, with children of a node, levels, and the one that drafts."""
+
+
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("shape", FLOAT32, ids=str)
-def test_equals_reference(shape: LatentShape, splits: int) -> None:
-    batch = latent_problem(shape, DEVICE)
+@pytest.mark.parametrize("case", [*FLOAT32, *DRAFT_FLOAT32], ids=str)
+def test_equals_reference(case: Any, splits: int) -> None:
+    is_draft = isinstance(case, tuple)
+    batch = latent_draft_problem(*case, DEVICE) if is_draft else latent_problem(case, DEVICE)
     space = nan_space(batch, 12) if splits > 1 else None
     assert error(batch, space, splits) < TOLERANCE[torch.float32]
 
@@ -69,7 +78,7 @@ def test_dtypes(dtype: torch.dtype, fp8: bool, draft: bool) -> None:
     shape = LatentShape(
         rows=(16, 5), prefixes=(114, 2), rank=64, rope=32, dtype=dtype, fp8=fp8, heads=4
     )
-    batch: LatentBatch | LatentDraftBatch = latent_problem(shape, DEVICE)
+    batch: Batch = latent_problem(shape, DEVICE)
     if draft:
         batch = latent_draft_problem(shape, 4, 3, 2, DEVICE)
     assert error(batch, nan_space(batch, 4)) < TOLERANCE[dtype]
@@ -98,22 +107,17 @@ def test_rows_of_a_dummy_run_are_cut_to_the_query() -> None:
     assert computed.tolist() == [False, True, True, True, False, False, True, True, True]
 
 
-def test_without_the_mask_the_rows_differ() -> None:
+def test_masks_and_both_parts_of_the_query_count() -> None:
+    """Negative controls: each row sees every other one, or a part of the query is zero."""
     batch = latent_problem(LatentShape(rows=(8, 64), prefixes=(32, 16)), DEVICE)
-    masked, unmasked = untouched(batch.query), untouched(batch.query)
-    latent_attention(batch, masked)
-    batch.row_masks.fill_(-1)
-    latent_attention(batch, unmasked)
-    assert (masked - unmasked).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("part", ["query", "query_rope"])
-def test_both_parts_of_the_query_count(part: str) -> None:
-    batch = latent_problem(LatentShape(rows=(8,), prefixes=(32,)), DEVICE)
-    whole, half = untouched(batch.query), untouched(batch.query)
-    latent_attention(batch, whole)
-    latent_attention(replace(batch, **{part: torch.zeros_like(getattr(batch, part))}), half)
-    assert (whole - half).abs().max() > 0.1
+    right = outputs(batch)[0]
+    for name, instead in (
+        ("row_masks", torch.full_like(batch.row_masks, -1)),
+        ("query", torch.zeros_like(batch.query)),
+        ("query_rope", torch.zeros_like(batch.query_rope)),
+    ):
+        other = outputs(replace(batch, **{name: instead}))[0]
+        assert (right - other).abs().max() > 0.1, name
 
 
 def test_last_bit_makes_the_last_key_visible() -> None:
@@ -167,25 +171,6 @@ def row_by_row(batch: LatentDraftBatch) -> torch.Tensor:
             weights = logits.softmax(0)
             out[row, head] = sum(w * key[:rank] for w, key in zip(weights, keys))
     return out
-
-
-DRAFT_FLOAT32 = [
-    (LatentShape(rows=(), prefixes=(0,), heads=1), 1, 1, 0),
-    (LatentShape(rows=(), prefixes=(35, 0, 1), heads=16), 4, 3, 2),
-    (LatentShape(rows=(), prefixes=(3, 136), heads=2, rank=48, rope=8), 8, 4, 1),
-    (LatentShape(rows=(), prefixes=(6,), heads=5, block_size=64), 10, 6, 5),
-    (LatentShape(rows=(), prefixes=(40, 21), heads=2, rank=512, rope=64, block_size=64), 3, 2, 1),
-]
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("shape", "topk", "steps", "level"), DRAFT_FLOAT32, ids=str)
-def test_draft_equals_reference(
-    shape: LatentShape, topk: int, steps: int, level: int, splits: int
-) -> None:
-    batch = latent_draft_problem(shape, topk, steps, level, DEVICE)
-    space = nan_space(batch, 12) if splits > 1 else None
-    assert error(batch, space, splits) < TOLERANCE[torch.float32]
 
 
 def test_the_reference_is_attention_over_the_prefix_and_the_ancestors() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,29 +74,6 @@ def test_equals_reference(shape: LatentShape) -> None:
         check(ours, batch)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_replays_of_a_graph_follow_the_device(heads: int) -> None:
-    """Rows, prefixes, pages and masks change between replays; the captured grid stays right."""
-    shape = LatentShape(
-        rows=(16, 3, 0, 7), prefixes=(3000, 40, 9, 700), heads=heads, rank=512, rope=64,
-        block_size=64, dtype=torch.bfloat16,
-    )  # fmt: skip
-    batch = latent_problem(shape, "cuda")
-    out, workspace = nans(batch.query), nan_space(batch, 64)
-    graph = captured(lambda: latent_attention(batch, out, workspace=workspace))
-    for rows, prefixes in (((16, 3, 0, 7), (3000, 40, 9, 700)), ((1, 2, 1, 0), (0, 40, 8, 3))):
-        batch.num_rows.copy_(torch.tensor(rows))
-        batch.prefix_lens.copy_(torch.tensor(prefixes))
-        out.fill_(float("nan"))
-        graph.replay()
-        check(out, batch)
-    # Negative control: the rows of before are not the rows of now.
-    batch.prefix_lens.fill_(0)
-    stale = out.clone()
-    graph.replay()
-    assert not torch.equal(stale, out)
-
-
 def sample_cases(count: int, seed: int) -> list[tuple[LatentShape, int, int, int]]:
     """Sample shapes of levels, each with topk 1-10, levels 1-7, and one of these."""
     rng = random.Random(seed)
@@ -115,24 +93,33 @@ def test_draft_equals_reference(shape: LatentShape, topk: int, steps: int, level
         check(ours, batch)
 
 
+@pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_replays_of_a_draft_s_graph_follow_the_device(heads: int) -> None:
-    """Prefixes and ancestors change between replays; the captured grid stays right."""
+def test_replays_of_a_graph_follow_the_device(heads: int, draft: bool) -> None:
+    """Rows or ancestors, prefixes, pages and masks change between replays of the captured grid."""
     shape = LatentShape(
-        rows=(), prefixes=(3000, 40, 9, 700), heads=heads, rank=512, rope=64, block_size=64,
-        dtype=torch.bfloat16,
+        rows=(16, 3, 0, 7), prefixes=(3000, 40, 9, 700), heads=heads, rank=512, rope=64,
+        block_size=64, dtype=torch.bfloat16,
     )  # fmt: skip
-    batch = latent_draft_problem(shape, 8, 4, 2, "cuda")
+    batch: Any = latent_draft_problem(shape, 8, 4, 2, "cuda") if draft else None
+    batch = batch or latent_problem(shape, "cuda")
     out, workspace = nans(batch.query), nan_space(batch, 64)
-    graph = captured(lambda: latent_attention(batch, out, workspace=workspace))
-    for prefixes in ((3000, 40, 9, 700), (0, 39, 8, 3)):
+
+    def change(rows: tuple[int, ...], prefixes: tuple[int, ...]) -> None:
         batch.prefix_lens.copy_(torch.tensor(prefixes))
-        batch.ancestors[:, :, 0] = batch.ancestors[:, :, 0].roll(1, 1)
+        if draft:
+            batch.ancestors[:, :, 0] = batch.ancestors[:, :, 0].roll(1, 1)
+        else:
+            batch.num_rows.copy_(torch.tensor(rows))
+
+    graph = captured(lambda: latent_attention(batch, out, workspace=workspace))
+    for given in ((shape.rows, shape.prefixes), ((1, 2, 1, 0), (0, 39, 8, 3))):
+        change(*given)
         out.fill_(float("nan"))
         graph.replay()
         check(out, batch)
     # Negative control: the rows of before are not the rows of now.
-    batch.ancestors[:, :, 0] = batch.ancestors[:, :, 0].roll(1, 1)
+    change((1, 2, 1, 0), (0, 0, 0, 0))
     stale = out.clone()
     graph.replay()
     assert not torch.equal(stale, out)

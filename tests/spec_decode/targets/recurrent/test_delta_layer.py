@@ -33,8 +33,6 @@ from vllm_graft.spec_decode.verification.context import TreeContext
 
 
 class Layer(SimpleNamespace):
-    """What the graft reads of a layer."""
-
     def forward_cuda(self) -> None: ...
 
     def forward_cpu(self) -> None: ...

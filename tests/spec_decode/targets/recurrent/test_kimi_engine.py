@@ -81,7 +81,6 @@ def grafted(layer: Any, name: str) -> Any:
 
 
 def check_layers(llm: Any) -> None:
-    """The layer of each kind is grafted."""
     layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
     ours = [grafted(layer, name) for layer in layers for name in ("_forward", "_attention")]
     assert sum(isinstance(each, TreeKeyDecays) for each in ours) == 1

@@ -74,11 +74,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     """Save engines time, in fixtures too; tests of kernels, and slow ones, interpret it all."""
     marked = item.get_closest_marker
     with pytest.MonkeyPatch.context() as patch:
-        # Tests of the ledger itself have other rows and files; plugins' can't import ours.
-        if marked("engine") or not {"plugin", "plugins"} & {*item.path.parts}:
-            from tests.support.engines.seams_once import read_once
-
-            read_once(patch.setattr)
         if marked("engine") and not marked("slow") and not HAS_CUDA:
             from tests.support.engines.quick_kernels import quicken
 

@@ -4,6 +4,7 @@ none of them. `vllm_graft.seams.ledger` lists them. A part checks its own when i
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from vllm_graft.base.errors import SeamError
@@ -84,8 +85,14 @@ def check_seams(
 
     rows = LEDGER if ledger is None else ledger
     asked = [seam for seam in rows if parts is None or seam.part in parts]
-    sources = Sources(Path(str(vllm.__file__)).parents[1])
-    return read_seams(ledger_at(vllm_version(), asked), sources)
+    root = Path(str(vllm.__file__)).parents[1]
+    return list(_installed(root, tuple(ledger_at(vllm_version(), asked))))
+
+
+@lru_cache(32)
+def _installed(root: Path, seams: tuple[Seam, ...]) -> tuple[SeamReport, ...]:
+    """A start asks for the same rows up to four times, a second each."""
+    return tuple(read_seams(seams, Sources(root)))
 
 
 def read_seams(seams: Sequence[Seam], sources: Sources) -> list[SeamReport]:

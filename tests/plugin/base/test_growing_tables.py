@@ -30,6 +30,7 @@ BOUNDED = {
         plugin/base/metric.py:Series._children plugin/metrics/relay.py:Increments._known
         plugin/metrics/relay.py:Relay._reported
         spec_decode/refusals/fit_refusals.py:differing
+        plugin/seams/compare.py:_installed
         plugin/seams/post_import.py:_Finder.callbacks plugin/seams/versions.py:differing
         plugin/seams/wrap.py:BuiltClasses._classes
         spec_decode/targets/families.py:_declared
@@ -64,6 +65,7 @@ BOUNDED = {
         hicache/copies/strided.py:StridedPlanner.columns
         hicache/pages/namespace.py:Engine.layout hicache/pages/namespace.py:Engine.options""",
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
+        spec_decode/tuning/drops.py:Drops._sizes spec_decode/tuning/drops.py:_Size.yields
         spec_decode/targets/latent/latent_attention.py:latent_tile
         spec_decode/targets/latent/own_latents.py:own_tile
         spec_decode/kernels/attention/attention_plan.py:choose_plan

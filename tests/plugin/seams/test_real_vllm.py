@@ -66,6 +66,8 @@ asked = SimpleNamespace(
     speculative_config=SimpleNamespace(method="eagle3"),
 )
 answers["proposer"] = TREES.speculator_class(stock, asked).__name__
+from vllm_graft.seams import compare
+compare._installed.cache_clear()
 try:
     with mock.patch.object(Sources, "text", moved):
         TREES.speculator_class(stock, asked)

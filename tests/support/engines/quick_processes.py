@@ -13,10 +13,8 @@ def save_time() -> None:
     from vllm.utils import system_utils
 
     from tests.support.engines.quick_kernels import quicken
-    from tests.support.engines.seams_once import read_once
 
     quicken()
-    read_once()
     fork = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     system_utils._maybe_force_spawn = lambda: os.environ.update(fork)
     shm_broadcast.SpinCondition.__init__.__defaults__ = (0.02,)

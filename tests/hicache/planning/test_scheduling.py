@@ -446,7 +446,8 @@ def test_a_long_history_is_loaded_and_ended_quickly() -> None:
     assert min(seconds(lambda: scheduler.lookup(request, 0)) for _ in range(5)) < SECONDS
     assert scheduler.lookup(request, 0)[0] == 16 * blocks
     took = seconds(lambda: scheduler.allocated(request, tables, 16 * blocks))
-    assert took < 5 * SECONDS
+    # One call alone, on a busy machine: what grew with the square would take seconds.
+    assert took < 20 * SECONDS
     scheduler.controller.report(dict.fromkeys(scheduler.controller.jobs, 1), {})
     request.num_computed_tokens = 16 * blocks
-    assert seconds(lambda: scheduler.finished(request, tables.get_block_ids())) < 5 * SECONDS
+    assert seconds(lambda: scheduler.finished(request, tables.get_block_ids())) < 20 * SECONDS

@@ -47,7 +47,7 @@ def job_of(folder: Path, model: Path = SHIPPED / "target", **settings: Any) -> J
         (str(file),),
         str(folder / "head"),
         str(folder / "states"),
-        target=json.loads(json.dumps(dataclasses.asdict(target_of(model)))),
+        target=target_of(model),
         **{**small, **settings},
     )
     job.save()

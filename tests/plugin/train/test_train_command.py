@@ -1,5 +1,6 @@
 """The command: what it refuses before a model loads, and a run from texts to a head."""
 
+import inspect
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from tests.plugin.train.small_runs import job_of, target_of
 from tests.support.engines.pair_server import require_cpu_server, server_settings
@@ -248,3 +250,8 @@ time.sleep(60)
     with pytest.raises(KeyboardInterrupt):
         RUN([([sys.executable, "-c", deaf], {})])
     assert time.monotonic() - began < 40
+
+
+def test_torchrun_has_time_to_end_its_own_processes() -> None:
+    """A second signal ends it, and processes that have not ended yet would go on."""
+    assert command.AGAIN > inspect.signature(PContext.close).parameters["timeout"].default > 10

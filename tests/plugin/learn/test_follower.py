@@ -185,7 +185,7 @@ def test_ranks_that_can_t_go_back_stop_the_server(served: Served) -> None:
     """They would draft different trees."""
     served.publish()
     served.workers.unfit = {0, 1}
-    with pytest.raises(GraftError, match="head 1 could not be swapped in .* and head 0 not back"):
+    with pytest.raises(GraftError, match="head 0 not back"):
         served.serve(2, 40)
 
 

@@ -7,6 +7,8 @@ import shlex
 import shutil
 import sys
 import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,10 @@ from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.latent_models import write_target as write_latent
 from tests.support.models.window_models import write_gemma3
 from tests.support.processes import finished
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.testing.models.llama import write_llama
-from vllm_graft.train import command
+from vllm_graft.train import command, target_answers
+from vllm_graft.train.job import FILE, Job
 from vllm_graft.train.target import read_layers
 from vllm_graft.train.texts import read_texts
 
@@ -193,6 +197,26 @@ def test_engines_share_the_questions(tmp_path: Path) -> None:
     assert not whole.too_long
 
 
+def test_each_engine_tells_of_the_questions_that_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, counts = job_of(tmp_path), []
+
+    def looked_at(asked: Any, *_: Any) -> None:
+        deque(asked, maxlen=0)
+
+    monkeypatch.setattr(
+        target_answers, "Answering", lambda *_, **__: SimpleNamespace(ask=looked_at)
+    )
+    llm: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=lambda text: [0] * 65))
+    for part in range(3):
+        target_answers.answer_all(llm, job, part, 3, shows=part == 0)
+        count, rest = capsys.readouterr().out.split(" ", 1)
+        assert rest.startswith(f"questions of part {part + 1} of 3 have more than 64 tokens")
+        counts.append(int(count))
+    assert sum(counts) == len(read_texts(job.texts, job.longest)[0])
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(500)
@@ -226,6 +250,21 @@ def test_a_head_is_made_of_texts(tmp_path: Path) -> None:
     assert found.architectures == ["Eagle3LlamaForCausalLM"]
     assert (found.draft_vocab_size, found.eagle_aux_hidden_state_layer_ids) == (300, [2, 3, 5])
     assert json.loads((out / "training.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize("kept", ["[]", "null", "3", '"x"', "{"])
+def test_a_job_that_can_t_be_read_is_told(tmp_path: Path, kept: str) -> None:
+    job = job_of(tmp_path)
+    (job.work / FILE).write_text(kept)
+    with pytest.raises(ConfigError, match=r"remove|begun with other"):
+        job.continues()
+
+
+def test_names_of_any_bytes_are_kept(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    named = replace(job, texts=(os.fsdecode(b"/texts/\xff"),), target=target_of(Path(job.model)))
+    named.save()
+    assert Job.load(job.work) == named
 
 
 def test_a_process_that_lost_its_signal_gets_another(

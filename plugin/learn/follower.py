@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.log import logger, warning_once
 from vllm_graft.base.metric import Numbers
 from vllm_graft.base.options import flag
@@ -121,12 +121,15 @@ class Follower:
         return next(filter(None, found), None if None in found else "")
 
     def step(self) -> None:
-        """Do what is due before a step. It never raises: what fails leaves the head that drafts."""
+        """Do what is due before a step. What fails leaves the head that drafts. Raises `GraftError`
+        if ranks may have different ones."""
         if self._failed or (now := self._clock()) < self._due:
             return
         self._due = now + LOOK_SECONDS
         try:
             self._act()
+        except GraftError:
+            raise
         except Exception as error:
             self._failed = True
             logger.warning("%s: no head is swapped any more: %s", FLAG, reason_of(error))
@@ -192,7 +195,20 @@ class Follower:
         self._keep_one()
 
     def _swap(self, to: Publication | None) -> None:
-        self._ask("swap", _number(to))
+        """Let all workers draft with a head; if one of them fails, all go back, and `RuntimeError`
+        says why. Raises `GraftError` if ranks may have different heads."""
+        try:
+            self._ask("swap", _number(to))
+        except RuntimeError as error:
+            # Some ranks have the new head, and one maybe a part of it.
+            found = self._order("swap", _number(self._serving))
+            if len(found) > 1 and (again := next((why for _, why in found if why), "")):
+                raise GraftError(
+                    f"{FLAG}: head {_number(to)} could not be swapped in ({error}), and head "
+                    f"{_number(self._serving)} not back ({again}). Tensor-parallel ranks may draft "
+                    "different trees, and their answers would be wrong: start the server again."
+                ) from None
+            raise
         self._serving = to
 
     def _keep_one(self) -> None:

@@ -44,9 +44,10 @@ LEAST_TOKENS = 20_000
 LEAST_MINUTES = 2.0
 """Minutes of training below which it is said that the head will be poor."""
 
-AGAIN = 10.0
+AGAIN = 40.0
 """Seconds after which a process that has not ended is told so again: pyzmq loses a signal that
-comes while vLLM waits in its poll for an engine to start."""
+comes while vLLM waits in its poll for an engine to start. torchrun gives its own processes 30, and
+a signal meanwhile would have it leave them behind."""
 
 _ANSWERED = "answered"
 """File that says that the answers are complete."""

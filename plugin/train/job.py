@@ -84,7 +84,8 @@ class Job:
 
     @classmethod
     def load(cls, work: Path) -> Self:
-        return TypeAdapter(cls).validate_json((work / FILE).read_bytes())
+        # Of a name that is not UTF-8 pydantic can't read the JSON itself.
+        return TypeAdapter(cls).validate_python(json.loads((work / FILE).read_text()))
 
     def continues(self) -> bool:
         """Whether the folder has a run of this very job. Raises `ConfigError` if it has one of
@@ -92,8 +93,8 @@ class Job:
         if not (self.work / FILE).exists():
             return False
         try:
-            before = json.loads((self.work / FILE).read_text())
-        except ValueError as error:
+            before = dict(json.loads((self.work / FILE).read_text()))
+        except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"--out {self.out}: {self.work / FILE} can't be read ({error}): remove "
                 f"{self.work}, or give another folder."

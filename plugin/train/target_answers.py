@@ -219,10 +219,10 @@ def answer_all(llm: Any, job: Job, part: int = 0, parts: int = 1, *, shows: bool
     questions = Questions(job, llm.get_tokenizer(), part, parts)
     answering, seconds = Answering(llm, job, part, parts, shows=shows), 60 * job.answer_minutes
     answering.ask(questions.own, seconds, "answers")
-    if questions.too_long and shows:
-        most = job.longest // 2
-        told = f"questions have more than {most} tokens, half of --longest, and were not asked"
-        print(f"{len(questions.too_long)} {told}.", flush=True)
+    if questions.too_long:
+        most, whose = job.longest // 2, f" of part {part + 1} of {parts}" if parts > 1 else ""
+        told = f"have more than {most} tokens, half of --longest, and were not asked"
+        print(f"{len(questions.too_long)} questions{whose} {told}.", flush=True)
     answering.ask(questions.written, seconds / READING, "texts as written")
 
 

@@ -55,9 +55,11 @@ class _Yield:
 @dataclass
 class _Size:
     """What is known of a batch size: yields by the number of nodes of trees that drop some, and of
-    those that keep all (None); the tuner's latest choice; the way that is held, and how long."""
+    those that keep all (None); the ways that were compared last; the tuner's latest choice; the way
+    that is held, and how long."""
 
     yields: dict[int | None, _Yield] = field(default_factory=dict)
+    ways: Sequence[int | None] = (None,)
     choice: int = 0
     held: int | None = None
     left: int = 0
@@ -82,9 +84,10 @@ class Drops:
         known.left -= 1
         if known.left <= 0 or (known.held is not None and known.held not in allowed):
             numbers = [nodes for nodes in allowed if nodes and nodes >= known.choice][:NUMBERS]
-            ways: list[int | None] = [None, *(numbers if self._seconds else ())]
+            known.ways = [None, *(numbers if self._seconds else ())]
             hopes = {
-                way: known.yields[way].hope if way in known.yields else math.inf for way in ways
+                way: known.yields[way].hope if way in known.yields else math.inf
+                for way in known.ways
             }
             known.held, known.left = max(hopes, key=hopes.__getitem__), HELD
             known.yields.setdefault(known.held, _Yield())
@@ -110,7 +113,10 @@ class Drops:
     def price(self, size: int, batch: int) -> Price:
         """The price of nodes in a batch that yields as much as its best way. All requests are taken
         to keep as many, so that the later of a request's nodes read fewer new experts."""
-        pace = max((each.rate for each in self._sizes[size].yields.values()), default=0.0)
+        known = self._sizes[size]
+        # Of other ways nobody knows what they yield by now.
+        found = (each.rate for way, each in known.yields.items() if way in known.ways)
+        pace = max(found, default=0.0)
         decay = batch * self._log
         return pace * self._seconds * math.exp(decay), decay
 

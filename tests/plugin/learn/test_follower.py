@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.plugin.learn.test_recorder import problems_of
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.learn import follower
 from vllm_graft.learn.follower import LOOK_SECONDS, Follower, watch
 from vllm_graft.learn.publications import KEPT, REFUSED, WEIGHTS, Facts, Publications
@@ -27,6 +27,8 @@ class Workers:
         self.bad, self.slow = dict[int, str](), set[int]()
         self.told: list[tuple[Any, ...]] = []
         self.fails = False
+        self.unfit = set[int]()
+        """Heads that the second rank fails to swap in."""
 
     def ask(self, method: str, *args: Any) -> list[tuple[Any, str]]:
         if method == "problem":
@@ -36,7 +38,8 @@ class Workers:
         if self.fails:
             return [(None, ""), (None, "no memory is left")]
         self.told.append((method, *args))
-        return [(None, ""), (None, "")]
+        fails = method == "swap" and args[0] in self.unfit
+        return [(None, ""), (None, "no memory is left" if fails else "")]
 
     @property
     def swaps(self) -> list[int]:
@@ -168,6 +171,22 @@ def test_what_fails_leaves_the_head_that_drafts(served: Served) -> None:
     served.workers.fails = False
     served.serve(2, 40)
     assert served.workers.swaps == []
+
+
+def test_all_ranks_go_back_if_one_fails_to_swap(served: Served) -> None:
+    served.publish()
+    served.workers.unfit = {1}
+    served.serve(2, 40)
+    assert served.workers.swaps == [1, 0]
+    assert (served["head"], served["head_swaps"]) == (0, 0)
+
+
+def test_ranks_that_can_t_go_back_stop_the_server(served: Served) -> None:
+    """They would draft different trees."""
+    served.publish()
+    served.workers.unfit = {0, 1}
+    with pytest.raises(GraftError, match="head 0 not back"):
+        served.serve(2, 40)
 
 
 def test_a_head_that_goes_while_it_is_judged_is_passed_over(served: Served) -> None:

@@ -6,11 +6,14 @@ import shlex
 import shutil
 import sys
 import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.plugin.train.small_runs import job_of, target_of
 from tests.support.engines.pair_server import require_cpu_server, server_settings
@@ -18,8 +21,10 @@ from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.models.latent_models import write_target as write_latent
 from tests.support.models.window_models import write_gemma3
 from tests.support.processes import finished
+from vllm_graft.base.errors import ConfigError
 from vllm_graft.testing.models.llama import write_llama
-from vllm_graft.train import command
+from vllm_graft.train import command, target_answers
+from vllm_graft.train.job import FILE, Job
 from vllm_graft.train.target import read_layers
 from vllm_graft.train.texts import read_texts
 
@@ -191,6 +196,26 @@ def test_engines_share_the_questions(tmp_path: Path) -> None:
     assert not whole.too_long
 
 
+def test_each_engine_tells_of_the_questions_that_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, counts = job_of(tmp_path), []
+
+    def looked_at(asked: Any, *_: Any) -> None:
+        deque(asked, maxlen=0)
+
+    monkeypatch.setattr(
+        target_answers, "Answering", lambda *_, **__: SimpleNamespace(ask=looked_at)
+    )
+    llm: Any = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=lambda text: [0] * 65))
+    for part in range(3):
+        target_answers.answer_all(llm, job, part, 3, shows=part == 0)
+        count, rest = capsys.readouterr().out.split(" ", 1)
+        assert rest.startswith(f"questions of part {part + 1} of 3 have more than 64 tokens")
+        counts.append(int(count))
+    assert sum(counts) == len(read_texts(job.texts, job.longest)[0])
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(500)
@@ -226,6 +251,21 @@ def test_a_head_is_made_of_texts(tmp_path: Path) -> None:
     assert json.loads((out / "training.json").read_text())["steps"] == 4
 
 
+@pytest.mark.parametrize("kept", ["[]", "null", "3", '"x"', "{"])
+def test_a_job_that_can_t_be_read_is_told(tmp_path: Path, kept: str) -> None:
+    job = job_of(tmp_path)
+    (job.work / FILE).write_text(kept)
+    with pytest.raises(ConfigError, match=r"remove|begun with other"):
+        job.continues()
+
+
+def test_names_of_any_bytes_are_kept(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    named = replace(job, texts=(os.fsdecode(b"/texts/\xff"),), target=target_of(Path(job.model)))
+    named.save()
+    assert Job.load(job.work) == named
+
+
 def test_a_process_that_lost_its_signal_gets_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -248,3 +288,8 @@ time.sleep(60)
     with pytest.raises(KeyboardInterrupt):
         RUN([([sys.executable, "-c", deaf], {})])
     assert time.monotonic() - began < 40
+
+
+def test_torchrun_has_time_to_end_its_own_processes() -> None:
+    """A second signal ends it, and processes that have not ended yet would go on."""
+    assert 10 < LaunchConfig(1, 1, 1).shutdown_timeout < command.AGAIN

@@ -65,6 +65,21 @@ def test_a_node_is_worth_its_experts() -> None:
     assert first == pytest.approx(100 * read, rel=0.05)
 
 
+def test_a_way_that_is_not_tried_any_more_tells_no_price() -> None:
+    """Its text has ended, or its contexts were short: the pace of then would stay for good."""
+    tuned = Drops(8 / 128)
+    tuned.seed(World("chat", 1).costs([0, 63, 14, 3, 1]))
+    tuned.observe(1, 3, [2], 0.01, dropped=False)
+    assert {tuned.nodes(1, [0, 3, 7]) for _ in range(20)} == {None, 3, 7}
+    tuned.observe(1, 3, [9], 0.01, dropped=True)
+    before, _ = tuned.price(1, 1)
+    for _ in range(20):
+        tuned.observe(1, 7, [2], 0.02, dropped=False)
+        tuned.nodes(1, [0, 3, 7])
+    now, _ = tuned.price(1, 1)
+    assert now < before / 4
+
+
 def test_without_measured_steps_nothing_is_dropped() -> None:
     tuned = Drops(8 / 128)
     assert {tuned.nodes(1, [0, 3, 7]) for _ in range(20)} == {None}

@@ -23,7 +23,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWor
 from vllm_graft.spec_decode.lookup.references import UnreadPredictions
 from vllm_graft.spec_decode.presets.node_count import leave_to_stock
 from vllm_graft.spec_decode.startup.clock import KERNELS, StartClock
-from vllm_graft.spec_decode.trees.tree import DropState, num_candidates
+from vllm_graft.spec_decode.trees.tree import DropState, is_asked_for, num_candidates
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -134,6 +134,7 @@ class DraftTrees:
         plans: by the number of nodes; `narrow_plans` are of the head's learned vocabulary.
         attention_choices: which kernels were measured to be the fastest.
         graph_bytes: device bytes of all graphs of drafting.
+        compares_ranks: whether trees are compared between ranks after each step.
     """
 
     batches: Mapping[TreeShape, list[int]]
@@ -154,6 +155,7 @@ class DraftTrees:
         self.attention_choices: list[KernelChoice] = []
         self.graph_bytes = 0
         self.clock = StartClock()
+        self.compares_ranks = is_asked_for()
 
     @property
     def num_nodes(self) -> int:

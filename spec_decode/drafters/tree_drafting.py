@@ -43,7 +43,7 @@ from vllm_graft.spec_decode.lookup.ngrams import Ngrams
 from vllm_graft.spec_decode.startup.rehearsal import begin
 from vllm_graft.spec_decode.targets.families import ServedLayers
 from vllm_graft.spec_decode.targets.model_state import TreeModelState
-from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees, is_asked_for
+from vllm_graft.spec_decode.trees.tree import TreeShape, check_trees
 from vllm_graft.spec_decode.tuning.attention_timing import choose_target_kernels
 from vllm_graft.spec_decode.tuning.scheduling import bounds, plan_shapes, tree_policy
 from vllm_graft.spec_decode.verification.context import AcceptedRows, TreeContext
@@ -297,7 +297,6 @@ class TreeDrafting(DraftModelSpeculator):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def propose(
         self, input_batch: InputBatch, attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor], last_hidden_states: torch.Tensor,
@@ -340,7 +339,7 @@ class TreeDrafting(DraftModelSpeculator):
         if ngrams is not None:
             ngrams.end_step()
         drafts = self.draft_tokens[: input_batch.num_reqs]
-        if not dummy_run and is_asked_for():
+        if not dummy_run and self.trees.compares_ranks:
             nodes = plan.shape.num_nodes
             slots = self.idx_mapping[: input_batch.num_reqs].long()
             check_trees(self.context.tree, slots, drafts[:, :nodes])

@@ -115,7 +115,7 @@ def compact_kv(
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.
         num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
         query_start_loc: i32 ``[>= num_reqs + 1]``.
-        num_draft_tokens: i32 ``[num_reqs]``, 0 for a plain request.
+        num_draft_tokens: i32 ``[>= num_reqs]``, 0 for a plain request.
         slot_mappings: i64 ``[num_groups, max_tokens]``, slot of each row in each KV-cache group.
     """
     if num_reqs == 0:

@@ -67,6 +67,8 @@ class _Record:
 
     def fade_to(self, step: int) -> None:
         """Count less by the steps since the last call."""
+        if step == self.step:
+            return
         factor, self.step = math.exp((self.step - step) / MEMORY), step
         self.missed *= factor
         self.paired_misses *= factor
@@ -89,27 +91,27 @@ class _DeepPaths:
     another shape would have copied as much of it as they have nodes for."""
 
     def __init__(self) -> None:
-        self._trees = 0.0
+        self.trees = 0.0
         self._paths: dict[int, float] = {}
 
     def fade(self, factor: float) -> None:
-        self._trees *= factor
+        self.trees *= factor
+        if not self._paths:
+            return
         # What is left of a path that nobody has followed for long is dropped.
         faded = {length: factor * weight for length, weight in self._paths.items()}
         self._paths = {length: weight for length, weight in faded.items() if weight > 1e-3}
 
-    def observe(self, accepted: Sequence[int], levels: int) -> None:
-        self._trees += len(accepted)
-        for length in accepted:
-            if length > levels:
-                self._paths[length] = self._paths.get(length, 0.0) + 1.0
+    def observe(self, emitted: Sequence[int], levels: int) -> None:
+        for length in (count - 1 for count in emitted if count - 1 > levels):
+            self._paths[length] = self._paths.get(length, 0.0) + 1.0
 
     def beyond(self, nodes: int, levels: int) -> float:
         """Mean accepted drafts per tree below the levels of a shape with so many nodes."""
         if not self._paths:
             return 0.0
         deeper = (max(0, min(each, nodes) - levels) * w for each, w in self._paths.items())
-        return sum(deeper) / self._trees
+        return sum(deeper) / self.trees
 
 
 class Acceptance:
@@ -126,6 +128,8 @@ class Acceptance:
 
     def __init__(self, levels: Mapping[int, int]) -> None:
         self._levels = {nodes: min(count, nodes) for nodes, count in levels.items() if nodes}
+        # Misses of a tree's level over those of a chain's, by the rule of `WIDTH_GAIN`.
+        self._gains = {n: float((n / depth) ** -WIDTH_GAIN) for n, depth in self._levels.items()}
         self._seen = {nodes: _Record() for nodes in self._levels}
         self._class = 0
         self._deep = {self._class: _DeepPaths()}
@@ -159,24 +163,27 @@ class Acceptance:
         self._steps += 1
         trees = len(emitted) if nodes else 0
         fading = math.exp(-max(1 / TEXT_STEPS, trees / TEXT_TREES))
-        deep = self._deep[self._class]
+        text, deep = self._text, self._deep[self._class]
         deep.fade(fading)
-        if self._text.levels > 1:  # A long time without drafts must leave something.
-            self._text.fade(fading)
-        if not nodes or not emitted:
+        if text.levels > 1:  # A long time without drafts must leave something.
+            text.fade(fading)
+        if not trees:
             return
-        if not same or not self._last_trees / 2 <= len(emitted) <= self._last_trees * 2:
+        if not same or not self._last_trees / 2 <= trees <= self._last_trees * 2:
             # Other requests may have another text, on which node counts can't be compared.
             self._recent = _MissRate()
             alike = False
-        self._last_trees = len(emitted)
+        self._last_trees = trees
         depth, seen = self._levels[nodes], self._record(nodes)
-        deep.observe([count - 1 for count in emitted], depth)
-        accepted = [min(count - 1, depth) for count in emitted]
-        misses = sum(count < depth for count in accepted)
-        levels = (sum(accepted) + misses) * self._gain(nodes)
+        deep.trees += trees
+        most = depth + 1
+        if max(emitted) > most:
+            deep.observe(emitted, depth)
+            emitted = [min(count, most) for count in emitted]
+        misses = trees - emitted.count(most)
+        levels = (sum(emitted) - trees + misses) * self._gains[nodes]
         self._compare(nodes, misses, levels, alike)
-        self._learn(misses, levels * seen.own, len(accepted))
+        self._learn(text, misses, levels * seen.own, trees)
         seen.missed += misses
 
     def _go_on_with(self, temperature_class: int) -> None:
@@ -195,7 +202,7 @@ class Acceptance:
         if not nodes:
             return 0.0
         seen = self._record(nodes)
-        found = self._accepted(nodes, self.miss * self._gain(nodes) * seen.own * (1 - seen.doubt))
+        found = self._accepted(nodes, self.miss * self._gains[nodes] * seen.own * (1 - seen.doubt))
         return found + self._deep[self._class].beyond(nodes, self._levels[nodes])
 
     def _record(self, nodes: int) -> _Record:
@@ -212,10 +219,6 @@ class Acceptance:
     def miss(self) -> float:
         """Chance that a chain misses a level."""
         return self._text.misses / self._text.levels
-
-    def _gain(self, nodes: int) -> float:
-        """Misses of a tree's level over those of a chain's, by the rule of `WIDTH_GAIN`."""
-        return float((nodes / self._levels[nodes]) ** -WIDTH_GAIN)
 
     def _accepted(self, nodes: int, miss: float) -> float:
         """Mean accepted drafts of a tree that misses each level with the same chance."""
@@ -238,16 +241,16 @@ class Acceptance:
             seen.paired_expected += weight * expected
             self._paired_left -= 1
 
-    def _learn(self, misses: float, levels: float, trees: int) -> None:
+    def _learn(self, text: _MissRate, misses: float, levels: float, trees: int) -> None:
         """Add a step to the text, and begin a new text if recent trees contradict it."""
-        self._text.misses += misses
-        self._text.levels += levels
+        text.misses += misses
+        text.levels += levels
         recent = self._recent
         recent.fade(math.exp(-trees / RECENT))
         recent.misses += misses
         recent.levels += levels
-        expected = recent.levels * self.miss
+        expected = recent.levels * (text.misses / text.levels)
         # Misses are taken for Poisson-distributed; a single request's few levels prove nothing.
-        error = math.sqrt(expected)
-        if recent.levels > RECENT / 2 and abs(recent.misses - expected) > CHANGE * error:
+        few = recent.levels <= RECENT / 2
+        if not few and abs(recent.misses - expected) > CHANGE * math.sqrt(expected):
             self._texts[self._class] = _MissRate(recent.misses + 1, recent.levels + 1)

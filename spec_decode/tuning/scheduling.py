@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Set
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -112,10 +113,17 @@ class StepKind(NamedTuple):
     def of(cls, output: SchedulerOutput) -> StepKind | None:
         """The kind of a step; None if its requests verified different numbers, or none decoded."""
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        counts = {len(tokens) for tokens in drafts.values() if tokens}
-        if len(counts) > 1:
+        counts = {*map(len, drafts.values())}
+        if len(counts - {0}) > 1:
             return None
-        nodes = counts.pop() if counts else 0
+        nodes = max(counts, default=0)
+        before = graph_fit.drafted(output)
+        if {*scheduled.values()} == {nodes + 1} and (
+            not nodes or (len(drafts) == len(scheduled) and 0 not in counts)
+        ):
+            # All decode: the most frequent kind is seen without a look at each request.
+            names = [*scheduled]
+            return cls(nodes if before is None else before, nodes, names, len(names), 0)
         decodes = [name for name in scheduled if len(drafts.get(name, ())) == nodes]
         if nodes == 0:
             # A prompt's last part may be a single token, too: rare, and as long as a decode.
@@ -125,7 +133,6 @@ class StepKind(NamedTuple):
         prompts = sum(scheduled.values()) - len(decodes) * (nodes + 1)
         if not decodes:
             return None
-        before = graph_fit.drafted(output)
         return cls(nodes if before is None else before, nodes, decodes, len(scheduled), prompts)
 
 
@@ -143,9 +150,9 @@ class StepWatch:
         self._texts = CopiedTexts(requests)
         self._previous: int | None = None
         self._price = KEEP_ALL
-        self._decodes: frozenset[str] = frozenset()
+        self._decodes: list[str] = []
         self._ended = 0.0
-        self._last_temperature = 0.0
+        self._temperature = 0.0
         self._last_context = 0
 
     def ended(self, output: SchedulerOutput, sampled: Mapping[str, list[int]], now: float) -> None:
@@ -159,13 +166,13 @@ class StepWatch:
         ended, self._ended = self._ended, now
         if kind is None:
             return
-        emitted = [len(sampled.get(name, ())) for name in kind.decodes]
+        emitted = [*map(len, map(sampled.get, kind.decodes, repeat(())))]
         if not all(emitted):
             return
         # Between two results lie the draft passes of the earlier step and this step's verification,
         # and maybe this step's draft passes. Their time is known if all have as many nodes.
         alike = previous == kind.nodes == output.num_spec_tokens_to_schedule
-        before, self._decodes = self._decodes, frozenset(kind.decodes)
+        same = self._go_on_with(kind.decodes)
         self.tuner.observe(
             kind.nodes,
             emitted,
@@ -174,32 +181,39 @@ class StepWatch:
             batch=max(kind.batch, self._shared.heard.requests if self._shared else 0),
             prompts=kind.prompts,
             verified=kind.verified,
-            same=2 * len(before & self._decodes) >= len(kind.decodes),
-            # Of the same requests it is the same.
-            temperature=self._last_temperature
-            if before == self._decodes
-            else self._mean_temperature(kind.decodes),
-            context=self._context(output.num_scheduled_tokens),
+            same=same,
+            temperature=self._temperature,
+            context=self._context(output.num_scheduled_tokens.keys()),
             dropped=price != KEEP_ALL,
         )
         if not kind.nodes and self.tuner.copied:
             self.tuner.heed(self._texts.longest(kind.decodes, self.tuner.copied))
 
-    def _context(self, names: Iterable[str]) -> int:
+    def _context(self, names: Set[str]) -> int:
         """K/V tokens of the requests; the last number known if one that was read is gone."""
-        found = [self._requests.get(name) for name in names]
-        here = [request for request in found if request is not None]
-        if len(here) == len(found):
-            self._last_context = sum(request.num_computed_tokens for request in here)
+        requests = self._requests
+        if requests.keys() >= names:
+            self._last_context = sum([requests[name].num_computed_tokens for name in names])
         return self._last_context
 
-    def _mean_temperature(self, names: list[str]) -> float:
-        """Mean temperature of the requests that are still there; the last one known if none is."""
+    def _go_on_with(self, names: list[str]) -> bool:
+        """Note the requests that decode, and the mean temperature of those that are still there.
+        Returns whether most of them were in the decoding step before."""
+        before, self._decodes = self._decodes, names
+        if before == names:
+            return True
+        both = len({*before}.intersection(names))
+        # Of the same requests it is the same.
+        if both < max(len(before), len(names)):
+            self._read_temperature(names)
+        return 2 * both >= len(names)
+
+    def _read_temperature(self, names: list[str]) -> None:
+        """Read the mean temperature; it stays as it was if no request is there."""
         found = [self._requests[name].sampling_params for name in names if name in self._requests]
         temperatures = [params.temperature for params in found if params is not None]
         if temperatures:
-            self._last_temperature = sum(temperatures) / len(temperatures)
-        return self._last_temperature
+            self._temperature = sum(temperatures) / len(temperatures)
 
 
 def tree_policy(config: TreeConfig, speculative: Any) -> TreePolicy:

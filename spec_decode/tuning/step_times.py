@@ -320,7 +320,8 @@ class StepTimes:
         """Record the time of a step whose requests have so many K/V tokens."""
         self._now += 1
         classes = self._seen.setdefault((size, prompts), {}).setdefault(nodes, {})
-        timings = classes.setdefault(tokens.bit_length(), _Timings())
+        if (timings := classes.get(length := tokens.bit_length())) is None:
+            timings = classes[length] = _Timings()
         timings.add(seconds, tokens, self._now)
         if self._now % FIT == 0 or len(timings.seconds) in _FITTED:
             self.rates = fitted_rates(self._groups())

@@ -87,14 +87,15 @@ class _BatchHistory:
     @property
     def prompts(self) -> list[int]:
         """Rows of prompts of the recent steps that had some, ascending."""
-        return sorted(rows for rows in self.prompt_rows if rows)
+        return sorted(filter(None, self.prompt_rows))
 
-    def add(self, emitted: Sequence[int], prompt_rows: int, context: int) -> None:
+    def add(self, tokens: float, prompt_rows: int, context: int) -> None:
         self.context = context
-        self.steps = min(self.steps + 1, _WINDOW)
+        if self.steps < _WINDOW:
+            self.steps += 1
         has_prompts = 1.0 if prompt_rows > 0 else 0.0
         self.prompt_fraction += (has_prompts - self.prompt_fraction) / self.steps
-        self.tokens += (sum(emitted) / max(1, len(emitted)) - self.tokens) / self.steps
+        self.tokens += (tokens - self.tokens) / self.steps
         self.prompt_rows.append(prompt_rows)
         self.quiet = 0 if prompt_rows > 0 else self.quiet + 1
         if self.quiet >= _WINDOW:
@@ -147,7 +148,9 @@ class NodeTuner:
         self._copied, self._heeded, self._deaf = COPIED, False, 0
         self._cuts = cuts
         self._max_rows = max_rows
-        self._sizes = list(sizes or (1 << power for power in range(len(schedule).bit_length())))
+        sizes = sizes or [1 << power for power in range(len(schedule).bit_length())]
+        # The size of each number of requests.
+        self._sizes = [sizes[bisect_left(sizes, batch)] for batch in range(sizes[-1] + 1)]
         self._node_counts = sorted(set(schedule[1:]))
         self._acceptance = Acceptance({n: (levels or {}).get(n, n) for n in self._node_counts})
         self.times = StepTimes(experts=experts, plain_apart=self._rests)
@@ -241,22 +244,25 @@ class NodeTuner:
         alike = size == self._last_size
         self._last_size = size
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
-        if verified in (None, nodes) and not dropped:
+        whole = verified is None or verified == nodes
+        if whole and not dropped:
             self._lengths.clear()
             self._acceptance.observe(
                 nodes, emitted, alike=alike, same=same, temperature=temperature
             )
         history = self._batches[size]
-        history.add(emitted, prompts, context)
-        self._deaf = max(0, self._deaf - 1) if same else 0
+        tokens = sum(emitted) / max(1, len(emitted))
+        history.add(tokens, prompts, context)
+        self._deaf = self._deaf - 1 if self._deaf and same else 0
         if not same:
             self._grant_again()
             history.steps_left = history.steps_left if nodes else 0
         elif not nodes:
-            self._saved = max(min(self._saved + LOSS, TRIAL), self._saved)
-        elif verified in (None, nodes):
+            if self._saved < TRIAL:
+                self._saved = min(self._saved + LOSS, TRIAL)
+        elif whole:
             ratio = history.ratios.get(nodes, UNKNOWN_RATIO)
-            won, least = sum(emitted) / len(emitted) - ratio, 0.0
+            won, least = tokens - ratio, 0.0
             self._won += won
             self._saved = min(self._saved + won, MOST if self._rests else TRIAL)
             if self._saved >= MOST:
@@ -439,7 +445,7 @@ class NodeTuner:
         return least + (nodes - below) / (above - below) * (self._tokens(above) - least)
 
     def _size(self, batch: int) -> int:
-        return self._sizes[min(bisect_left(self._sizes, batch), len(self._sizes) - 1)]
+        return self._sizes[min(batch, len(self._sizes) - 1)]
 
     def expected(self, batch: int) -> dict[int, dict[str, float]]:
         """Expectations of a step of `batch` requests, for each number of nodes to choose from.

@@ -52,7 +52,7 @@ class VerifyMode(enum.Enum):
 @dataclass
 class VerifyStep:
     """One target pass over drafts, from its preparation to the draft's extend pass. `num_drafts`:
-    int32 ``[num_reqs]``, nodes that are verified per request, not counting roots. `depth_shift`:
+    int32 ``[>= num_reqs]``, nodes that are verified per request, not counting roots. `depth_shift`:
     int64 ``[num_tokens_padded]``, what the tree added to each row's linear position; only for
     targets with multi-dimensional positions. `num_sampled`: int32 ``[num_reqs]``, length of the
     accepted path; None before verification."""
@@ -181,7 +181,7 @@ class TreeContext:
         With `keep_shift` the step keeps the change of the positions as its `depth_shift`."""
         no_drafts = batch.num_draft_tokens == 0
         if no_drafts and not self._needs_rows(batch):
-            self.step = VerifyStep(batch, self._no_drafts[: batch.num_reqs])
+            self.step = VerifyStep(batch, self._no_drafts)
             return self.step
         linear = batch.positions.clone() if keep_shift else None
         prepare_rows(
@@ -195,8 +195,8 @@ class TreeContext:
             max_rows=self.tree.width,
             drop=self.drop,
         )
-        drafts = self.rows.num_drafts[: batch.num_reqs]
-        self.step = VerifyStep(batch, drafts, None if linear is None else batch.positions - linear)
+        shift = None if linear is None else batch.positions - linear
+        self.step = VerifyStep(batch, self.rows.num_drafts, shift)
         if not no_drafts:
             self.counters.verify_steps += 1
         self.counters.nodes_verified += batch.num_draft_tokens

@@ -46,8 +46,8 @@ class VerifiedRows(NamedTuple):
     """The rows that a step verifies, and where its results go.
 
     Attributes:
-        logits: ``[num_logits, vocab]``; of as many rows are `ids` (int32), `positions` (int64), and
-            `drafts`, which are `ids` or -1 where a grammar refused the draft.
+        logits: ``[num_logits, vocab]``; of as many rows or more are `ids` (int32), `positions`
+            (int64), and `drafts`, which are `ids` or -1 where a grammar refused the draft.
         sampled: int64 ``[num_reqs, num_nodes + 1]``.
         num_sampled: int32 ``[num_reqs]``.
         num_rejected: likewise; None where logprobs are wanted.
@@ -118,7 +118,9 @@ class TreeRejectionSampler(RejectionSampler):
         positions, ids = _with_logits(batch.positions, batch), _with_logits(batch.input_ids, batch)
         sampled = ids.new_empty((batch.num_reqs, context.shape.num_nodes + 1), dtype=torch.int64)
         num_sampled = batch.seq_lens.new_empty(batch.num_reqs)
-        drafts = ids if invalid_drafts is None else ids.masked_fill(invalid_drafts, -1)
+        drafts = ids
+        if invalid_drafts is not None:
+            drafts = ids[: len(invalid_drafts)].masked_fill(invalid_drafts, -1)
         num_rejected = None if self._wants_logprobs(batch) else torch.empty_like(num_sampled)
         rows = VerifiedRows(logits, ids, positions, drafts, sampled, num_sampled, num_rejected)
         logprobs = self._verify(rows, batch)
@@ -162,10 +164,12 @@ class TreeRejectionSampler(RejectionSampler):
         wants_processed = self._processed and self._wants_logprobs(batch)
         slots = batch.idx_mapping_np[requests]
         if not wants_processed and self.context.by_temperature[slots].all():
-            logits, states = _part(rows.logits, mine), self.sampler.sampling_states
+            states, logits = self.sampler.sampling_states, rows.logits
+            if mine.stop - mine.start < len(logits):
+                logits = logits[mine]
             tokens: torch.Tensor = gumbel_sample(
-                logits, _part(batch.expanded_idx_mapping, mine), states.temperature.gpu,
-                states.seeds.gpu, _part(rows.positions, mine), apply_temperature=True,
+                logits, _behind(batch.expanded_idx_mapping, mine), states.temperature.gpu,
+                states.seeds.gpu, _behind(rows.positions, mine), apply_temperature=True,
                 is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
             )  # fmt: skip
             return tokens, logits
@@ -180,25 +184,25 @@ class TreeRejectionSampler(RejectionSampler):
         self, drawn: torch.Tensor, rows: VerifiedRows, batch: InputBatch, chunk: Chunk
     ) -> None:
         """Walk the trees of a chunk by the drawn tokens, int64 ``[num_rows]``."""
-        rejected = rows.num_rejected
+        rejected, context = rows.num_rejected, self.context
         walk_tree(
             drawn,
-            _part(rows.drafts, chunk.rows),
+            _behind(rows.drafts, chunk.rows),
             chunk.cu_num_logits,
-            _part(batch.idx_mapping, chunk.requests),
-            self.context.tree,
-            _part(rows.sampled, chunk.requests),
-            self.context.path[chunk.requests],
-            _part(rows.num_sampled, chunk.requests),
+            _behind(batch.idx_mapping, chunk.requests),
+            context.tree,
+            _behind(rows.sampled, chunk.requests),
+            _behind(context.path, chunk.requests),
+            _behind(rows.num_sampled, chunk.requests),
             # Drafts after an unfinished prompt are placeholders: a remote KV load pads with them.
-            positions=_part(rows.positions, chunk.rows),
+            positions=_behind(rows.positions, chunk.rows),
             prefill_len=self.sampler.req_states.prefill_len.gpu,
-            seq_lens=batch.seq_lens[chunk.requests],
-            num_rejected=None if rejected is None else _part(rejected, chunk.requests),
-            emitted=self.context.emitted,
-            extra_nodes=self.context.extra_nodes,
-            extra_counts=self.context.extra_counts,
-            teaches=self.context.teaches,
+            seq_lens=_behind(batch.seq_lens, chunk.requests),
+            num_rejected=None if rejected is None else _behind(rejected, chunk.requests),
+            emitted=context.emitted,
+            extra_nodes=context.extra_nodes,
+            extra_counts=context.extra_counts,
+            teaches=context.teaches,
         )
 
     @property
@@ -240,7 +244,7 @@ class TreeRejectionSampler(RejectionSampler):
                 max(most, 0),
                 emitted.where(accepted, 0),
                 logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-                expanded_idx_mapping=_part(batch.expanded_idx_mapping, chunk.rows),
+                expanded_idx_mapping=batch.expanded_idx_mapping[chunk.rows],
                 max_per_req_token_ids=most_ids,
                 logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
             )
@@ -261,7 +265,11 @@ def _max_rows(vocab_size: int) -> int:
 
 
 def _chunks(batch: InputBatch, max_rows: int) -> list[Chunk]:
-    return [Chunk.of(batch, *each) for each in _ranges(batch.cu_num_logits_np, max_rows)]
+    starts = batch.cu_num_logits_np
+    if (num_rows := int(starts[-1])) <= max_rows:
+        requests = slice(0, len(starts) - 1)
+        return [Chunk(requests, slice(0, num_rows), batch.cu_num_logits, starts)]
+    return [Chunk.of(batch, *each) for each in _ranges(starts, max_rows)]
 
 
 def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
@@ -277,14 +285,15 @@ def _ranges(cu_num_logits: np.ndarray, max_rows: int) -> list[tuple[int, int]]:
 
 
 def _with_logits(rows: torch.Tensor, batch: InputBatch) -> torch.Tensor:
-    """The `rows` ``[>= num_tokens]`` that have logits: all of them, unless prompts run as well."""
-    count = len(batch.logits_indices)
-    return rows[:count] if count == batch.num_tokens else rows[batch.logits_indices]
+    """The `rows` ``[>= num_tokens]`` that have logits, first: all, unless prompts run as well."""
+    indices = batch.logits_indices
+    return rows if len(indices) == batch.num_tokens else rows[indices]
 
 
-def _part(tensor: torch.Tensor, span: slice) -> torch.Tensor:
-    """A slice of a tensor, or the tensor itself if the slice is all of it: slicing takes time."""
-    return tensor if span.stop - span.start == len(tensor) else tensor[span]
+def _behind(tensor: torch.Tensor, span: slice) -> torch.Tensor:
+    """A tensor from where a span starts on, for a kernel that knows where it ends: to slice takes
+    the host as long as half a launch."""
+    return tensor[span.start :] if span.start else tensor
 
 
 def follow_paths(sampler: Sampler, tree: TreeState) -> None:

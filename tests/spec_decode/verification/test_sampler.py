@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks
@@ -203,6 +204,39 @@ def test_temperature_alone_makes_no_copy(dtype: torch.dtype, mode: str) -> None:
     tree_sampler.context.by_temperature[0] = False
     tree_sampler(logits, batch)
     assert len(sampler.calls) == 1
+
+
+class Slices(TorchDispatchMode):
+    """Counts slices of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.slice.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("limit", "slices"), [(100, False), (5, True)])
+def test_a_padded_batch_is_verified_without_a_slice(
+    monkeypatch: pytest.MonkeyPatch, limit: int, slices: bool
+) -> None:
+    """Each one takes the host as long as a part of a launch; chunks of a batch can't do without."""
+    expected = make(DRAWN)[0](*make(DRAWN)[2:])
+    tree_sampler, sampler, logits, batch = make(DRAWN)
+    for name in ("positions", "input_ids", "seq_lens"):
+        rows = getattr(batch, name)
+        setattr(batch, name, torch.cat([rows, torch.full_like(rows, 99)]))
+    nothing = SimpleNamespace(gpu=None)
+    sampler.sampling_states.temperature = sampler.sampling_states.seeds = nothing
+    sampler.use_fp64_gumbel = False  # type: ignore[attr-defined]
+    tree_sampler.context.by_temperature[:] = True
+    monkeypatch.setattr(verify, "gumbel_sample", lambda logits, *_, **__: logits.argmax(-1))
+    monkeypatch.setattr(verify, "get_max_chunk_logits", lambda vocab: limit)
+    with Slices() as found:
+        output = tree_sampler(logits, batch)
+    assert bool(found.count) is slices
+    assert torch.equal(output.sampled_token_ids, expected.sampled_token_ids)
+    assert torch.equal(output.num_sampled, expected.num_sampled)
 
 
 def test_drafts_behind_an_unfinished_prompt_are_not_followed() -> None:

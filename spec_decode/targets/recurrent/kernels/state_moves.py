@@ -206,7 +206,7 @@ def move_states(
     Args:
         path: i32 ``[>= num_reqs, width]`` by batch row, rising, ``path[0] == 0``.
         num_sampled: i32 ``[num_reqs]``, entries of ``path`` that count.
-        num_drafts: i32 ``[num_reqs]``, 0 for a plain request.
+        num_drafts: i32 ``[>= num_reqs]``, 0 for a plain request.
         seq_lens: i32 ``[>= num_reqs]``, tokens of the request, the verified rows included.
         kept: requests that have left inputs in place of states, and are passed over; or None.
         query_start_loc: i32 ``[>= num_reqs + 1]``, first batch row of each request; None likewise.

@@ -32,9 +32,8 @@ from benchmarks.workloads.__main__ import main as write_workload
 from tests.support.engines.vllm_server import VLLM, SpecDecodeCounters, VllmServer
 from vllm_graft.metrics.server_info import total
 
-HEADS = {
-    name: f"vllm:graft_learn_{name}" for name in ("head", "head_swaps", "head_rollbacks")
-}  # fmt: skip
+HEADS = {"head": "head", "head_swaps": "head_swaps_total", "head_rollbacks": "head_rollbacks_total"}
+"""Metrics of `vllm_graft.learn` behind ``vllm:graft_learn_``."""
 
 
 class Course:
@@ -61,7 +60,10 @@ class Course:
             "tokens_per_second": found.tokens,
             "tokens_per_tree": round(trees.acceptance_length or 1.0, 3),
             "itl_p99_ms": found.itl_p99,
-            **{name: int(total(page, metric)) for name, metric in HEADS.items()},
+            **{
+                name: int(total(page, f"vllm:graft_learn_{metric}"))
+                for name, metric in HEADS.items()
+            },
         }
         self.rows.append(row)
         print(json.dumps(row), flush=True)

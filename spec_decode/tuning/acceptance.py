@@ -91,11 +91,11 @@ class _DeepPaths:
     another shape would have copied as much of it as they have nodes for."""
 
     def __init__(self) -> None:
-        self.trees = 0.0
+        self._trees = 0.0
         self._paths: dict[int, float] = {}
 
     def fade(self, factor: float) -> None:
-        self.trees *= factor
+        self._trees *= factor
         if not self._paths:
             return
         # What is left of a path that nobody has followed for long is dropped.
@@ -103,7 +103,8 @@ class _DeepPaths:
         self._paths = {length: weight for length, weight in faded.items() if weight > 1e-3}
 
     def observe(self, emitted: Sequence[int], levels: int) -> None:
-        for length in (count - 1 for count in emitted if count - 1 > levels):
+        self._trees += len(emitted)
+        for length in [count - 1 for count in emitted if count - 1 > levels]:
             self._paths[length] = self._paths.get(length, 0.0) + 1.0
 
     def beyond(self, nodes: int, levels: int) -> float:
@@ -111,7 +112,7 @@ class _DeepPaths:
         if not self._paths:
             return 0.0
         deeper = (max(0, min(each, nodes) - levels) * w for each, w in self._paths.items())
-        return sum(deeper) / self.trees
+        return sum(deeper) / self._trees
 
 
 class Acceptance:
@@ -175,10 +176,9 @@ class Acceptance:
             alike = False
         self._last_trees = trees
         depth, seen = self._levels[nodes], self._record(nodes)
-        deep.trees += trees
+        deep.observe(emitted, depth)
         most = depth + 1
         if max(emitted) > most:
-            deep.observe(emitted, depth)
             emitted = [min(count, most) for count in emitted]
         misses = trees - emitted.count(most)
         levels = (sum(emitted) - trees + misses) * self._gains[nodes]

@@ -24,8 +24,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-
 from benchmarks.real_pair.cells import Cell
 from benchmarks.real_pair.serving import MODEL, Load, load_of, measure
 from benchmarks.workloads.__main__ import main as write_workload
@@ -43,15 +41,11 @@ class Course:
         self.server, self.load, self.requests = server, load, requests
         self.began, self.rows = time.monotonic(), list[dict[str, Any]]()
 
-    def page(self) -> str:
-        """The server's metrics."""
-        return httpx.get(f"{self.server.address}/metrics", timeout=30).text
-
     def cell(self, phase: str, cell: Cell) -> None:
         """Put a load on the server, and print its line."""
-        before = SpecDecodeCounters.parse(self.page())
+        before = self.server.counters()
         found = measure(self.server, self.load, cell, self.requests, seed=len(self.rows))
-        page = self.page()
+        page = self.server.metrics()
         trees = SpecDecodeCounters.parse(page) - before
         row = {
             "phase": phase,
@@ -108,7 +102,7 @@ def learn(arguments: argparse.Namespace, head: Path) -> subprocess.Popen[bytes]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """All phases, and the medians of each."""
+    """Run all phases, and print the medians of each."""
     head = (arguments.head or arguments.pair / "eagle3").resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"{arguments.workload}.jsonl"

@@ -56,12 +56,12 @@ class WatchedLoop(ClosedLoop):
 
     def _window(self) -> Watched:
         self._llm.collective_rpc(watch_nodes)
-        self._llm.collective_rpc(step_pace.watch_pace, args=(self._batch,))
+        if self._says_paces:
+            self._llm.collective_rpc(step_pace.watch_pace, args=(self._batch,))
         self._held.clear()
         found = super()._window()
-        paces = self._llm.collective_rpc(step_pace.paces)[0]
         if self._says_paces:
-            print(f"  {step_pace.line(paces)}", flush=True)
+            print(f"  {step_pace.line(self._llm.collective_rpc(step_pace.paces)[0])}", flush=True)
         nodes: Nodes = self._llm.collective_rpc(nodes_used, args=(self._batch,))[0]
         held = statistics.mean(self._held or [0])
         return Watched(found.rate, found.acceptance, found.step, self._checksum, held, nodes)

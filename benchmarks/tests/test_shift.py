@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import shift
 from benchmarks.real_pair.cells import Cell
+from tests.support.engines.vllm_server import SpecDecodeCounters
 
 PAGE = """vllm:spec_decode_num_drafts_total {drafts}
 vllm:spec_decode_num_accepted_tokens_total {accepted}
@@ -18,7 +19,7 @@ vllm:graft_learn_head_swaps_total {head}
 def test_a_row_is_of_its_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = iter([(100, 100, 0), (110, 120, 0), (110, 120, 1), (120, 150, 1)])
 
-    def page(self: Any) -> str:
+    def page() -> str:
         drafts, accepted, head = next(pages)
         return PAGE.format(drafts=drafts, accepted=accepted, head=head)
 
@@ -28,9 +29,10 @@ def test_a_row_is_of_its_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((requests, seed))
         return SimpleNamespace(tokens=100.0 * len(asked), itl_p99=9.0)
 
-    monkeypatch.setattr(shift.Course, "page", page)
     monkeypatch.setattr(shift, "measure", measured)
-    course = shift.Course(SimpleNamespace(), SimpleNamespace(), requests=5)  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(metrics=page, counters=lambda: SpecDecodeCounters.parse(page()))
+    load: Any = SimpleNamespace()
+    course = shift.Course(server, load, requests=5)
     for phase in ("edits", "training"):
         course.cell(phase, Cell(0.0, 4, workload="edits"))
     # Each load asks for others.

@@ -55,7 +55,7 @@ def test_the_price_of_all_experts_is_found_in_measured_steps() -> None:
 
 
 def test_a_node_is_worth_its_experts() -> None:
-    """Of two requests that get 100 tokens a second, a first node costs what two rows read."""
+    """A first node costs what two rows read, if two requests get 100 tokens a second."""
     world, tuned = World("chat", 1), Drops(8 / 128)
     tuned.seed(world.costs([0, 63, 14, 3, 1]))
     tuned.observe(2, 3, [2, 2], 0.02, dropped=False)

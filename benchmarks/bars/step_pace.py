@@ -17,9 +17,9 @@ from unittest import mock
 
 from benchmarks.node_counts import calling_core
 
-FULL, PROMPTS, FEWER, BARE = "full", "prompts", "fewer", "bare"
-"""Kinds of steps: decodes of the whole batch, with a prompt among them, decodes of fewer, and
-decodes of the whole batch without drafts."""
+FULL, PROMPTS, FEWER, BARE, TURN = "full", "prompts", "fewer", "bare", "turn"
+"""Kinds of steps: decodes of the whole batch, with a prompt among them, decodes of fewer, decodes
+of the whole batch without drafts, and one of either kind right behind one of the other."""
 
 
 class Pace(NamedTuple):
@@ -53,14 +53,15 @@ def watch_pace(worker: Any, batch: int) -> None:
     _watching.append((stack, steps))
     if (scheduler := getattr(calling_core(), "scheduler", None)) is None:
         return
-    told, last = scheduler.update_from_output, time.perf_counter()
+    told, last, decoded = scheduler.update_from_output, time.perf_counter(), ""
 
     def update(scheduled: Any, output: Any, *rest: Any, **named: Any) -> Any:
-        nonlocal last
+        nonlocal last, decoded
         before, last = last, time.perf_counter()
         if rows := scheduled.total_num_scheduled_tokens:
-            tokens = sum(map(len, output.sampled_token_ids))
-            steps.append(Pace(kind_of(scheduled, batch), last - before, rows, tokens))
+            tokens, kind = sum(map(len, output.sampled_token_ids)), kind_of(scheduled, batch)
+            turns, decoded = {kind, decoded} == {FULL, BARE}, kind
+            steps.append(Pace(TURN if turns else kind, last - before, rows, tokens))
         return told(scheduled, output, *rest, **named)
 
     stack.enter_context(mock.patch.object(scheduler, "update_from_output", update))
@@ -84,14 +85,16 @@ def summary(steps: Sequence[Pace]) -> dict[str, dict[str, float]]:
     for step in steps:
         kinds[step.kind].append(step)
     total = sum(step.seconds for step in steps)
-    return {kind: _of(kinds[kind], total) for kind in (FULL, BARE, PROMPTS, FEWER) if kind in kinds}
+    order = (FULL, BARE, TURN, PROMPTS, FEWER)
+    return {kind: _of(kinds[kind], total) for kind in order if kind in kinds}
 
 
 def line(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Format: ``full 120 steps 70 % 7.10 ms 32 rows 60.1 tokens, prompts 31 steps ...``."""
+    """Format: ``full 120 steps 70 % 7.10 ms (7.02) 32 rows 60.1 tokens, prompts ...``; the median
+    is in brackets."""
     return ", ".join(
         f"{kind} {of['steps']:.0f} steps {100 * of['time']:.0f} % {of['mean_ms']:.2f} ms "
-        f"{of['rows']:.0f} rows {of['tokens']:.1f} tokens"
+        f"({of['ms']:.2f}) {of['rows']:.0f} rows {of['tokens']:.1f} tokens"
         for kind, of in found.items()
     )
 

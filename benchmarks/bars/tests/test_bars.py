@@ -333,7 +333,7 @@ class Core:
 def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of each kind are summed up, and the scheduler is still told."""
     core = Core()
-    clock = iter([1.0, 1.5, 1.75, 2.0, 2.125, 2.25, 2.5, 3.0])
+    clock = iter([1.0, 1.5, 1.75, 2.0, 2.125, 2.25, 2.5, 3.0, 3.25])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     core.begin(2)
     assert core.step({"a": (50, 0)}, [[1]], new=1) == 1
@@ -343,24 +343,29 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     core.step({}, [], new=0)
     core.step({"a": (4, 3), "b": (20, 0)}, [[1], []], new=0)
     core.step({"a": (1, 0), "b": (1, 0)}, [[1], [2]], new=0)
+    core.step({"a": (4, 3), "b": (4, 3)}, [[1], [2]], new=0)
     found = step_pace.paces(None)
-    assert core.step({"a": (9, 0)}, [[]], new=0) == 8
-    assert core.told == [50, 8, 5, 4, 0, 24, 2, 9]
+    assert core.step({"a": (9, 0)}, [[]], new=0) == 9
+    assert core.told == [50, 8, 5, 4, 0, 24, 2, 8, 9]
     assert found == {
         "full": {
-            "steps": 2, "time": 0.267, "ms": 250.0, "mean_ms": 250.0, "rows": 6.5, "tokens": 2.5,
+            "steps": 2, "time": 0.235, "ms": 250.0, "mean_ms": 250.0, "rows": 6.5, "tokens": 2.5,
         },
         "bare": {
-            "steps": 1, "time": 0.267, "ms": 500.0, "mean_ms": 500.0, "rows": 2.0, "tokens": 2.0,
+            "steps": 1, "time": 0.235, "ms": 500.0, "mean_ms": 500.0, "rows": 2.0, "tokens": 2.0,
+        },
+        "turn": {
+            "steps": 1, "time": 0.118, "ms": 250.0, "mean_ms": 250.0, "rows": 8.0, "tokens": 2.0,
         },
         "prompts": {
-            "steps": 2, "time": 0.4, "ms": 375.0, "mean_ms": 375.0, "rows": 37.0, "tokens": 1.0,
+            "steps": 2, "time": 0.353, "ms": 375.0, "mean_ms": 375.0, "rows": 37.0, "tokens": 1.0,
         },
         "fewer": {
-            "steps": 1, "time": 0.067, "ms": 125.0, "mean_ms": 125.0, "rows": 4.0, "tokens": 3.0,
+            "steps": 1, "time": 0.059, "ms": 125.0, "mean_ms": 125.0, "rows": 4.0, "tokens": 3.0,
         },
     }  # fmt: skip
-    assert step_pace.line(found).startswith("full 2 steps 27 % 250.00 ms 6 rows 2.5 tokens, bare")
+    told = "full 2 steps 24 % 250.00 ms (250.00) 6 rows 2.5 tokens, bare"
+    assert step_pace.line(found).startswith(told)
     assert step_pace.line({}) == ""
 
 

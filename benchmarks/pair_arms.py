@@ -33,8 +33,8 @@ NAMES = (
     "none, graft (the preset auto, without a draft), graft+memory, chain:K[,K...], "
     "sampled:K[,K...], block:K[,K...], adaptive:K[,K...], ngram:K, graft-chain:K (a chain in "
     "graft.draft's graphs), tree:N, tree:N@RANGES or auto:N; +fp8 or +pdl behind a name, +ngram, "
-    "+memory, +fp8head, +whole, +states, +drop, +hotN, +windowW, +topkN or +stepsN behind "
-    "tree:N or auto:N"
+    "+memory, +fp8head, +whole, +states, +hotN, +windowW, +topkN or +stepsN behind tree:N "
+    "or auto:N"
 )
 _WITHOUT_DRAFT: dict[str, dict[str, Any]] = {
     "none": {},
@@ -49,7 +49,6 @@ PDL = "+pdl"
 (programmatic dependent launch, on Hopper or later)."""
 
 _TREES: dict[str, dict[str, Any]] = {
-    "+drop": {"drop": True},
     "+fp8head": {"head_dtype": "fp8"},
     "+ngram": {"ngram": True},
     "+memory": {"ngram": True, "memory": True},

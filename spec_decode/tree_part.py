@@ -168,10 +168,6 @@ class TreePart(Part):
         cut_prompt_logprobs(worker)
         send_parents(worker)
         count_fitted(worker)
-        if asked.drop:
-            from vllm_graft.spec_decode.tuning.scheduling import take_prices
-
-            take_prices(worker)
         follow_weights(worker)
         hold_saves(worker)
         if step_together(vllm_config):

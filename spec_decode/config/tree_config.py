@@ -163,12 +163,6 @@ class TreeConfig(GraftSection):
     """Whether steps with prompts beside trees run as one CUDA graph as well, where vLLM launches
     them piece by piece. None: where that is possible and cudagraph_mode captures mixed batches."""
 
-    drop: bool = False
-    """Whether a tree drops nodes whose gain is below what their experts cost, in each step anew,
-    where that is found to pay. A dropped node's row repeats the root's, so that it reads no expert
-    of its own; with ``recurrent_form: states`` it reads some. Needs a target with experts, a draft
-    model and ``shape: auto``. Outputs are the same."""
-
     fit_graphs: bool = True
     """Whether trees beside prompts are cut to their best nodes where the step would have more rows
     than the largest CUDA graph with all nodes, and fit one with fewer. Outputs are the same."""

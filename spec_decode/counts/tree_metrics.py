@@ -52,7 +52,6 @@ ROWS: tuple[Metric, ...] = (
     Metric("draft_launches", _C, "Growths that were launched without a graph, by reason.", label="reason", values=LAUNCH_REASONS),
     Metric("target_replays", _C, "Passes of the target over trees that ran as one CUDA graph, by what was in the batch.", label="batch", values=BATCHES),
     Metric("target_launches", _C, "Passes of the target over trees that did not run as one graph, by what was in the batch.", label="batch", values=BATCHES),
-    Metric("nodes_kept", _C, "Verified nodes that were not dropped (graft.tree.drop); 0 without the key."),
     Metric("cut_steps", _C, "Steps with prompts beside trees in which fewer nodes were verified than drafted, so that the step fits a CUDA graph (graft.tree.fit_graphs)."),
     Metric("chunked_steps", _C, "Steps whose prompts were computed in part, so that the step fits a CUDA graph (graft.tree.fit_prompts)."),
     Metric("draft_graphs", _G, "Captured graphs of growing trees."),

@@ -23,7 +23,7 @@ from vllm_graft.spec_decode.kernels.attention.attention_plan import AttentionWor
 from vllm_graft.spec_decode.lookup.references import UnreadPredictions
 from vllm_graft.spec_decode.presets.node_count import leave_to_stock
 from vllm_graft.spec_decode.startup.clock import KERNELS, StartClock
-from vllm_graft.spec_decode.trees.tree import DropState, is_asked_for, num_candidates
+from vllm_graft.spec_decode.trees.tree import is_asked_for, num_candidates
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts
 from vllm_graft.spec_decode.verification.context import TreeContext
 
@@ -198,7 +198,6 @@ class DraftTrees:
         self.context = TreeContext.allocate(shape, max_reqs, max_tokens, workspace, device)
         self.context.draft_window = self.config.draft_window or 0
         self.context.recurrent_form = self.config.recurrent_form
-        self.context.drop = DropState.allocate(device) if self.config.drop else None
         self.roots = Roots(max_reqs, shape.topk, device)
 
     def set_growths(self, growths: Mapping[TreeShape, Growth]) -> None:
@@ -350,7 +349,6 @@ def count(draft: TreeDrafting) -> Numbers:
         "draft_graph_bytes": draft.trees.graph_bytes,
         "draft_window": draft.context.draft_window,
         "recurrent_input_bytes": draft.context.kept_bytes,
-        "nodes_kept": 0 if draft.context.drop is None else int(draft.context.drop.told),
         "connector_draft_layers": draft.context.saves.draft_layers,
         "start_seconds": dict(draft.trees.clock.seconds),
         "start_kernels": _kernels(draft),

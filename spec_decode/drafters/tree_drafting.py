@@ -426,5 +426,4 @@ class TreeDrafting(DraftModelSpeculator):
             self.context.tree, self.draft_tokens, num_extra=num_extra,
             extra_nodes=self.context.extra_nodes if num_extra else None,
             of_memory=self.trees.sources.of_memory,
-            price=None if self.context.drop is None else self.context.drop.price,
         )  # fmt: skip

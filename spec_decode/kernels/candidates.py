@@ -177,8 +177,8 @@ def _rank_kernel(
 @Kernel
 @triton.jit
 def _finish_kernel(
-    best, scores, tokens, parents, idx_mapping, tree_parents, tree_depths, tree_masks, draft_tokens,
-    extra_nodes, of_memory, price,
+    best, tokens, parents, idx_mapping, tree_parents, tree_depths, tree_masks, draft_tokens,
+    extra_nodes, of_memory,
     tree_stride, draft_stride,
     WIDTH: tl.constexpr, DRAFTED: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr,
     ROUNDS: tl.constexpr, HAS_EXTRA: tl.constexpr, PATHS: tl.constexpr, SLOTS: tl.constexpr,
@@ -206,22 +206,7 @@ def _finish_kernel(
         ancestor = tl.gather(ancestor, ancestor, 0)
     parent = tl.where(node == 0, -1, parent)
     token = tl.load(tokens + chosen, mask=is_draft, other=0)
-    if price is not None:
-        # Nodes are ordered by score: those that stay are the first ones.
-        score = tl.load(scores + row * WIDTH + chosen, mask=is_draft, other=float("-inf"))
-        chance = tl.exp(score)
-        before = node[None, :] <= node[:, None]
-        gain = tl.sum(tl.where(before, chance[None, :], 0.0), 1)
-        gain += tl.load(price) * tl.exp(tl.load(price + 1) * node.to(tl.float32))
-        gain = tl.where(node <= NODES, gain, -1.0)
-        kept = tl.max(tl.where(gain == tl.max(gain, 0), node, 0), 0)
-        dropped = is_draft & (node > kept)
-        is_draft = is_draft & (node <= kept)
-        parent = tl.where(dropped, -1, parent)
-        depth = tl.where(dropped, 0, depth)
-        mask = tl.where(dropped, one << node.to(tl.int64), mask)
-        token = tl.where(dropped, -1, token)
-    tl.store(draft_tokens + row * draft_stride + node - 1, token, mask=(node > 0) & (node <= NODES))
+    tl.store(draft_tokens + row * draft_stride + node - 1, token, mask=is_draft)
     stored = (node <= NODES) & (slot >= 0)
     tl.store(tree_parents + slot * tree_stride + node, parent, mask=stored)
     tl.store(tree_depths + slot * tree_stride + node, depth, mask=stored)
@@ -242,7 +227,7 @@ def finish_tree(
     table: CandidateTable, num_reqs: int, steps_done: int, num_nodes: int,
     idx_mapping: torch.Tensor, tree: TreeState, draft_tokens: torch.Tensor,
     *, num_extra: int = 0, extra_nodes: torch.Tensor | None = None,
-    of_memory: tuple[torch.Tensor, int] | None = None, price: torch.Tensor | None = None,
+    of_memory: tuple[torch.Tensor, int] | None = None,
 ) -> None:  # fmt: skip
     """Keep the best ``num_nodes`` candidates as the tree (EAGLE-2, arXiv:2406.16858, section 4.2).
 
@@ -261,7 +246,6 @@ def finish_tree(
         of_memory: i32 ``[>= num_reqs]`` by batch row, a mask of the paths that are from a memory,
             and how many paths take turns in the columns of other sources. Then `extra_nodes` is
             ``[2, max_reqs]``, and its second row receives which nodes are of these.
-        price: `DropState.price`; dropped nodes get the token -1. None drops nothing.
     """
     topk = table.topk
     candidates = num_candidates(topk, steps_done)
@@ -289,9 +273,9 @@ def finish_tree(
         NODES_PAD=nodes_pad, BLOCK=block, OTHERS=others,
     )  # fmt: skip
     _finish_kernel[(num_reqs,)](
-        best, table.scores, table.tokens, table.parents, idx_mapping, tree.parents, tree.depths,
-        tree.masks, draft_tokens, extra_nodes, None if of_memory is None else of_memory[0], price,
-        tree.width, draft_tokens.stride(0),
+        best, table.tokens, table.parents, idx_mapping, tree.parents, tree.depths, tree.masks,
+        draft_tokens, extra_nodes, None if of_memory is None else of_memory[0], tree.width,
+        draft_tokens.stride(0),
         WIDTH=table.scores.shape[1], DRAFTED=candidates, NODES=num_nodes, NODES_PAD=nodes_pad,
         # A path of other candidates may be deeper than the levels.
         ROUNDS=max(steps_done, min(num_nodes, steps_done + num_extra)).bit_length(),

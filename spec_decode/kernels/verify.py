@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_graft.spec_decode.kernels.kernel_launch import Kernel, next_power_of_2
-from vllm_graft.spec_decode.trees.tree import DropState, TreeState
+from vllm_graft.spec_decode.trees.tree import TreeState
 
 MASK_BITS = 64
 
@@ -60,13 +60,11 @@ class TreeRows:
 @triton.jit(do_not_specialize=["num_reqs", "max_rows"])
 def _rows_kernel(
     tree_parents, tree_depths, tree_masks, idx_mapping, query_start_loc, cu_num_logits,
-    num_computed, num_drafts, input_ids, kept, told, positions, row_masks, row_depths, row_parents,
-    num_rows, prefix_lens, plain_lens, num_reqs, max_rows, tree_stride,
+    num_computed, num_drafts, positions, row_masks, row_depths, row_parents, num_rows, prefix_lens,
+    plain_lens, num_reqs, max_rows, tree_stride,
     PLAIN_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
 ):  # fmt: skip
     req = tl.program_id(0)
-    if kept is not None:
-        tl.store(told, tl.load(kept), mask=req == 0)
     if req >= num_reqs:
         tl.store(num_rows + req, 0)
         tl.store(prefix_lens + req, 0)
@@ -89,11 +87,6 @@ def _rows_kernel(
         mask = tl.load(tree_masks + slot * tree_stride + row, mask=inside, other=0)
         parent = tl.load(tree_parents + slot * tree_stride + row, mask=inside, other=0)
         base = computed + length - drafts - 1
-        if kept is not None:
-            # A dropped node is the root once more: it asks for no other experts.
-            dropped = inside & (row > 0) & (depth == 0)
-            tl.store(input_ids + first + row, tl.load(input_ids + first), mask=dropped)
-            tl.atomic_add(kept, tl.sum((inside & (depth > 0)).to(tl.int64), 0))
         tl.store(positions + first + row, base + depth, mask=inside)
         tl.store(row_masks + first + row, mask & causal, mask=inside)
         tl.store(row_depths + first + row, depth, mask=inside)
@@ -123,7 +116,6 @@ def prepare_rows(
     *,
     plain_rows: bool = False,
     max_rows: int = MASK_BITS,
-    drop: DropState | None = None,
 ) -> None:
     """Write the positions and masks of the rows that the tree attention kernel computes.
 
@@ -140,16 +132,14 @@ def prepare_rows(
         plain_rows: whether the tree kernel also computes plain requests that fit, as it must where
             a FULL graph holds no other attention.
         max_rows: 1 to 64.
-        drop: what counts the nodes that were not dropped. The others get the root's token.
     """
     if batch.num_reqs_after_padding == 0:
         return
-    dropping = (None,) * 3 if drop is None else (batch.input_ids, drop.kept, drop.told)
     _rows_kernel[(batch.num_reqs_after_padding,)](
         tree.parents, tree.depths, tree.masks, batch.idx_mapping, batch.query_start_loc,
-        batch.cu_num_logits, num_computed, rows.num_drafts, *dropping, batch.positions,
-        rows.row_masks, rows.row_depths, rows.row_parents, rows.num_rows, rows.prefix_lens,
-        rows.plain_lens, batch.num_reqs, max_rows, tree.width,
+        batch.cu_num_logits, num_computed, rows.num_drafts, batch.positions, rows.row_masks,
+        rows.row_depths, rows.row_parents, rows.num_rows, rows.prefix_lens, rows.plain_lens,
+        batch.num_reqs, max_rows, tree.width,
         PLAIN_ROWS=plain_rows, ROWS_PAD=next_power_of_2(max(tree.width, max_rows)), num_warps=1,
     )  # fmt: skip
 

@@ -234,12 +234,5 @@ def step_has_experts(config: TreeConfig, vllm_config: Any) -> bool:
     return _is_mixture(target_of(vllm_config)) or draft_has_experts(config, speculative)
 
 
-def expert_share(model: Any) -> float:
-    """The part of its experts that a row reads in a layer of a model, or of None; 0 without any."""
-    if not _is_mixture(model):
-        return 0.0
-    return float(model.get_num_experts_per_tok() / model.get_num_experts())
-
-
 def _is_mixture(model: Any) -> bool:
     return bool(getattr(model, "is_moe", False))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from vllm_graft.base.options import flag, target_of
+from vllm_graft.base.options import flag
 from vllm_graft.base.refusal import Found, Refusals
 from vllm_graft.spec_decode.config.draft_config import NAME as CHAINS
 from vllm_graft.spec_decode.config.draft_config import DraftConfig
@@ -12,7 +12,6 @@ from vllm_graft.spec_decode.models.drafts import (
     CANDIDATE_KEYS,
     block_rows,
     drafter_of,
-    expert_share,
     has_model,
     is_assistant,
     is_block,
@@ -369,22 +368,6 @@ def _filled(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
             f"{flag('tree', 'topk')} is {tree.topk}, and the depth {steps}, so that matches have "
             f"{most} tokens for {nodes} nodes"
         )
-
-
-@DRAFTS.row(
-    "`drop` without experts, `shape: auto`, trees or a draft model",
-    "Nodes are dropped for the experts that they read, by what measured steps of a tree cost.",
-    f"drop `{flag('tree', 'drop')}`",
-)
-def _drop(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    if tree.drop and tree.shape != "auto":
-        yield f"{flag('tree', 'drop')} is true, and {flag('tree', 'shape')} is {tree.shape!r}"
-    elif tree.drop and tree.topk == 1:
-        yield f"{flag('tree', 'drop')} is true, and {flag('tree', 'topk')} is 1"
-    elif tree.drop and not has_model(tree, vllm_config.speculative_config):
-        yield f"{flag('tree', 'drop')} is true, and nothing but n-grams drafts"
-    elif tree.drop and not expert_share(target_of(vllm_config)):
-        yield f"{flag('tree', 'drop')} is true, and the target has no experts"
 
 
 def _steps(tree: TreeConfig, speculative: Any) -> tuple[bool, int]:

@@ -101,10 +101,7 @@ class TreeState:
     children and the first ``n`` drafts are the best tree of ``n``. `parents`: i32 ``[max_reqs,
     num_nodes + 1]``, node index, -1 for the root. `depths`: i32 ``[max_reqs, num_nodes + 1]``,
     edges from the root. `masks`: i64 ``[max_reqs, num_nodes + 1]``; bit ``j`` is set if node ``j``
-    is the node itself or one of its ancestors. Bit 63 is the sign bit.
-
-    A dropped node (`DropState`) is a copy of the root, with its parent and depth, but sees itself
-    in place of the root. It is nobody's child, so no path leads there."""
+    is the node itself or one of its ancestors. Bit 63 is the sign bit."""
 
     parents: torch.Tensor
     depths: torch.Tensor
@@ -129,38 +126,6 @@ class TreeState:
     @property
     def width(self) -> int:
         return int(self.parents.shape[1])
-
-
-@dataclass(frozen=True)
-class DropState:
-    """What drops nodes of trees on the device, at fixed addresses.
-
-    Attributes:
-        price: f32 ``[2]``. A tree keeps its best m nodes for the m with the largest ``gain(m) +
-            price[0] * exp(price[1] * m)``; the gain is the sum of their path probabilities. With
-            zeros it keeps all.
-        kept: i64 ``[1]``, nodes of verified trees that were not dropped.
-        told: i64 ``[1]``, a copy of `kept` in pinned memory of the host, one step old.
-    """
-
-    price: torch.Tensor
-    kept: torch.Tensor
-    told: torch.Tensor
-
-    @classmethod
-    def allocate(cls, device: torch.device) -> DropState:
-        import torch
-
-        kept = torch.zeros(1, dtype=torch.int64, device=device)
-        told = torch.zeros(1, dtype=torch.int64, pin_memory=kept.is_cuda)
-        return cls(torch.zeros(2, device=device), kept, told)
-
-    def tell(self, price: tuple[float, float]) -> None:
-        """Set the price behind what the device was asked to do before. The host does not wait."""
-        import torch
-
-        told = torch.tensor(price)
-        self.price.copy_(told.pin_memory() if self.price.is_cuda else told, non_blocking=True)
 
 
 CHECK_RANKS = "VLLM_GRAFT_CHECK_RANKS"

@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_graft.base.errors import HookError
-from vllm_graft.base.options import flag, target_of
+from vllm_graft.base.options import flag
 from vllm_graft.base.values import shown
 from vllm_graft.graph_runners.language.widths import request_counts
 from vllm_graft.hooks import manager
-from vllm_graft.seams.wrap import around
 from vllm_graft.spec_decode.chunking import graph_fit
 from vllm_graft.spec_decode.chunking.graph_fit import ROWS, can_chunk, chunk_prompts
 from vllm_graft.spec_decode.config.tree_config import NAME, TreeConfig
 from vllm_graft.spec_decode.models.drafts import (
     draft_has_experts,
-    expert_share,
     has_model,
     is_block,
     step_has_experts,
 )
 from vllm_graft.spec_decode.trees.tree import TreeShape
 from vllm_graft.spec_decode.tuning.copied_texts import CopiedTexts
-from vllm_graft.spec_decode.tuning.drops import KEEP_ALL, PRICE, Drops, price_of
 from vllm_graft.spec_decode.tuning.rank_agreement import SharedLookup, share_wishes, step_together
 from vllm_graft.spec_decode.tuning.shapes import dynamic, for_blocks, for_experts, whole
 from vllm_graft.spec_decode.tuning.step_times import MEASURED
@@ -149,7 +146,6 @@ class StepWatch:
         self._requests = requests
         self._texts = CopiedTexts(requests)
         self._previous: int | None = None
-        self._price = KEEP_ALL
         self._decodes: list[str] = []
         self._ended = 0.0
         self._temperature = 0.0
@@ -162,7 +158,6 @@ class StepWatch:
             # vLLM has cut the trees, because the context ends behind them.
             kind = None
         previous, self._previous = self._previous, None if kind is None else kind.nodes
-        price, self._price = self._price, price_of(output)
         ended, self._ended = self._ended, now
         if kind is None:
             return
@@ -184,7 +179,6 @@ class StepWatch:
             same=same,
             temperature=self._temperature,
             context=self._context(output.num_scheduled_tokens.keys()),
-            dropped=price != KEEP_ALL,
         )
         if not kind.nodes and self.tuner.copied:
             self.tuner.heed(self._texts.longest(kind.decodes, self.tuner.copied))
@@ -267,11 +261,9 @@ def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
     levels = _levels(config, vllm_config, set(schedule) - {0})
     experts = step_has_experts(config, vllm_config)
     rests = not has_model(config, vllm_config.speculative_config)
-    drops = Drops(expert_share(target_of(vllm_config))) if config.drop else None
     tuner = NodeTuner(
-        schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests,
-        drops=drops,
-    )  # fmt: skip
+        schedule, max_rows(vllm_config), sizes, levels, cuts=cuts, experts=experts, rests=rests
+    )
     tuner.seed(MEASURED.take(vllm_config) or {})
     scheduler.dynamic_sd_lookup = TunedLookup(schedule, tuner)
     shared = share_wishes(scheduler) if step_together(vllm_config) else None
@@ -289,30 +281,6 @@ def _learn(scheduler: Scheduler, config: TreeConfig, *, cuts: bool) -> None:
 
     # Only this scheduler is changed: others in the process may have other configurations.
     scheduler.update_from_output = update_from_output
-    if drops is not None:
-        _send_prices(scheduler, tuner)
-
-
-def _send_prices(scheduler: Scheduler, tuner: NodeTuner) -> None:
-    """Let each step carry the price of the nodes that it drafts."""
-
-    @around(scheduler, "_update_after_schedule")
-    def then_price(original: Any, output: SchedulerOutput) -> Any:
-        setattr(output, PRICE, tuner.price)
-        return original(output)
-
-
-def take_prices(worker: Any) -> None:
-    """Let a worker, which has loaded its model, drop nodes by the price of each step."""
-    drop, before = worker.model_runner.speculator.context.drop, KEEP_ALL
-
-    @around(worker.model_runner, "execute_model")
-    def then_take(original: Any, output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        nonlocal before
-        if (price := price_of(output)) != before:
-            drop.tell(price)
-            before = price
-        return original(output, *args, **kwargs)
 
 
 def plan_shapes(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.spec_decode.tuning.acceptance import Acceptance
-from vllm_graft.spec_decode.tuning.drops import KEEP_ALL, Drops
 from vllm_graft.spec_decode.tuning.step_times import FEW, Costs, StepTimes
 from vllm_graft.spec_decode.tuning.trials import Trials
 
@@ -67,8 +66,7 @@ _WINDOW = 64
 @dataclass
 class _BatchHistory:
     """Recent steps of one batch size, and the choice that is in use for it. Means weigh recent
-    steps most, and go over `steps` of them; `context` is of the latest. `drops`: whether the
-    device drops nodes."""
+    steps most, and go over `steps` of them; `context` is of the latest."""
 
     steps: float = 0.0
     prompt_fraction: float = 0.0
@@ -82,7 +80,6 @@ class _BatchHistory:
     ratios: dict[int, float] = field(default_factory=dict)
     least_ratio: float = 1.0
     blocks: int = 1
-    drops: bool = False
 
     @property
     def prompts(self) -> list[int]:
@@ -128,20 +125,14 @@ class NodeTuner:
         cuts: whether trees beside prompts are cut where the step fits no graph (see `graph_fit`).
         experts: whether rows of a step read experts, so that costs are corrected by a slope.
         rests: whether drafts rest that are not saved for: those without a model.
-        drops: prices of nodes, by which the device drops some.
-
-    Attributes:
-        price: that of the nodes which the step that was begun last drafts.
     """
 
     def __init__(
         self, schedule: list[int], max_rows: int, sizes: Sequence[int] | None = None,
         levels: Mapping[int, int] | None = None,
         *, cuts: bool = False, experts: bool = False, rests: bool = False,
-        drops: Drops | None = None,
     ) -> None:  # fmt: skip
         self._schedule = schedule
-        self._drops, self.price = drops, KEEP_ALL
         self._rests = rests and 0 in schedule[1:]
         self._saved = self._grant = TRIAL
         self._won = 0.0
@@ -165,8 +156,6 @@ class NodeTuner:
 
     def seed(self, costs: Costs) -> None:
         self.times.seed(costs)
-        if self._drops is not None:
-            self._drops.seed(costs)
 
     @property
     def costs(self) -> Costs:
@@ -209,21 +198,17 @@ class NodeTuner:
             history.steps_left = BLOCK
         if history.choice not in allowed or history.steps_left <= 0:
             captured, before = self._captured(history, allowed, batch), history.choice
-            dropping = None if self._drops is None else self._drops.nodes(size, captured)
-            history.drops = dropping is not None
-            history.choice = self._best(size, captured, batch) if dropping is None else dropping
+            history.choice = self._best(size, captured, batch)
             same = self._rests and history.choice == before != 0
             history.blocks = min(history.blocks + 1, BLOCKS) if same else 1
             history.steps_left = history.blocks * BLOCK
         history.steps_left -= 1
-        if self._drops is not None:
-            self.price = self._drops.price(size, batch) if history.drops else KEEP_ALL
         return history.choice
 
     def observe(
         self, nodes: int, emitted: list[int], seconds: float | None,
         *, batch: int | None = None, prompts: int = 0, verified: int | None = None,
-        same: bool = True, temperature: float = 0.0, context: int = 0, dropped: bool = False,
+        same: bool = True, temperature: float = 0.0, context: int = 0,
     ) -> None:  # fmt: skip
         """Learn from a step in which every decoding request had `nodes` drafts.
 
@@ -237,15 +222,13 @@ class NodeTuner:
             same: whether most of the decoding requests were in the decoding step before.
             temperature: their mean temperature.
             context: K/V tokens of all requests of the step.
-            dropped: whether the device was to drop nodes of these drafts. Such trees tell nothing
-                of whole ones.
         """
         size = self._size(batch or len(emitted))
         alike = size == self._last_size
         self._last_size = size
         self._steps_of_size = self._steps_of_size + 1 if alike else 0
         whole = verified is None or verified == nodes
-        if whole and not dropped:
+        if whole:
             self._lengths.clear()
             self._acceptance.observe(
                 nodes, emitted, alike=alike, same=same, temperature=temperature
@@ -282,10 +265,7 @@ class NodeTuner:
         if measured is not None and self._steps_of_size < STEADY:
             # A new batch size comes with work that is done once.
             return
-        if self._drops is not None and not prompts:
-            self._drops.observe(size, nodes, emitted, seconds, dropped=dropped)
-        if not dropped:
-            self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
+        self.times.observe(size, nodes, seconds, context, prompts=bool(prompts))
 
     def _grant_again(self) -> None:
         """Save steps for drafts of other requests. They may repeat themselves like those before."""

@@ -13,7 +13,7 @@ import torch
 
 from vllm_graft.spec_decode.kernels.compact import TokenRows, follow_path
 from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows
-from vllm_graft.spec_decode.trees.tree import DropState, TreeState
+from vllm_graft.spec_decode.trees.tree import TreeState
 from vllm_graft.spec_decode.verification.accepted_kv import LayerSaves
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ class TreeContext:
             the drafted tree is of another source than the draft; None if there is none. With a
             memory ``[2, max_reqs]``: the second row is of the nodes from there.
         extra_counts: int64 ``[2]`` or ``[4]``, how many such nodes were verified and accepted.
-        drop: what drops nodes; None if nothing does.
         coupled: whether drafts may look at the noise of the target's draws.
         draft_window: tokens before a tree that the draft's attention sees at least; 0 for all.
         kept: which rows of recurrent layers have left inputs, which take `kept_bytes` of the
@@ -134,7 +133,6 @@ class TreeContext:
     teaches: torch.Tensor | None = None
     extra_nodes: torch.Tensor | None = None
     extra_counts: torch.Tensor | None = None
-    drop: DropState | None = None
     watches: tuple[TextWatch, ...] = ()
     coupled: bool = True
     draft_window: int = 0
@@ -193,7 +191,6 @@ class TreeContext:
             # has to compute requests without drafts.
             plain_rows=no_drafts,
             max_rows=self.tree.width,
-            drop=self.drop,
         )
         shift = None if linear is None else batch.positions - linear
         self.step = VerifyStep(batch, self.rows.num_drafts, shift)

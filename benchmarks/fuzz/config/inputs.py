@@ -103,7 +103,6 @@ class Inputs(Mutations):
             coupled=[True, False, "yes"],
             attention=["auto", "triton", "flash", "fa3"],
             mixed_graphs=[None, True, False],
-            drop=[True, False, None, "maybe"],
             fit_graphs=[True, False, None, "maybe"],
             fit_prompts=[True, False, None, "maybe"],
             hot_tokens=hot,

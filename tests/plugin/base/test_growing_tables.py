@@ -65,7 +65,6 @@ BOUNDED = {
         hicache/copies/strided.py:StridedPlanner.columns
         hicache/pages/namespace.py:Engine.layout hicache/pages/namespace.py:Engine.options""",
     "An entry per number of requests, nodes or rows, which the configuration bounds.": """
-        spec_decode/tuning/drops.py:Drops._sizes spec_decode/tuning/drops.py:_Size.yields
         spec_decode/targets/latent/latent_attention.py:latent_tile
         spec_decode/targets/latent/own_latents.py:own_tile
         spec_decode/kernels/attention/attention_plan.py:choose_plan

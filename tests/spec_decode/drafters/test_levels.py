@@ -57,9 +57,7 @@ class FakeDraft(SimpleNamespace):
             supports_mm_inputs=False,
             vllm_config=None,
             draft_tokens=torch.full((MAX_REQS, SHAPE.num_nodes), -7, device=DEVICE),
-            context=SimpleNamespace(
-                drop=None, tree=TreeState.allocate(MAX_REQS, SHAPE.num_nodes, DEVICE)
-            ),
+            context=SimpleNamespace(tree=TreeState.allocate(MAX_REQS, SHAPE.num_nodes, DEVICE)),
             passes=[],
             trees=SimpleNamespace(sources=Sources()),
         )

@@ -32,7 +32,7 @@ from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 from vllm_graft.spec_decode.kernels.verify import TreeRows, prepare_rows, walk_tree
 from vllm_graft.spec_decode.startup.stand_ins import META, empty
 from vllm_graft.spec_decode.trees.text_state import BORDER, MemoryState, NgramState
-from vllm_graft.spec_decode.trees.tree import CandidateTable, DropState, TreeState
+from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeState
 
 i64 = partial(empty, dtype=torch.int64)
 f32 = partial(empty, dtype=torch.float32)
@@ -46,25 +46,23 @@ def grow(topk: int, steps: int) -> None:
     expand_frontier(table, 1, *children, 2, empty(2 * topk), i64(2 * topk))
 
 
-def finish(topk: int, steps: int, nodes: int, extra: int = 0, drops: bool = False) -> None:
+def finish(topk: int, steps: int, nodes: int, extra: int = 0) -> None:
     table, tree = CandidateTable.allocate(2, topk, steps, META, extra), trees(nodes)
     marked = i64(4) if extra else None
     given = table, 2, steps, nodes, i64(2), tree, i64(2, nodes)
-    price = f32(2) if drops else None
-    finish_tree(*given, num_extra=extra, extra_nodes=marked, price=price)
+    finish_tree(*given, num_extra=extra, extra_nodes=marked)
 
 
 def trees(nodes: int) -> TreeState:
     return TreeState.allocate(4, nodes, META)
 
 
-def rows(drop: DropState | None = None) -> None:
+def rows() -> None:
     batch: Any = SimpleNamespace(
-        input_ids=empty(64), idx_mapping=i64(2), query_start_loc=empty(3), cu_num_logits=empty(3),
-        positions=i64(64), num_reqs=2, num_reqs_after_padding=2,
+        idx_mapping=i64(2), query_start_loc=empty(3), cu_num_logits=empty(3), positions=i64(64),
+        num_reqs=2, num_reqs_after_padding=2,
     )  # fmt: skip
-    kept = TreeRows.allocate(4, 128, META)
-    prepare_rows(trees(63), batch, empty(4), kept, plain_rows=True, drop=drop)
+    prepare_rows(trees(63), batch, empty(4), TreeRows.allocate(4, 128, META), plain_rows=True)
 
 
 def walk() -> None:
@@ -168,8 +166,6 @@ def calls() -> Iterator[Callable[[], object]]:
         yield partial(grow, topk, steps)
     for sizes in ((8, 6, 31), (10, 7, 63), (1, 1, 1), (32, 12, 63), (8, 6, 63, 63)):
         yield partial(finish, *sizes)
-    yield partial(finish, 8, 6, 63, 63, drops=True)
-    yield partial(rows, DropState(f32(2), i64(1), i64(1)))
     yield from (rows, walk, follow, remember, histories)
     yield from (partial(compact, width) for width in (256, 63))
     yield partial(ranked, torch.bfloat16, 8, 32_000, mapped=True)

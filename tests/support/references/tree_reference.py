@@ -1,8 +1,6 @@
 """Slow, plain versions of the kernels: the oracle of their tests."""
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +130,6 @@ def finish_tree_reference(
     num_extra: int = 0,
     extra_nodes: torch.Tensor | None = None,
     of_memory: None = None,
-    price: torch.Tensor | None = None,
 ) -> None:
     """The plain counterpart of :func:`vllm_graft.spec_decode.kernels.candidates.finish_tree`."""
     levels = num_candidates(table.topk, steps_done)
@@ -142,27 +139,14 @@ def finish_tree_reference(
         best = sorted(range(count), key=lambda i: (-scores[i], i))[:num_nodes]
         number = {-1: 0} | {candidate: node for node, candidate in enumerate(best, start=1)}
         parents = [-1] + [number[parent_of[i]] for i in best]
-        slot, kept = int(idx_mapping[r]), num_nodes
-        if price is not None:
-            kept = nodes_kept([scores[i] for i in best], *price.tolist())
-        extra = sum(1 << node for node, i in enumerate(best[:kept], start=1) if i >= levels)
+        slot = int(idx_mapping[r])
+        extra = sum(1 << node for node, i in enumerate(best, start=1) if i >= levels)
         if extra_nodes is not None and slot >= 0:
             extra_nodes[slot] = _signed(extra)
         draft_tokens[r, :num_nodes] = table.tokens[
             r, torch.tensor(best, device=table.tokens.device)
         ]
-        draft_tokens[r, kept:num_nodes] = -1
         _write_topology(tree, slot, parents)
-        for node in range(kept + 1, num_nodes + 1) if slot >= 0 else ():
-            tree.parents[slot, node], tree.depths[slot, node] = -1, 0
-            tree.masks[slot, node] = _signed(1 << node)
-
-
-def nodes_kept(scores: Sequence[float], worth: float, decay: float) -> int:
-    """Nodes that a tree with these scores, best first, keeps at a price; see `DropState.price`."""
-    gains = itertools.accumulate((math.exp(score) for score in scores), initial=0.0)
-    values = [gain + worth * math.exp(decay * m) for m, gain in enumerate(gains)]
-    return max(range(len(values)), key=lambda m: (values[m], m))
 
 
 def _write_topology(tree: TreeState, slot: int, parents: list[int]) -> None:

@@ -383,8 +383,13 @@ def _drop(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
         yield f"{flag('tree', 'drop')} is true, and {flag('tree', 'topk')} is 1"
     elif tree.drop and not has_model(tree, vllm_config.speculative_config):
         yield f"{flag('tree', 'drop')} is true, and nothing but n-grams drafts"
-    elif tree.drop and not expert_share(target_of(vllm_config)):
-        yield f"{flag('tree', 'drop')} is true, and the target has no experts"
+    elif tree.drop and not expert_share(target := target_of(vllm_config)):
+        yield f"{flag('tree', 'drop')} is true, and the target " + (
+            "has experts, but its configuration does not say how many a token is given to "
+            "(num_experts_per_tok, or what --hf-overrides says of it)"
+            if target.is_moe
+            else "has no experts"
+        )
 
 
 def _steps(tree: TreeConfig, speculative: Any) -> tuple[bool, int]:

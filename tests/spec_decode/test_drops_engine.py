@@ -185,6 +185,7 @@ def test_tokens_of_other_mixtures(
         ({"drop": True}, "shape is 'fixed'"),
         ({"drop": True, "shape": "auto", "topk": 1}, "topk is 1"),
         (AUTO, "the target has no experts"),
+        ({**AUTO, "topk": 2}, "has experts, but its configuration does not say how many"),
         ({**AUTO, "topk": 3, "steps": 3}, "nothing but n-grams drafts"),
     ],
 )
@@ -194,6 +195,7 @@ def test_what_cannot_drop_is_refused(
     which = pair if tree is AUTO else mixed
     method = "ngram_gpu" if "n-grams" in says else "eagle3"
     lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": 6} if "n-grams" in says else {}
-    asked = which.engine(nodes=3, tree=tree, method=method, speculative=lengths)
+    told = {"num_experts_per_tok": 0} if "how many" in says else {}
+    asked = which.engine(nodes=3, tree=tree, method=method, speculative=lengths, hf_overrides=told)
     with pytest.raises(ConfigError, match=says), asked:
         pass

@@ -93,8 +93,9 @@ def read_arm(name: str, sizes: Sizes, given: Serving) -> Arm:
         raise BenchmarkError(
             f"{told}: say none, native, lmcache or ours, or one of them with :JSON behind it"
         )
-    arm = Serving.read(flags, told).arm(name)
-    return replace(arm, options=held_alike(arm.options, sizes))
+    served = Serving.read(flags, told)
+    arm, block = served.arm(name), sizes.block or served.config.cache_config.block_size
+    return replace(arm, options=held_alike(arm.options, replace(sizes, block=block)))
 
 
 def held_alike(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:

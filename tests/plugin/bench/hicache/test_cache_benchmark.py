@@ -72,7 +72,10 @@ def test_arms_differ_in_their_connector_only(model: str, monkeypatch: pytest.Mon
             command.read_arm(name, sizes, plain)
     with pytest.raises(BenchmarkError, match=r"host_byte: unknown key\. Did you mean 'host_bytes'"):
         command.read_arm('ours:{"host_byte": 1}', sizes, plain)
-    assert none.options["num_gpu_blocks_override"] == 28_672 // 16 + 1
+    # A CPU's attention takes no blocks of 16.
+    assert none.options["block_size"] % 32 == 0
+    assert none.options["num_gpu_blocks_override"] == 28_672 // none.options["block_size"] + 1
+    assert command.read_arm("none", replace(sizes, block=64), plain).options["block_size"] == 64
     assert none.options["max_num_seqs"] == 64
     # What a server is told has nothing of the little K/V on the device.
     assert none.commands == {"none": f"vllm serve {model} --skip-tokenizer-init"}

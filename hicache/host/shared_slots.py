@@ -42,7 +42,7 @@ RECORD_BYTES = 84
 
 HEAD_BYTES = 64
 """The last bytes of the region: int64 numbers, of which these are used."""
-HOST_BYTES, GIVEN = range(2)
+HOST_BYTES, GIVEN, USES = range(3)
 
 PATIENCE = 0.005
 """Most seconds that a call waits for the lock. Its holder keeps it for less than that, unless it
@@ -75,7 +75,6 @@ def control_bytes(num_slots: int) -> int:
 
 def _arrays(num_slots: int) -> tuple[tuple[str, type, tuple[int, ...]], ...]:
     return (
-        ("died", np.int64, (OWNERS,)),
         ("used", np.int64, (num_slots,)),
         ("log", np.int64, (num_slots,)),
         ("engines", np.uint8, (OWNERS, 16)),
@@ -102,8 +101,7 @@ class SharedSlots:
         GraftError: if the lock can't be had, or as many engines as there are rows live.
     """
 
-    died: Array  # Nanoseconds since boot at which a row was found dead; 0 for others.
-    used: Array  # Nanoseconds since boot of a slot's last use; 0 for what nobody wants.
+    used: Array  # The number of a slot's last use, of all uses; 0 for what nobody wants.
     log: Array  # A ring of the slots that were given to pages, in order.
     engines: NDArray[np.uint8]  # The ids of the rows' engines.
     records: NDArray[np.uint8]  # What names the page of each slot.
@@ -131,6 +129,9 @@ class SharedSlots:
         self.head = np.frombuffer(memory, np.int64, HEAD_BYTES // 8, len(memory) - HEAD_BYTES)
         self._locks, self._clock = locks, clock
         self._patience, self._cared = PATIENCE, 0
+        # Rows that were dead at the last look, with their engines, and since when. Others' clocks
+        # say nothing here: a container may have a time namespace of its own.
+        self._dead: dict[tuple[int, bytes], int] = {}
         self._oldest: tuple[Array, Array] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._cursor = 0
         self.row = -1
@@ -175,19 +176,19 @@ class SharedSlots:
 
     def care(self) -> None:
         """Note which rows are dead, and give back what those had that are dead for a while."""
-        self._cared, self.alive = self._clock(), 0
+        seen, self._dead = self._dead, {}
+        self._cared, self.alive = (now := self._clock()), 0
         for row in self._rows():
             if row == self.row or self._locks.elsewhere(_ROW + row):
                 self.alive += 1
                 continue
-            if not self.died[row]:
-                self.pins[row] = 0
-                self.died[row] = self._clock()
-            elif self._clock() - self.died[row] > GRACE_SECONDS * 1e9:
+            self.pins[row] = 0
+            engine = row, self.engines[row].tobytes()
+            self._dead[engine] = seen.get(engine, now)
+            if now - self._dead[engine] > GRACE_SECONDS * 1e9:
                 of_row = np.flatnonzero(self.owner == row + 1)
                 self.state[of_row[self.state[of_row] == FILLING]] = FREE
                 self.owner[of_row] = 0
-                self.died[row] = 0
                 self.engines[row] = 0
                 self.reaped += 1
 
@@ -241,7 +242,9 @@ class SharedSlots:
 
     def use(self, slots: Array) -> None:
         """Note that pages are used now, the one that shall leave first in front."""
-        self.used[slots] = self._clock() + np.arange(len(slots))
+        last = int(self.head[USES])
+        self.head[USES] = last + len(slots)
+        self.used[slots] = last + 1 + np.arange(len(slots))
 
     def close(self) -> None:
         """Let go of the memory. The row is another's once all processes of the engine have. What

@@ -56,6 +56,23 @@ def _size(value: object) -> object:
     return int(size)
 
 
+def truth(value: object) -> object:
+    """``True`` or ``False`` for one of them and for the words ``true`` and ``false`` of a command,
+    in any case; every other value as it is."""
+    word = value.lower() if isinstance(value, str) else None
+    return {"true": True, "false": False}.get(word or "", value)
+
+
+def _switch(value: object) -> object:
+    found = truth(value)
+    if not isinstance(found, bool):
+        raise ValueError("say true or false")
+    return found
+
+
+Switch = Annotated[bool, BeforeValidator(_switch)]
+"""True or false. Pydantic alone would take ``"yes"``, ``"off"`` and 1 as well."""
+
 Count = Annotated[int, BeforeValidator(_not_bool)]
 Number = Annotated[float, BeforeValidator(_not_bool)]
 Bytes = Annotated[ByteSize, BeforeValidator(_size)]

@@ -39,6 +39,9 @@ START_SECONDS = 600.0
 
 FLAG = flag(NAME, "follow")
 
+BASE = "0"
+"""Name of the head of the start, where others have their `Publication.id`."""
+
 Ask = Callable[..., list[tuple[Any, str]]]
 """Calls a method of `vllm_graft.spec_decode.heads.head_weights.HeadWeights` in all workers."""
 
@@ -67,14 +70,15 @@ class Follower:
         self._before: Publication | None = None
         self._reading: Publication | None = None
         self._newest: Publication | None = None
-        self._refused = set[int]()
+        # Heads that have served, or that were refused.
+        self._done = set[str]()
         # What trees yielded before the last swap, if that is judged yet, and since.
         self._earlier: Window | None = None
         self._recent, self._size = Window(size), size
         self._told = 0.0
         self._swaps = self._rollbacks = self._unfit = 0
         self._due, self._failed = 0.0, False
-        self._verdicts = dict[int, str]()
+        self._verdicts = list[tuple[Publication, str]]()
 
     def _ask(self, *args: Any) -> list[Any]:
         """What all workers say. Raises `RuntimeError` if one of them failed."""
@@ -89,7 +93,7 @@ class Follower:
     def begin(self, base: str) -> None:
         """Wait for the workers, which read the head of the start, the file `base`, and serve with
         the newest one that was kept. Raises `ConfigError` if the first can't be read."""
-        if problem := self._patiently(0):
+        if problem := self._patiently(BASE):
             raise ConfigError(
                 f"{FLAG} asks for other weights of the head, but {shown(base)} can't be read as "
                 f"vLLM does: {problem}. Serve with a head that `vllm-graft train` made."
@@ -100,24 +104,24 @@ class Follower:
             warning_once(f"{FLAG}: {reason_of(error)}")
             kept = []
         for each in kept[-1:]:
-            self._ask("read", each.number, str(each.weights))
-            if problem := self._patiently(each.number):
+            self._ask("read", each.id, str(each.weights))
+            if problem := self._patiently(each.id):
                 self._unfits(each, problem)
             else:
                 self._swap(each)
                 self._keep_one()
                 logger.info("%s: the server begins with %s.", FLAG, _told(each))
 
-    def _patiently(self, number: int) -> str:
+    def _patiently(self, head: str) -> str:
         """What workers say of a head, once they have read it."""
         until = self._clock() + START_SECONDS
-        while (problem := self._problem(number)) is None and self._clock() < until:
+        while (problem := self._problem(head)) is None and self._clock() < until:
             time.sleep(0.05)
         return "it is not read yet" if problem is None else problem
 
-    def _problem(self, number: int) -> str | None:
+    def _problem(self, head: str) -> str | None:
         """What one of the workers says of a head: empty if all can have it, None if one reads."""
-        found = self._ask("problem", number)
+        found = self._ask("problem", head)
         return next(filter(None, found), None if None in found else "")
 
     def step(self) -> None:
@@ -141,17 +145,15 @@ class Follower:
             self._try(self._reading)
         elif (new := self._newest) is not None and self._may_follow(new):
             self._reading = new
-            self._ask("read", new.number, str(new.weights))
+            self._ask("read", new.id, str(new.weights))
 
     def _may_follow(self, new: Publication) -> bool:
         """Whether a head is a new one, and enough is known to compare it with the one that is
         there."""
-        if new.number in self._refused or new.number <= _number(self._serving):
-            return False
-        return self._recent.sum.trees * PARTS >= self._size
+        return new.id not in self._done and self._recent.sum.trees * PARTS >= self._size
 
     def _try(self, new: Publication) -> None:
-        problem = self._problem(new.number)
+        problem = self._problem(new.id)
         if problem is None:
             return
         self._reading = None
@@ -190,7 +192,7 @@ class Follower:
             self._recent = earlier
             logger.warning("%s: head %d is out again: %s.", FLAG, serving.number, found)
         else:
-            self._verdicts[serving.number] = KEPT
+            self._verdicts.append((serving, KEPT))
             logger.info("%s: head %d stays: %s.", FLAG, serving.number, found)
         self._keep_one()
 
@@ -198,10 +200,10 @@ class Follower:
         """Let all workers draft with a head; if one of them fails, all go back, and `RuntimeError`
         says why. Raises `GraftError` if ranks may have different heads."""
         try:
-            self._ask("swap", _number(to))
+            self._ask("swap", _id(to))
         except RuntimeError as error:
             # Some ranks have the new head, and one maybe a part of it.
-            found = self._order("swap", _number(self._serving))
+            found = self._order("swap", _id(self._serving))
             if len(found) > 1 and (again := next((why for _, why in found if why), "")):
                 raise GraftError(
                     f"{FLAG}: head {_number(to)} could not be swapped in ({error}), and head "
@@ -210,10 +212,11 @@ class Follower:
                 ) from None
             raise
         self._serving = to
+        self._done.add(_id(to))
 
     def _keep_one(self) -> None:
         """Have the workers forget all heads but the one that serves."""
-        self._ask("keep", _number(self._serving))
+        self._ask("keep", _id(self._serving))
 
     def _unfits(self, new: Publication, problem: str) -> None:
         self._unfit += 1
@@ -223,8 +226,8 @@ class Follower:
 
     def _refuse(self, head: Publication) -> None:
         # The folder may be one that can't be written.
-        self._refused.add(head.number)
-        self._verdicts[head.number] = REFUSED
+        self._done.add(head.id)
+        self._verdicts.append((head, REFUSED))
 
     # What is counted
 
@@ -259,10 +262,10 @@ class Follower:
         """See what is new in the folder, and note verdicts there. Raises `OSError`, as files do."""
         found = [each for each in self._shelf.each(self._base) if each.verdict != REFUSED]
         self._newest = found[-1] if found else None
-        for number, verdict in list(self._verdicts.items()):
-            with contextlib.suppress(FileNotFoundError):  # The trainer has removed it.
-                self._shelf.judge(number, verdict)
-            del self._verdicts[number]
+        while self._verdicts:
+            with contextlib.suppress(FileNotFoundError):  # It is just being removed.
+                self._shelf.judge(*self._verdicts[0])
+            del self._verdicts[0]
 
 
 def watch(follower: weakref.ref[Follower]) -> None:
@@ -278,6 +281,10 @@ def watch(follower: weakref.ref[Follower]) -> None:
 
 def _number(head: Publication | None) -> int:
     return 0 if head is None else head.number
+
+
+def _id(head: Publication | None) -> str:
+    return BASE if head is None else head.id
 
 
 def _told(head: Publication) -> str:
@@ -303,7 +310,7 @@ def follow(core: EngineCore, config: LearnConfig) -> Follower:
         )
     shelf = Publications(Path(config.follow).absolute())
 
-    core.collective_rpc(head_weights.attach, args=(str(base),))
+    core.collective_rpc(head_weights.attach, args=(BASE, str(base)))
 
     def ask(*args: Any) -> list[tuple[Any, str]]:
         found: list[tuple[Any, str]] = core.collective_rpc(head_weights.order, args=args)

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from vllm_graft.base.options import Bytes, Count, GraftSection
+from vllm_graft.base.options import Bytes, Count, GraftSection, Switch
 
 NAME = "learn"
 
@@ -25,7 +25,7 @@ class LearnConfig(GraftSection):
     record_bytes: Annotated[Bytes, Field(ge=2**20)] = ByteSize(2**30)
     """Most bytes of the folder's records; the oldest ones make room. A token takes about 6."""
 
-    record_salted: bool = False
+    record_salted: Switch = False
     """Whether requests with a ``cache_salt``, which keeps a tenant's K/V apart, are recorded."""
 
     follow: Annotated[str, Field(min_length=1)] | None = None

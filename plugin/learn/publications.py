@@ -49,12 +49,15 @@ _FACTS = TypeAdapter(Facts)
 
 @dataclass(frozen=True)
 class Publication:
-    """A head of the folder; number 0 is the base. `verdict` is empty until a server gave one."""
+    """A head of the folder; number 0 is the base. `verdict` is empty until a server gave one. A
+    number comes again where the folder was emptied, so `id`, with the time in it, tells heads
+    apart."""
 
     number: int
     folder: Path
     facts: Facts
     verdict: str
+    id: str
 
     @property
     def weights(self) -> Path:
@@ -91,14 +94,15 @@ class Publications:
             shutil.rmtree(part, ignore_errors=True)
             raise
         _sync(self._heads)
-        return Publication(number, folder, facts, "")
+        return Publication(number, folder, facts, "", _id(folder))
 
-    def judge(self, number: int, verdict: str) -> None:
-        """Note what became of a head."""
-        folder = self._heads / f"{number:06d}"
-        part = folder / f".{VERDICT}-{os.getpid()}"
+    def judge(self, head: Publication, verdict: str) -> None:
+        """Note what became of a head, if it is still there."""
+        if (found := self._read(head.folder)) is None or found.id != head.id:
+            return
+        part = head.folder / f".{VERDICT}-{os.getpid()}"
         part.write_text(verdict)
-        part.replace(folder / VERDICT)
+        part.replace(head.folder / VERDICT)
 
     def trim(self, base: str) -> None:
         """Remove heads of a base that are old, `KEEPS` and the one that serves excepted."""
@@ -118,12 +122,17 @@ class Publications:
         """A head; None if it is being removed, or is none."""
         try:
             facts = _FACTS.validate_json((folder / FACTS).read_bytes())
+            told = _id(folder)
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         verdict = ""
         with contextlib.suppress(FileNotFoundError):
             verdict = (folder / VERDICT).read_text()
-        return Publication(int(folder.name), folder, facts, verdict)
+        return Publication(int(folder.name), folder, facts, verdict, told)
+
+
+def _id(folder: Path) -> str:
+    return f"{int(folder.name)}@{(folder / FACTS).stat().st_mtime_ns}"
 
 
 def digest(head: Path) -> str:

@@ -20,10 +20,12 @@ _OPTION = FLAG.removesuffix(f".{KEY}")
 @dataclass(frozen=True)
 class Request:
     """What ``vllm serve`` would be given. `engine`: vLLM's ``AsyncEngineArgs``. `arguments`: what
-    follows ``vllm serve``, with the preset that was added, if any."""
+    follows ``vllm serve``, with the preset that was added, if any. `chat_template`: a file or a
+    text, if one is given."""
 
     engine: Any
     arguments: tuple[str, ...]
+    chat_template: str | None = None
 
     @classmethod
     def parse(cls, arguments: Sequence[str], *, preset: bool = True) -> Self:
@@ -38,7 +40,7 @@ class Request:
         added = _added(engine, arguments) if preset else ()
         if added:
             engine.additional_config = {**(engine.additional_config or {}), KEY: PRESET}
-        return cls(engine, (*arguments, *added))
+        return cls(engine, (*arguments, *added), read.chat_template)
 
     @property
     def command(self) -> str:

@@ -1,6 +1,6 @@
 """What stands under ``graft.draft``."""
 
-from vllm_graft.base.options import EntryName, GraftSection
+from vllm_graft.base.options import EntryName, GraftSection, Switch
 
 NAME = "draft"
 
@@ -11,7 +11,7 @@ class DraftConfig(GraftSection):
 
     NAME = NAME
 
-    extend: bool = True
+    extend: Switch = True
     """Whether the first pass, over the tokens that were accepted, is captured as well, where the
     attention backend is FLASH_ATTN or TRITON_ATTN."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
-from vllm_graft.base.options import Bytes, Count, EntryName, GraftSection, Section
+from vllm_graft.base.options import Bytes, Count, EntryName, GraftSection, Section, Switch, truth
 from vllm_graft.spec_decode.trees.tree import MAX_NODES, num_candidates
 
 
@@ -29,7 +29,7 @@ class MemoryConfig(Section):
     """Memory of each rank's device for corpora, beside ``bytes``; 0 for none. A token takes 36.6
     bytes. A corpus stays until it is dropped."""
 
-    prompts: bool = False
+    prompts: Switch = False
     """Whether the last 1,024 tokens of each prompt are kept too, 64 of them in a step. False:
     answers, each with the last 8 tokens before it."""
 
@@ -40,11 +40,9 @@ def memory_section(value: object) -> object:
     keys = MemoryConfig.model_fields.keys()
     if isinstance(value, dict) and value.get("scope") == "request" and value.keys() <= keys:
         return None
-    word = value.lower() if isinstance(value, str) else value
-    if word is True or word == "true":
-        return MemoryConfig()
-    if word is False or word == "false":
-        return None
+    given = truth(value)
+    if isinstance(given, bool):
+        return MemoryConfig() if given else None
     if value is None or isinstance(value, (dict, MemoryConfig)):
         return value
     raise ValueError("say true, false, or a mapping such as {'bytes': '64MiB'}")
@@ -98,11 +96,11 @@ def ngram_section(value: object) -> object:
     command."""
     if value is None or isinstance(value, (dict, NgramConfig)):
         return value
-    word = value.lower() if isinstance(value, str) else value
-    if word is True or word in ("true", "auto"):
+    given = truth(value)
+    if isinstance(given, bool):
+        return NgramConfig() if given else None
+    if isinstance(value, str) and value.lower() == "auto":
         return NgramConfig()
-    if word is False or word == "false":
-        return None
     raise ValueError("say true, false, or a mapping such as {'min': 3, 'max': 16}")
 
 
@@ -150,7 +148,7 @@ class TreeConfig(GraftSection):
     """For a target with layers on which no tree can be verified: ``chain`` drafts a chain as long
     as the tree is deep, which the target's own layers verify; ``refuse`` stops the start."""
 
-    coupled: bool = True
+    coupled: Switch = True
     """Rank the drafts of sampled requests by the draft's logits with the noise that the target
     will be sampled with, not by probability alone. Outputs are the same; more is accepted."""
 
@@ -159,15 +157,15 @@ class TreeConfig(GraftSection):
     over the keys before the tree, then by a small kernel over the tree's own. ``auto``: by what
     was measured to be faster when the engine started, where there is FlashAttention 3."""
 
-    mixed_graphs: bool | None = None
+    mixed_graphs: Switch | None = None
     """Whether steps with prompts beside trees run as one CUDA graph as well, where vLLM launches
     them piece by piece. None: where that is possible and cudagraph_mode captures mixed batches."""
 
-    fit_graphs: bool = True
+    fit_graphs: Switch = True
     """Whether trees beside prompts are cut to their best nodes where the step would have more rows
     than the largest CUDA graph with all nodes, and fit one with fewer. Outputs are the same."""
 
-    fit_prompts: bool = True
+    fit_prompts: Switch = True
     """Whether prompts are computed in chunks that fit the largest CUDA graph, where up to three of
     its replays do what would be one step without a graph."""
 
@@ -177,7 +175,7 @@ class TreeConfig(GraftSection):
     ids, always (a JSON list, one id per line in .txt, or a 1-D integer tensor in .pt or
     .safetensors). None: the draft's whole vocabulary."""
 
-    learn_salted: bool = True
+    learn_salted: Switch = True
     """Whether the texts of requests with a ``cache_salt`` count for learned hot tokens. False:
     nothing of such a text decides what other requests draft from."""
 
@@ -200,7 +198,7 @@ class TreeConfig(GraftSection):
     join the tree as those of a request's own text do. Needs ``ngram``, or method ``ngram``.
     ``true``: with all defaults."""
 
-    recurrent: bool | None = None
+    recurrent: Switch | None = None
     """Whether targets with recurrent layers get trees. None: those with the gated delta rule do
     (Qwen3-Next, Qwen3.5). True: those with Kimi delta attention (Kimi Linear) or Mamba-2
     (Nemotron-H, Falcon-H1, Granite 4.0-H) as well. Others get what ``fallback`` says; with false

@@ -27,8 +27,8 @@ _PLACE = "_graft_head_weights"
 
 
 class HeadWeights:
-    """Weights of one rank's draft by a number, on the host. A pipeline's rank without a draft has
-    none, and is always ready.
+    """Weights of one rank's draft by the name of a head, on the host. A pipeline's rank without a
+    draft has none, and is always ready.
 
     Args:
         draft: vLLM's model, which isn't quantized; None without one.
@@ -42,32 +42,32 @@ class HeadWeights:
         self._renew = getattr(head, "renew", lambda: None)
         self._shared = {id(each) for each in target.parameters()}
         self._device = torch.device("cpu")
-        self._read: dict[int, Future[Tensors]] = {}
+        self._read: dict[str, Future[Tensors]] = {}
         self._thread = ThreadPoolExecutor(1, "graft-heads")
         if draft is not None:
             self._device = next(draft.parameters()).device
 
-    def read(self, number: int, file: str) -> None:
-        """Begin to read a file, in a thread, under a number."""
-        if self._draft is not None and number not in self._read:
-            self._read[number] = self._thread.submit(self._tensors, file)
+    def read(self, head: str, file: str) -> None:
+        """Begin to read a file, in a thread, under a head's name."""
+        if self._draft is not None and head not in self._read:
+            self._read[head] = self._thread.submit(self._tensors, file)
 
-    def problem(self, number: int) -> str | None:
+    def problem(self, head: str) -> str | None:
         """Why a file can't be swapped in; empty if it can, None while it is read."""
         if self._draft is None:
             return ""
-        found = self._read[number]
+        found = self._read[head]
         if not found.done():
             return None
         error = found.exception()
         return "" if error is None else reason_of(error)
 
     @torch.inference_mode()
-    def swap(self, number: int) -> None:
+    def swap(self, head: str) -> None:
         """Copy weights that were read into the draft; on all ranks between the same two steps."""
         if self._draft is None:
             return
-        for module, name, tensor in self._read[number].result():
+        for module, name, tensor in self._read[head].result():
             found = getattr(module, name)
             if found.shape == tensor.shape:
                 found.data.copy_(tensor, non_blocking=True)
@@ -78,9 +78,9 @@ class HeadWeights:
                 module.quant_method.process_weights_after_loading(module)
         self._renew()
 
-    def keep(self, *numbers: int) -> None:
+    def keep(self, *heads: str) -> None:
         """Forget all others."""
-        self._read = {each: found for each, found in self._read.items() if each in numbers}
+        self._read = {each: found for each, found in self._read.items() if each in heads}
 
     @torch.no_grad()
     def _tensors(self, file: str) -> Tensors:
@@ -154,13 +154,13 @@ def _is_filled(name: str, tensor: torch.Tensor) -> bool:
     return True
 
 
-def attach(worker: Any, base: str) -> None:
+def attach(worker: Any, head: str, base: str) -> None:
     """Let the draft of a worker, which has loaded its models, have other weights than those of the
-    file `base`, which are number 0."""
+    file `base`, which are those of `head`."""
     runner = worker.model_runner
-    head = getattr(runner.speculator, "head", None)
-    made = HeadWeights(runner.get_draft_model(), runner.get_model(), head, base)
-    made.read(0, base)
+    drafts = getattr(runner.speculator, "head", None)
+    made = HeadWeights(runner.get_draft_model(), runner.get_model(), drafts, base)
+    made.read(head, base)
     setattr(runner, _PLACE, made)
 
 

@@ -49,10 +49,18 @@ def mtp_config(model: Any) -> dict[str, Any] | None:
         modules = SpeculativeConfig.hf_config_override(copy.deepcopy(model.hf_config)).n_predict
     except Exception:  # No module is named, or one that vLLM can't serve.
         return None
-    if not isinstance(modules, int) or modules < 1:
+    if not isinstance(modules, int) or modules < 1 or _is_cut(model.hf_config):
         return None
     tokens = modules if modules > 1 else _MTP_DEPTH
     return {"method": "mtp", "num_speculative_tokens": tokens}
+
+
+def _is_cut(config: Any) -> bool:
+    """Whether modules ask for types of layers that vLLM's configuration has cut off: an IndexError
+    when Step 3.5 is loaded with them."""
+    types = getattr(config, "layer_types", None)
+    cut = types is not None and len(types) <= config.num_hidden_layers
+    return cut and config.model_type == "step3p5"
 
 
 def no_draft(vllm_config: Any, tokens: int = HEAD_DEPTH) -> str:

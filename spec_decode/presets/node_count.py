@@ -53,8 +53,8 @@ def wrong_depth(depth: int) -> str:
     if 1 <= depth <= MAX_STEPS:
         return ""
     return (
-        f"{flag(NAME, 'nodes')} makes speculative_config.num_speculative_tokens the depth of a "
-        f"tree, got {depth}: set it to 1..{MAX_STEPS}."
+        "speculative_config.num_speculative_tokens, which beside a preset and "
+        f"{flag(NAME, 'nodes')} is the depth of a tree, is {depth}: set it to 1..{MAX_STEPS}."
     )
 
 

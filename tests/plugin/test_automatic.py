@@ -428,7 +428,7 @@ def test_a_tree_is_made_to_fit(
     [
         ("auto", ROWS, 511, "A level of the draft has 2048 rows"),
         ("latency", LONG, 1, "--long-prefill-token-threshold is 1, but a full tree has 2 rows. "),
-        ("auto", DEPTH, 40, "got 40: set it to 1..32"),
+        ("auto", DEPTH, 40, "is 40: set it to 1..32"),
     ],
 )
 def test_no_tree_fits(config: Any, preset: str, path: str, value: int, words: str) -> None:

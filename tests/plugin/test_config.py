@@ -1,5 +1,6 @@
 """The configuration: parsing, refusals, and their words."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_graft.base.errors import ConfigError, GraftError
-from vllm_graft.base.options import did_you_mean
+from vllm_graft.base.options import Section, did_you_mean, parse, section_type
 from vllm_graft.config import GraftConfig
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
+from vllm_graft.learn.learn_config import LearnConfig
 from vllm_graft.spec_decode.config.tree_config import MemoryConfig, NgramConfig, TreeConfig
 
 
@@ -79,6 +82,34 @@ def test_what_is_neither_on_nor_off_nor_keys(key: str, value: object, words: str
         tree(**{key: value})
     assert str(caught.value).startswith(f"--additional-config.graft.tree.{key}")
     assert (f"tree.{key}{words}" if words[0] in ".:" else words) in str(caught.value)
+
+
+def switches() -> dict[str, type[Section]]:
+    """The section of each key that is true or false, by its path."""
+    found, left = dict[str, type[Section]](), [("graft", GraftConfig), ("extra", HiCacheConfig)]
+    while left:
+        path, section = left.pop()
+        for name, field in section.model_fields.items():
+            if (inner := section_type(field.annotation)) is not None:
+                left.append((f"{path}.{name}", inner))
+            elif re.search(r"\bbool\b", repr(field.annotation)):
+                found[f"{path}.{name}"] = section
+    return found
+
+
+@pytest.mark.parametrize("key", switches())
+def test_a_switch_is_true_or_false(key: str) -> None:
+    path, _, name = key.rpartition(".")
+    section = switches()[key]
+    least = {HiCacheConfig: {"host_bytes": "1GiB"}, LearnConfig: {"record": "texts"}}.get(
+        section, {}
+    )
+    for given, meant in ((True, True), ("True", True), (False, False), ("false", False)):
+        assert getattr(parse(section, {name: given, **least}, path), name) is meant
+    for wrong in ("yes", "off", "1", 1, 0, 0.0, []):
+        with pytest.raises(ConfigError) as caught:
+            parse(section, {name: wrong, **least}, path)
+        assert str(caught.value) == f"{key}: {wrong!r} is refused: say true or false."
 
 
 @pytest.mark.parametrize(("topk", "steps"), [(1, 1), (2, 3), (3, 2), (4, 4)])

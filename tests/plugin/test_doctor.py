@@ -3,12 +3,14 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -139,13 +141,21 @@ def test_the_cure_of_a_new_environment_on_a_cpu_is_named(monkeypatch: pytest.Mon
     def fail(*_: object) -> NoReturn:
         raise RuntimeError("operator torchvision::nms does not exist")
 
+    def within(name: str) -> Any:
+        return fail() if "." in name else SimpleNamespace(__version__="1.0", main=fail)
+
     cure = "does not exist. On a CPU, run `python -m vllm_graft.testing.environment`"
     [finding] = doctor._guarded(fail)
     assert cure in finding.detail
-    monkeypatch.setattr(importlib, "import_module", fail)
+    # `vllm` alone can be imported.
+    monkeypatch.setattr(importlib, "import_module", within)
     findings = {finding.check: finding for finding in doctor._versions()}
     assert not findings["vllm"].ok
+    assert findings["torch"].ok
     assert cure in findings["vllm"].detail
+    # Other commands end in that sentence.
+    with pytest.raises(SystemExit, match=re.escape(cure)):
+        cli.main(["plan", "model"])
     assert importlib.util.find_spec("vllm_graft.testing.environment") is not None
 
 

@@ -69,7 +69,7 @@ def test_two_depths_are_refused(vllm_config: Any) -> None:
 
 
 def test_a_depth_out_of_bounds_is_refused(vllm_config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"got 33: set it to 1\.\.32"):
+    with pytest.raises(ConfigError, match=r"is 33: set it to 1\.\.32"):
         filled(vllm_config, 33, nodes=63)
 
 

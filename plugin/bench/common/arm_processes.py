@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,11 +66,18 @@ def serve(
     with running(target, options) as llm:
         answering = make(llm)
         pipe.send("ready")
-        while (wish := pipe.recv()) is not None:
+        for wish in wishes(pipe):
             try:
                 pipe.send(answering(wish))
             except CannotAnswer as error:
                 pipe.send(str(error))
+
+
+def wishes(pipe: Connection) -> Iterator[Any]:
+    """What an arm is sent, until it is None, or the other end is gone: another arm failed."""
+    with suppress(EOFError):
+        while (wish := pipe.recv()) is not None:
+            yield wish
 
 
 def start(

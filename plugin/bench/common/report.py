@@ -96,7 +96,7 @@ T = TypeVar("T")
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
     """Add the flag of the limit."""
-    told = "begin no measurement that would end later than this (default: no limit)"
+    told = "begin nothing that would end later, but a first measurement (default: no limit)"
     parser.add_argument("--seconds", type=float, metavar="S", help=told)
 
 
@@ -105,17 +105,20 @@ class TimeLimit:
 
     def __init__(self, seconds: float | None, engines: int = 1) -> None:
         self._end = None if seconds is None else time.perf_counter() + seconds
-        self._engines = engines
+        self._share, self._engines, self._least = self._end, engines, 1
 
     def within(self, cases: Sequence[T]) -> Iterator[T]:
-        """The cases of the next engine, as long as the next one would end in the engine's share.
-        Each says on standard error how many there are, and how long all may take."""
+        """The cases of the next engine, as long as the next one would end in the engine's share;
+        but the first one of the first engine is measured however long its start took. Each says on
+        standard error how many there are, and how long all may take."""
         began, longest = time.perf_counter(), 0.0
-        share = None if self._end is None else began + (self._end - began) / self._engines
+        if self._end is not None:
+            self._share = began + (self._end - began) / self._engines
         self._engines -= 1
+        least, self._least = self._least, 0
         for number, case in enumerate(cases):
             start = time.perf_counter()
-            if share is not None and start + longest > share:
+            if number >= least and self._share is not None and start + longest > self._share:
                 _say(f"no time left for {len(cases) - number} of {len(cases)} measurements")
                 return
             yield case
@@ -124,6 +127,18 @@ class TimeLimit:
             left = each * (len(cases) - number - 1 + len(cases) * self._engines)
             after = f", {self._engines} more engines" if self._engines else ""
             _say(f"{number + 1} of {len(cases)} measured{after}: about {_clock(left)} left")
+
+    def rounds(self, count: int, least: int) -> Iterator[int]:
+        """The numbers of the rounds of a case: `least` of them, and others as long as the next one
+        would end in the engine's share."""
+        start, longest = time.perf_counter(), 0.0
+        for number in range(count):
+            if number >= least and self._share is not None and start + longest > self._share:
+                _say(f"no time left for {count - number} of {count} rounds")
+                return
+            yield number
+            now = time.perf_counter()
+            start, longest = now, max(longest, now - start)
 
 
 def _clock(seconds: float) -> str:

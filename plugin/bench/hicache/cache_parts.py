@@ -34,7 +34,7 @@ class Sizes:
     """The amount of work, with the help of each flag."""
 
     vocab: int = _size(8000, "prompts are random token ids in [16, vocab)")
-    block: int = _size(16, "tokens of a block of the device's K/V cache")
+    block: int = _size(0, "tokens of a block of the device's K/V cache; 0: as vLLM chooses")
     gpu_tokens: int = _size(28_672, "tokens that the K/V cache of the device holds")
     host_gib: float = _size(16.0, "GiB of the host cache, ours and vLLM's")
     suffix: int = _size(512, "new tokens behind a prefix that the host has")

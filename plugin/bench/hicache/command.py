@@ -20,7 +20,7 @@ import argparse
 import importlib.util
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -93,8 +93,9 @@ def read_arm(name: str, sizes: Sizes, given: Serving) -> Arm:
         raise BenchmarkError(
             f"{told}: say none, native, lmcache or ours, or one of them with :JSON behind it"
         )
-    arm = Serving.read(flags, told).arm(name)
-    return replace(arm, options=held_alike(arm.options, sizes))
+    served = Serving.read(flags, told)
+    arm, block = served.arm(name), sizes.block or served.config.cache_config.block_size
+    return replace(arm, options=held_alike(arm.options, replace(sizes, block=block)))
 
 
 def held_alike(options: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -138,11 +139,11 @@ def _native(size: int) -> dict[str, Any]:
 
 
 def take_turns(
-    pipes: Mapping[Arm, Connection], part: str, size: int, rounds: int
+    pipes: Mapping[Arm, Connection], part: str, size: int, rounds: Iterable[int]
 ) -> dict[str, list[Figures]]:
-    """Ask all arms for one part in turn; a first round only warms up."""
+    """Ask all arms for one part in turn; round 0 only warms up."""
     found: dict[str, list[Figures]] = {arm.name: [] for arm in pipes}
-    for number in range(rounds + 1):
+    for number in rounds:
         arms = list(pipes.items())
         for arm, pipe in reversed(arms) if number % 2 else arms:
             pipe.send((part, number, size))
@@ -183,7 +184,8 @@ def compare(
     for group in parted:
         pipes = arm_processes.start(group, given.model, told)
         for part, size in limit.within(cases):
-            rows += rows_of(part, size, take_turns(pipes, part, size, arguments.rounds))
+            rounds = limit.rounds(arguments.rounds + 1, least=2)
+            rows += rows_of(part, size, take_turns(pipes, part, size, rounds))
             if arguments.output:
                 report.write_json(arguments.output, [row.flat() for row in rows], quiet=True)
         arm_processes.stop(pipes)
@@ -202,6 +204,8 @@ def cell(row: Row) -> str:
 
 def run(arguments: argparse.Namespace, flags: list[str]) -> int:
     """Measure, print the table, write the files; status 1 if a request failed."""
+    from vllm.platforms import current_platform
+
     sizes, given = read_sizes(arguments), Serving.read(flags)
     room = min(sizes.gpu_tokens, given.config.model_config.max_model_len)
     if arguments.load == "open" and sizes.longest > room:
@@ -209,6 +213,15 @@ def run(arguments: argparse.Namespace, flags: list[str]) -> int:
             f"--load open: a session may have {sizes.longest} tokens, and the engine has room for "
             f"{room}: raise --gpu-tokens and --max-model-len, or lower --history-max."
         )
+    native = any(each.partition(":")[0] == "native" for each in arguments.arms)
+    if native and current_platform.is_cpu():
+        raise BenchmarkError(
+            "--arms native: vLLM's own offloading runs on no CPU: leave it away (--arms none ours)."
+        )
+    if arguments.seconds:
+        # Two rounds of sessions take half of it at most.
+        most = arguments.seconds / (4 * len(arguments.arms))
+        sizes = replace(sizes, session_seconds=min(sizes.session_seconds, most))
     arms = [read_arm(name, sizes, given) for name in arguments.arms]
     rows = compare(arms, given, sizes, arguments)
     commands = {column: text for arm in arms for column, text in arm.commands.items()}

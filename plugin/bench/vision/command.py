@@ -80,7 +80,8 @@ class Seen:
 class Looking:
     """Answers each `Look` with a `Seen`, and ``"counters"`` with those of our graphs. `llm`: a
     ``vllm.LLM`` with ``enable_mm_processor_stats``. `prompt`: a text with the model's placeholder
-    of an image; None asks by the chat template."""
+    of an image; None asks by the chat template, and where a model has none, by the text with which
+    vLLM profiles it."""
 
     def __init__(self, llm: Any, prompt: str | None) -> None:
         self._llm, self._prompt = llm, prompt
@@ -108,11 +109,19 @@ class Looking:
         return found
 
     def _ask(self, image: Any, params: Any) -> Any:
-        if self._prompt is not None:
-            request = {"prompt": self._prompt, "multi_modal_data": {"image": image}}
-            return self._llm.generate([request], params, use_tqdm=False)
-        content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": QUESTION}]
-        return self._llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        from vllm.renderers.chat_utils import ChatTemplateResolutionError
+
+        if self._prompt is None:
+            said = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": QUESTION}]
+            chat = [{"role": "user", "content": said}]
+            try:
+                return self._llm.chat(chat, params, use_tqdm=False)
+            except ChatTemplateResolutionError:
+                inputs = self._llm.renderer.get_mm_processor().dummy_inputs
+                self._prompt = inputs.get_dummy_text({"image": 1}) + QUESTION
+                print(f"There is no chat template: {self._prompt!r} is asked.", flush=True)
+        request = {"prompt": self._prompt, "multi_modal_data": {"image": image}}
+        return self._llm.generate([request], params, use_tqdm=False)
 
 
 def picture(look: Look) -> Any:
@@ -162,14 +171,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm", type=int, default=4, help="rounds before, which do not count")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument(
-        "--prompt", help="a text with the model's placeholder of an image (default: a chat)"
-    )
+    told = "a text with the model's placeholder of an image (default: a chat, if it has a template)"
+    parser.add_argument("--prompt", help=told)
     add_seconds(parser)
 
 
 def read_arm(name: str, given: Serving) -> Arm:
     """Make the arm of a name. Raises `BenchmarkError` if vLLM or our part refuses it."""
+    if given.config.model_config.multimodal_config is None:
+        raise BenchmarkError(f"{given.model} takes text alone: give a model that takes images.")
     kind, _, compiled = name.partition("+")
     flags, told = bare(given), f"--arms {name}"
     compilation: dict[str, Any] = {"compile_mm_encoder": True} if compiled else {}
@@ -186,6 +196,7 @@ def read_arm(name: str, given: Serving) -> Arm:
         "limit_mm_per_prompt": {"image": 1},
         "mm_processor_cache_gb": 0,
         "enable_mm_processor_stats": True,
+        "chat_template": given.request.chat_template,
     }
     if kind == "ours":
         caught = {KEY: {"vit": {"capture_share": 1, **section}}}
@@ -198,14 +209,17 @@ Images = int | tuple[Path, ...]
 
 
 def take_turns(
-    pipes: Mapping[Arm, Connection], arguments: argparse.Namespace, images: Images
+    pipes: Mapping[Arm, Connection],
+    arguments: argparse.Namespace,
+    images: Images,
+    limit: TimeLimit,
 ) -> tuple[list[Row], dict[str, list[Answer]]]:
     """Ask all arms about the images in turn, after rounds that warm up; return rows and answers."""
     files = (images,) if isinstance(images, int) else images
     case = {"px": images} if isinstance(images, int) else {"images": len(images)}
     means: dict[str, list[dict[str, float | None]]] = {arm.name: [] for arm in pipes}
     answers: dict[str, list[Answer]] = {arm.name: [] for arm in pipes}
-    for seed in range(arguments.warm + arguments.rounds):
+    for seed in limit.rounds(arguments.warm + arguments.rounds, arguments.warm + 1):
         found: dict[str, list[Seen]] = {arm.name: [] for arm in pipes}
         for image, (arm, pipe) in product(files, pipes.items()):
             pipe.send(Look(image, seed, arguments.tokens))
@@ -232,7 +246,7 @@ def compare(
     for group in parted:
         pipes = arm_processes.start(group, model, partial(looking, prompt=arguments.prompt))
         for images in limit.within(cases):
-            more, found = take_turns(pipes, arguments, images)
+            more, found = take_turns(pipes, arguments, images, limit)
             rows += more
             answers.setdefault(images, {}).update(found)
         for arm, pipe in pipes.items():

@@ -378,10 +378,10 @@ def test_a_pool_has_rows_for_so_many(machine: Machine, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="32 engines share this host memory already"):
         machine.start()
     machine.bury(machine.engines[7])
-    machine.wait(10)
-    with machine.engines[0].slots.locked():
-        pass
-    machine.wait(10)
+    for _ in range(2):
+        machine.wait(10)
+        with machine.engines[0].slots.locked():
+            pass
     assert machine.start().slots.row == 7
     with (
         machine.engines[0].slots.locked(),

@@ -107,6 +107,8 @@ BOUNDED = {
         graph_runners/vision/capture/admission.py:Admission._for_now
         graph_runners/vision/capture/admission.py:Admission.refused
         graph_runners/vision/graphs/graph_store.py:GraphStore._needs""",
+    "An entry per engine that shares the host's memory, of which there are 32 at most.": """
+        hicache/host/shared_slots.py:SharedSlots._dead""",
     "An entry per engine and scheduler of the process, which goes with it.": """
         hicache/pages/engine_core.py:._listeners hicache/pages/engine_core.py:._unreset""",
     "An entry per request, job or step under way, which goes with it.": """

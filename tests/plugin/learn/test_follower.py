@@ -29,16 +29,19 @@ class Workers:
         self.fails = False
         self.unfit = set[int]()
         """Heads that the second rank fails to swap in."""
+        self.heads = set[str]()
+        """The names of all that were asked about."""
 
-    def ask(self, method: str, *args: Any) -> list[tuple[Any, str]]:
+    def ask(self, method: str, head: str, *args: Any) -> list[tuple[Any, str]]:
+        self.heads.add(head)
+        number = int(head.partition("@")[0])
         if method == "problem":
-            [number] = args
             first = None if number in self.slow else ""
             return [(first, ""), (self.bad.get(number, ""), "")]
         if self.fails:
             return [(None, ""), (None, "no memory is left")]
-        self.told.append((method, *args))
-        fails = method == "swap" and args[0] in self.unfit
+        self.told.append((method, number, *args))
+        fails = method == "swap" and number in self.unfit
         return [(None, ""), (None, "no memory is left" if fails else "")]
 
     @property
@@ -198,12 +201,29 @@ def test_a_head_that_goes_while_it_is_judged_is_passed_over(served: Served) -> N
     assert served.verdicts == []
 
 
+@pytest.mark.parametrize("tokens", [3, 1])
+def test_heads_of_an_emptied_folder_are_new_ones(served: Served, tokens: int) -> None:
+    """Their numbers begin again, whether the one of that number was kept or refused."""
+    for _ in range(2):
+        served.publish()
+        served.serve(2, 12)
+    served.serve(tokens, SIZE + 20)
+    before = served.workers.swaps
+    shutil.rmtree(served.head.parent / "heads")
+    served.publish()
+    served.serve(3, 3 * SIZE)
+    assert served.workers.swaps == [*before, 1]
+    assert served.verdicts == [KEPT]
+    # Both of number 1 had a name of their own in the workers.
+    assert len(served.workers.heads) == 4
+
+
 def test_a_server_begins_with_the_newest_head_that_was_kept(tmp_path: Path) -> None:
     first = Served(tmp_path)
     for verdict in (KEPT, KEPT, REFUSED, ""):
         first.publish()
         if verdict:
-            first.shelf.judge(len(first.verdicts), verdict)
+            first.shelf.judge(first.shelf.each("base")[-1], verdict)
     second = Served(tmp_path)
     second.made.begin("base")
     assert second.workers.told == [

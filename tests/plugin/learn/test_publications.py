@@ -1,6 +1,7 @@
 """Heads in a folder: whole or not there, judged, and not too many."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,18 +59,30 @@ def test_a_head_is_published_and_judged(tmp_path: Path, head: list[Path]) -> Non
     assert (first.number, second.number) == (1, 2)
     assert first.weights.read_bytes() == head[1].read_bytes()
     assert (tmp_path / "shelf" / "heads").stat().st_mode & 0o777 == 0o700
-    shelf.judge(1, KEPT)
-    shelf.judge(2, REFUSED)
+    shelf.judge(first, KEPT)
+    shelf.judge(second, REFUSED)
     assert [each.verdict for each in shelf.each("base")] == [KEPT, REFUSED]
     # Numbers are not given twice, whatever became of a head.
     assert shelf.publish(head, FACTS_OF).number == 4
 
 
+def test_a_verdict_is_not_that_of_a_later_head_of_the_number(
+    tmp_path: Path, head: list[Path]
+) -> None:
+    shelf = Publications(tmp_path)
+    first = shelf.publish(head, FACTS_OF)
+    shutil.rmtree(first.folder)
+    shelf.judge(first, REFUSED)
+    second = shelf.publish(head, FACTS_OF)
+    assert second.number == first.number
+    shelf.judge(first, REFUSED)
+    assert shelf.each("base") == [second]
+
+
 def test_old_heads_go_and_the_one_that_serves_stays(tmp_path: Path, head: list[Path]) -> None:
     shelf = Publications(tmp_path)
     for number in range(1, KEEPS + 4):
-        shelf.publish(head, FACTS_OF)
-        shelf.judge(number, KEPT if number <= 2 else REFUSED)
+        shelf.judge(shelf.publish(head, FACTS_OF), KEPT if number <= 2 else REFUSED)
     shelf.trim("another")
     assert len(shelf.each("base")) == KEEPS + 3
     shelf.trim("base")

@@ -14,10 +14,11 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from tests.plugin.plan import plan_models
+from tests.plugin.plan import plan_models, stranger_models
 from tests.support.processes import finished
 from vllm_graft.parts import PARTS
 from vllm_graft.plan.memory import RANK, TOKEN, _host_tokens
+from vllm_graft.spec_decode.presets.known_drafts import mtp_config
 
 pytestmark = pytest.mark.slow
 
@@ -203,6 +204,18 @@ def test_a_checkpoint_s_own_module_is_named(strangers: Plans, name: str) -> None
     assert plan["better"][0].startswith("trees of up to")
     # On this GPU vLLM's own number of requests leaves no room for states of trees.
     assert ("--max-num-seqs" in plan["better"][1]) == (name == "qwen3.5")
+
+
+def test_a_module_that_vllm_can_t_load_is_not_named() -> None:
+    """VLLM's configuration of Step 3.5 keeps no types of layers for its modules."""
+    from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
+    told = stranger_models.MODELS["Step-3.5-Flash"]
+    model = SimpleNamespace(hf_config=Step3p5Config(**told))
+    assert len(told["layer_types"]) == 48 > len(model.hf_config.layer_types) == 45
+    assert mtp_config(model) is None
+    model.hf_config.layer_types = told["layer_types"]
+    assert mtp_config(model) == {"method": "mtp", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,16 @@ def test_what_is_better_by_a_margin_is_published(learn: Any, tmp_path: Path) -> 
 
 def test_training_goes_on_from_the_newest_head_that_no_server_refused(learn: Any) -> None:
     _, shelf = learn(2.5, 2.5)
-    shelf.judge(1, KEPT)
-    shelf.judge(2, REFUSED)
+    base = digest(HEAD / WEIGHTS)
+    for each, verdict in zip(shelf.each(base), (KEPT, REFUSED)):
+        shelf.judge(each, verdict)
     run, _ = learn(2.5)
     assert run.asked[0].start_from.endswith("heads/000001")
-    shelf.judge(1, REFUSED)
-    shelf.judge(3, REFUSED)
+    for each in shelf.each(base):
+        shelf.judge(each, REFUSED)
     run, _ = learn(float("nan"))
     assert run.asked[0].start_from == str(HEAD)
-    assert len(shelf.each(digest(HEAD / WEIGHTS))) == 3
+    assert len(shelf.each(base)) == 3
 
 
 def test_a_round_that_fails_is_told_and_another_begins(

@@ -52,14 +52,14 @@ def worker(target: Any, tmp_path: Path) -> Any:
         speculator=speculator, get_draft_model=lambda: draft, get_model=lambda: target
     )
     made = SimpleNamespace(model_runner=runner, draft=draft, renewed=renewed)
-    attach(made, str(tmp_path / "base"))
-    assert problem(made, 0) == ""
+    attach(made, "0", str(tmp_path / "base"))
+    assert problem(made, "0") == ""
     return made
 
 
-def problem(worker: Any, number: int) -> str:
+def problem(worker: Any, head: str) -> str:
     end = time.monotonic() + 30
-    while (said := order(worker, "problem", number)[0]) is None and time.monotonic() < end:
+    while (said := order(worker, "problem", head)[0]) is None and time.monotonic() < end:
         time.sleep(0.001)
     assert said is not None
     return str(said)
@@ -67,8 +67,8 @@ def problem(worker: Any, number: int) -> str:
 
 def read(worker: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> str:
     save_file(tensors, folder / "new")
-    order(worker, "read", 1, str(folder / "new"))
-    return problem(worker, 1)
+    order(worker, "read", "1", str(folder / "new"))
+    return problem(worker, "1")
 
 
 def test_a_swap_writes_to_the_same_places(worker: Any, target: Any, tmp_path: Path) -> None:
@@ -78,17 +78,17 @@ def test_a_swap_writes_to_the_same_places(worker: Any, target: Any, tmp_path: Pa
     assert read(worker, tmp_path, numbers(2.0)) == ""
     # Reading changes nothing of the draft.
     assert torch.equal(draft.fc.weight, before)
-    order(worker, "swap", 1)
+    order(worker, "swap", "1")
     assert draft.fc.weight.flatten().tolist() == [2.0] * 12 + [-2.0] * 12
     assert draft.norm.weight.tolist() == [2.0] * 4
     assert [each.data_ptr() for each in draft.parameters()] == places
     assert worker.renewed == [1]
     # What the target has too is left alone, though the file has it.
     assert torch.equal(target.embed.weight, embed)
-    order(worker, "swap", 0)
+    order(worker, "swap", "0")
     assert draft.norm.weight.tolist() == [1.0] * 4
-    order(worker, "keep", 0)
-    assert order(worker, "swap", 1) == (None, "KeyError: 1")
+    order(worker, "keep", "0")
+    assert order(worker, "swap", "1") == (None, "KeyError: '1'")
 
 
 def test_what_a_file_lacks_stays_as_it_is(worker: Any, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_what_a_file_lacks_stays_as_it_is(worker: Any, tmp_path: Path) -> None:
     del tensors["norm"]
     norm = worker.draft.norm.weight.clone()
     assert read(worker, tmp_path, tensors) == ""
-    order(worker, "swap", 1)
+    order(worker, "swap", "1")
     assert torch.equal(worker.draft.norm.weight, norm)
     assert worker.draft.fc.weight[0].tolist() == [2.0] * 4
 
@@ -118,19 +118,19 @@ def test_what_does_not_fit_is_told(
     tensors = {name: each for name, each in numbers(2.0, **change).items() if each is not None}
     assert says in read(worker, tmp_path, tensors)
     # An error that is raised would leave what other ranks say in vLLM's executor.
-    assert says in order(worker, "swap", 1)[1]
+    assert says in order(worker, "swap", "1")[1]
     assert worker.renewed == []
 
 
 def test_half_a_file_is_told(worker: Any, tmp_path: Path) -> None:
     save_file(numbers(2.0), tmp_path / "whole")
     (tmp_path / "half").write_bytes((tmp_path / "whole").read_bytes()[:-50])
-    order(worker, "read", 1, str(tmp_path / "half"))
-    assert "SafetensorError" in problem(worker, 1)
+    order(worker, "read", "1", str(tmp_path / "half"))
+    assert "SafetensorError" in problem(worker, "1")
 
 
 def test_a_rank_without_a_draft_is_always_ready(target: nn.Module, tmp_path: Path) -> None:
     made = HeadWeights(None, target, None, str(tmp_path / "none"))
-    made.read(3, str(tmp_path / "none"))
-    assert made.problem(3) == ""
-    made.swap(3)
+    made.read("3", str(tmp_path / "none"))
+    assert made.problem("3") == ""
+    made.swap("3")

@@ -1,4 +1,5 @@
-"""Engines that share a pool on one machine, with a clock of its own, and that die at any write."""
+"""Engines that share a pool on one machine, each with a clock of its own, and that die at any
+write."""
 
 from __future__ import annotations
 
@@ -20,6 +21,9 @@ from vllm_graft.hicache.pages.page_key import PageKey
 SPACE = b"namespace".ljust(16, b"-")
 DEVICE_SECONDS = 1.0
 """Seconds for which a dead engine's device may still copy."""
+
+APART = 3600 * 10**9
+"""Nanoseconds between the clocks of two engines, as those of time namespaces differ."""
 
 
 class Killed(BaseException):
@@ -147,7 +151,7 @@ class Engine:
                 machine.num_slots,
                 ByteLocks(self.fd),
                 number.to_bytes(16, "little"),
-                lambda: machine.now,
+                lambda: machine.now + number % 3 * APART,
             )
             shape = SimpleNamespace(num_slots=machine.num_slots)
             pool: Any = SimpleNamespace(shape=shape, shared=self.slots)

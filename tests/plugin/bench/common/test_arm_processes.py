@@ -35,6 +35,13 @@ def test_a_process_answers_until_none_comes(monkeypatch: pytest.MonkeyPatch) -> 
     assert answers == ["ready", "model 7: hello", "it holds 3", "model 7: again"]
 
 
+def test_a_process_ends_quietly_when_nobody_asks_any_more() -> None:
+    here, there = Pipe()
+    here.send("hello")
+    here.close()
+    assert [*arm_processes.wishes(there)] == ["hello"]
+
+
 def test_an_engine_that_ends_is_named() -> None:
     here, there = Pipe()
     there.close()

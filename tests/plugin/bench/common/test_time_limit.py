@@ -42,6 +42,32 @@ def test_nothing_begins_that_would_end_too_late(
     assert taken(TimeLimit(40), clock, 10) == 4
 
 
+def test_one_measurement_is_made_however_little_time_there_is(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = TimeLimit(0.5, engines=2)
+    clock.now += 40  # The engine's start.
+    assert taken(limit, clock, 10) == 1
+    assert "no time left for 3 of 4 measurements" in capsys.readouterr().err
+    assert taken(limit, clock, 10) == 0
+
+
+def test_rounds_are_fewer_where_time_is_short(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rounds(seconds: float | None, least: int) -> list[int]:
+        found, limit = [], TimeLimit(seconds)
+        for number in limit.rounds(5, least):
+            clock.now += 10
+            found.append(number)
+        return found
+
+    assert rounds(35, 2) == [0, 1, 2]
+    assert capsys.readouterr().err == "no time left for 2 of 5 rounds\n"
+    assert rounds(1, 2) == [0, 1]
+    assert rounds(None, 2) == rounds(50, 2) == [0, 1, 2, 3, 4]
+
+
 def test_engines_that_follow_each_other_share_the_time(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

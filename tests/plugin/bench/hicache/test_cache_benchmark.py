@@ -72,7 +72,10 @@ def test_arms_differ_in_their_connector_only(model: str, monkeypatch: pytest.Mon
             command.read_arm(name, sizes, plain)
     with pytest.raises(BenchmarkError, match=r"host_byte: unknown key\. Did you mean 'host_bytes'"):
         command.read_arm('ours:{"host_byte": 1}', sizes, plain)
-    assert none.options["num_gpu_blocks_override"] == 28_672 // 16 + 1
+    # A CPU's attention takes no blocks of 16.
+    assert none.options["block_size"] % 32 == 0
+    assert none.options["num_gpu_blocks_override"] == 28_672 // none.options["block_size"] + 1
+    assert command.read_arm("none", replace(sizes, block=64), plain).options["block_size"] == 64
     assert none.options["max_num_seqs"] == 64
     # What a server is told has nothing of the little K/V on the device.
     assert none.commands == {"none": f"vllm serve {model} --skip-tokenizer-init"}
@@ -247,6 +250,12 @@ def test_arms_take_turns_and_a_first_round_warms_up(
     assert len(json.loads(Path(arguments.output).read_text())) == 15
     commands = {name: f"vllm serve {name}" for name in names}
     assert advice(rows, commands).startswith("use this command: vllm serve ours (2.00 x stock's")
+
+
+def test_an_arm_that_no_cpu_has_is_refused_before_an_engine_starts(model: str) -> None:
+    for arms in ([], ["--arms", "ours", 'native:{"a": 1}']):
+        with pytest.raises(BenchmarkError, match=r"runs on no CPU: leave it away \(--arms"):
+            command.run(given(*arms), [model, "--skip-tokenizer-init"])
 
 
 @pytest.mark.engine

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from vllm.renderers.chat_utils import ChatTemplateResolutionError
 
 from tests.support.vision import standins, vision_models
 from vllm_graft.bench.common.answers import Answer
@@ -16,7 +17,7 @@ from vllm_graft.bench.common.report import BenchmarkError
 from vllm_graft.bench.common.serve_flags import Serving
 from vllm_graft.bench.vision import command
 from vllm_graft.bench.vision.command import Look, Looking, Seen, noise
-from vllm_graft.testing import cpu_engine, model_runner
+from vllm_graft.testing import cpu_engine, model_runner, write_llama
 
 
 def given(*words: str) -> argparse.Namespace:
@@ -139,6 +140,57 @@ def test_a_difference_beyond_a_near_tie_fails(
     assert command.run(arguments, ["model"]) == status
 
 
+class Untaught:
+    """An engine of a model without a template for chats."""
+
+    renderer = SimpleNamespace(
+        get_mm_processor=lambda: SimpleNamespace(
+            dummy_inputs=SimpleNamespace(get_dummy_text=lambda counts: "<image>" * counts["image"])
+        )
+    )
+
+    def __init__(self, why: Exception) -> None:
+        self._why, self.asked, self.refused = why, list[Any](), 0
+
+    def chat(self, *_: Any, **__: Any) -> Any:
+        self.refused += 1
+        raise self._why
+
+    def generate(self, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
+        self.asked += requests
+        said = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-0.1)}])
+        return [SimpleNamespace(outputs=[said])]
+
+    def collective_rpc(self, _: str) -> list[dict[str, Any]]:
+        return [{"a": {"encoder_forward_secs": 0.002}}]
+
+
+def test_a_model_without_a_template_is_asked_by_its_placeholder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    llm = Untaught(ChatTemplateResolutionError("there is none"))
+    looking = Looking(llm, None)
+    assert [looking.look(Look(16, seed, 1)).encoder_ms for seed in range(2)] == [2.0, 2.0]
+    assert [each["prompt"] for each in llm.asked] == ["<image>What is it?"] * 2
+    assert (llm.refused, capsys.readouterr().out.count("no chat template")) == (1, 1)
+    # A template that fails is an error, and a text that is given is asked.
+    with pytest.raises(ValueError, match="roles must alternate"):
+        Looking(Untaught(ValueError("roles must alternate")), None).look(Look(16, 0, 1))
+    told = Untaught(ValueError("no chat is asked for"))
+    Looking(told, "<it>").look(Look(16, 0, 1))
+    assert [each["prompt"] for each in told.asked] == ["<it>"]
+
+
+def test_a_given_template_goes_to_all_arms_and_text_alone_is_refused(
+    model: str, tmp_path: Path
+) -> None:
+    given = Serving.read([model, "--chat-template", "{{ messages }}"])
+    assert command.read_arm("off", given).options["chat_template"] == "{{ messages }}"
+    text = str(write_llama(tmp_path))
+    with pytest.raises(BenchmarkError, match="takes text alone: give a model that takes images"):
+        command.read_arm("ours", Serving.read([text]))
+
+
 def test_images_of_one_seed_are_equal() -> None:
     assert noise(64, 3).size == (64, 64)
     assert noise(64, 3).tobytes() == noise(64, 3).tobytes() != noise(64, 4).tobytes()
@@ -178,7 +230,8 @@ def test_a_tiny_engine_says_the_same_in_graphs(model: str, name: str) -> None:
             if encoder.cudagraph_manager is not None:
                 # The CPU's worker captures nothing.
                 encoder.cudagraph_manager.capture(graph_pool=torch.cuda.graph_pool_handle())
-            looking = Looking(llm, vision_models.QWEN_PROMPT)
+            # Without a template for chats vLLM knows the placeholder.
+            looking = Looking(llm, vision_models.QWEN_PROMPT if name == "ours" else None)
             seen[each] = [looking(look) for look in looks]
             counters = looking("counters") if each == "ours" else {}
             del encoder, looking

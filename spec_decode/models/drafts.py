@@ -105,6 +105,9 @@ CANDIDATE_KEYS = ("selector_top_k", "lilicorr_candidate_topk")
 _ASSISTANTS = ("gemma4_mtp",)
 """Model types of drafts whose layers read the target's K/V and have none of their own."""
 
+_REFINED = "xpress"
+"""The drafter whose drafts have a refiner."""
+
 _DEPTH, _CANDIDATES, _RANK, _INNER = 15, 512, 256, 512
 """Depth, candidates, rank and inner width that vLLM takes where an XPress draft is silent."""
 
@@ -150,9 +153,12 @@ class RefinerSizes:
 
 
 def is_refined(speculative: Any) -> bool:
-    """Whether the draft of vLLM's speculative config is an XPress."""
-    asks = getattr(speculative, "is_xpress", None)
-    return asks is not None and bool(asks())
+    """Whether the draft of vLLM's speculative config is an XPress, by its architecture."""
+    draft = getattr(speculative, "draft_model_config", None)
+    architectures = set(getattr(draft, "architectures", None) or ())
+    offers = manager.manager().offers(HOOK)
+    known = [name for each in offers if each.entry.name == _REFINED for name in _only(each)]
+    return not architectures.isdisjoint(known)
 
 
 def refiner_sizes(draft: Any) -> RefinerSizes:

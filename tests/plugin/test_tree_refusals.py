@@ -479,7 +479,6 @@ def _block(config: Any, nodes: int, method: str = "dflash", **draft: Any) -> Non
 
 def _xpress(config: Any, nodes: int, **draft: Any) -> None:
     _block(config, nodes, architectures=["DFlashQwen3XPressModel"], **draft)
-    config.speculative_config.is_xpress = lambda: True
     config.scheduler_config.max_num_seqs = 64
 
 

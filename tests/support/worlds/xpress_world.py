@@ -23,7 +23,6 @@ def xpress_world() -> Iterator[None]:
     if importlib.util.find_spec(_MODULE) is not None:
         yield
         return
-    from vllm.config.speculative import SpeculativeConfig
     from vllm.model_executor.models import ModelRegistry
 
     for name in ("Qwen3XPressModel", "DFlashQwen3XPressModel"):
@@ -33,14 +32,7 @@ def xpress_world() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, _MODULE, package)
         patch.setitem(sys.modules, f"{_MODULE}.speculator", module)
-        patch.setattr(SpeculativeConfig, "is_xpress", _is_xpress, raising=False)
         yield
-
-
-def _is_xpress(speculative: Any) -> bool:
-    draft = speculative.draft_model_config
-    names = draft.architectures if draft is not None else []
-    return any(name.endswith("Qwen3XPressModel") for name in names)
 
 
 def _speculator_class() -> type[Any]:

@@ -201,7 +201,7 @@ def test_a_refined_block_is_whole() -> None:
     hf_config = SimpleNamespace(xpress_block_size=9, block_size=4)
     speculative.draft_model_config = SimpleNamespace(hf_config=hf_config)
     assert draft.depth == 6
-    speculative.is_xpress = lambda: True
+    speculative.draft_model_config.architectures = ["Qwen3XPressModel"]
     assert draft.depth == 8
     speculative.num_speculative_tokens = 5
     assert draft.depth == 5

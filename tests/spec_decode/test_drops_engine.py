@@ -158,7 +158,9 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    "kind", ["glm", "inputs", pytest.param("states", marks=pytest.mark.nightly)]
+)
 def test_tokens_of_other_mixtures(
     kind: str, tmp_path: Path, prices: list[tuple[float, float]]
 ) -> None:

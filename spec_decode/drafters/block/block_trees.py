@@ -321,18 +321,14 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         rows = num_reqs * self.positions
         slots = self.sample_idx_mapping[: rows : self.positions]
         self.idx_mapping[:num_reqs].copy_(torch.where(self._live, slots, -1))
-        self.lattice = self.make_lattice(num_reqs, self.read_states(num_reqs, states))
+        self.lattice = self.make_lattice(num_reqs, states[self.sample_indices[:rows]])
         try:
             self.grow_and_choose(self.plan, num_reqs, None, num_tokens_across_dp)
         finally:
             self.lattice = None
 
-    def read_states(self, num_reqs: int, states: torch.Tensor) -> torch.Tensor:
-        """The rows of a pass that `make_lattice` reads: those that predict. Capturable."""
-        return states[self.sample_indices[: num_reqs * self.positions]]
-
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Lattice:
-        """What the block says of every depth, from what `read_states` returns. Capturable."""
+        """What the block says of every depth, from the rows of a pass that predict. Capturable."""
         raise NotImplementedError
 
     def draft_tree(self, plan: TreePlan, *args: Any, **kwargs: Any) -> None:

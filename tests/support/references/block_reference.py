@@ -61,7 +61,6 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     seen = Seen()
     stock, logits_of, run = BlockTrees.grow_and_choose, DraftHead.logits, BlockTrees._run_model
     dumped: list[torch.Tensor] = []
-    passed: list[torch.Tensor] = []
     rows: list[int] = []
 
     def logits(head: DraftHead, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -71,7 +70,6 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     def run_model(draft: BlockTrees, num_tokens: int, *args: Any) -> torch.Tensor:
         states = run(draft, num_tokens, *args)
         rows.append(len(states))
-        passed[:] = [states]
         return states
 
     def grow_and_choose(draft: BlockTrees, plan: Any, num_reqs: int, *args: Any) -> None:
@@ -80,7 +78,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         stock(draft, plan, num_reqs, *args)
         for row, slot in enumerate(draft.idx_mapping[:num_reqs].tolist()):
             if slot >= 0:
-                score = _score(draft, lattice, row, dumped, passed)
+                score = _score(draft, lattice, row, dumped)
                 root = int(draft.input_buffers.input_ids[row * draft.num_query_per_req])
                 compare(draft, plan.shape, row, slot, score, root, seen)
 
@@ -91,9 +89,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         yield seen
 
 
-def _score(
-    draft: Any, lattice: Any, row: int, dumped: list[torch.Tensor], passed: list[torch.Tensor]
-) -> Score:
+def _score(draft: Any, lattice: Any, row: int, dumped: list[torch.Tensor]) -> Score:
     vocabulary = list(range(draft.vocab_size))
     if isinstance(lattice, Edges):
         ids, scores = lattice._ids[row], lattice._scores[row]

@@ -238,11 +238,14 @@ TWO_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 
 @pytest.mark.engine
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "near"),
-    [(ON_CPU, 0.0), pytest.param(ON_CUDA, 0.05, marks=[pytest.mark.gpu, TWO_CARDS])],
+    [
+        pytest.param(ON_CPU, 0.0, marks=pytest.mark.nightly),
+        pytest.param(ON_CUDA, 0.05, marks=[pytest.mark.gpu, TWO_CARDS]),
+    ],
 )
 def test_two_ranks_of_latents_keep_a_page_once(
     options: dict[str, Any], near: float, tmp_path: Path

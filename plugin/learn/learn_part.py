@@ -22,7 +22,7 @@ from vllm_graft.learn.learn_metrics import CURRENT, METRICS
 from vllm_graft.learn.publications import weights_of
 from vllm_graft.learn.recorder import record
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import around
+from vllm_graft.seams.wrap import after_scheduler, around
 
 _FOLDER, _FOLLOW = flag(NAME, "record"), flag(NAME, "follow")
 _DROP = f"drop `{flag(NAME)}`"
@@ -116,6 +116,10 @@ class LearnPart(Part):
         after_import("vllm.v1.core.sched.scheduler", _hook_scheduler)
         after_import("vllm.v1.engine.core", _hook_engine)
 
+    def seams(self, asked: LearnConfig, vllm_config: Any) -> Sequence[str]:
+        """Add the moment from which on heads are followed."""
+        return "core", "engine", NAME
+
     def automatic(self, preset: Preset, vllm_config: Any) -> Offer | str:
         """Leave it to the user, who alone can say where texts of requests may lie."""
         return ""
@@ -151,8 +155,7 @@ def _hook_scheduler(module: ModuleType) -> None:
 
 
 def _hook_engine(module: ModuleType) -> None:
-    # vLLM calls it as soon as there is a scheduler; the workers have captured their graphs.
-    @around(module.EngineCore, "_initialize_effective_attention_block_size")
+    @after_scheduler(module.EngineCore)
     def then_follow(original: Any, self: Any) -> None:
         original(self)
         config = LearnConfig.from_vllm(self.vllm_config)

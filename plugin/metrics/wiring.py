@@ -15,7 +15,7 @@ from vllm_graft.metrics.part_states import part_states
 from vllm_graft.metrics.relay import KEY, Relay
 from vllm_graft.metrics.worker_report import WorkerReport, report_now
 from vllm_graft.seams.post_import import after_import
-from vllm_graft.seams.wrap import around
+from vllm_graft.seams.wrap import after_scheduler, around
 
 AskedFor = Callable[[Any], Sequence[tuple[Part, Any]]]
 """From a configuration, the parts that it asks for, each with its section."""
@@ -48,9 +48,7 @@ class Wiring:
     # The engine core
 
     def _hook_engine(self, module: ModuleType) -> None:
-        # vLLM calls it as soon as there is a scheduler. A spawned process has begun its __init__
-        # before it loads plugins.
-        @around(module.EngineCore, "_initialize_effective_attention_block_size")
+        @after_scheduler(module.EngineCore)
         def then_relay(original: Any, core: Any) -> None:
             original(core)
             _unharmed(self._relay, core)

@@ -56,6 +56,13 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[...
     return put
 
 
+def after_scheduler(core: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate what is called, with the original first, when an engine core of vLLM's has its
+    scheduler, and its workers have captured their graphs. Its ``__init__`` is too early: a spawned
+    process has begun it before it loads plugins."""
+    return around(core, "_initialize_effective_attention_block_size")
+
+
 def build_instead(
     stock: type[Any] | None,
     choose: Callable[[type[Any], Any], type[Any]],

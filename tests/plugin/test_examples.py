@@ -197,6 +197,7 @@ def test_the_compose_file_is_one() -> None:
         assert compose_problem(text.replace(right, wrong)) != "", wrong
 
 
+@pytest.mark.nightly
 def test_the_manifest_is_one() -> None:
     # It takes seconds to import, which each process would spend that collects this file.
     import kubernetes_validate

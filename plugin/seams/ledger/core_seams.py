@@ -28,7 +28,6 @@ CORE = (
         ("SpeculativeConfig", "has", "attention_backend, draft_model_config, draft_sample_method, enable_adaptive_verification, max_num_new_slots_for_drafting, method, num_speculative_tokens, num_speculative_tokens_per_batch_size, parallel_drafting, prompt_lookup_max, prompt_lookup_min, rejection_sample_method, target_model_config, target_parallel_config, use_local_argmax_reduction", "nodes of a tree; what is refused; the KV's namespace"),
         ("CompilationConfig", "has", "cudagraph_capture_sizes, cudagraph_mm_encoder, cudagraph_mode, encoder_cudagraph_max_frames_per_batch, encoder_cudagraph_token_budgets, max_cudagraph_capture_size, static_forward_context", "graphs of mixed batches are refused, encoder graphs turned on; rows of the largest; finds the layers' K/V"),
         ("CUDAGraphMode", "has", "FULL, FULL_DECODE_ONLY, NONE, decode_mode", "which graphs the draft captures"),
-        ("compilation.CUDAGraphMode", "name", "present", "the same class, in annotations"),
     ),
     *seams("core", "workers can report to plugins", "v1.worker.worker_base.WorkerWrapperBase",
         ("init_worker", "order", "load_general_plugins(), worker_extension_cls", "runs register() before it resolves the worker extension"),
@@ -58,6 +57,12 @@ _LOG = "vLLM's metrics of drafts know trees"
 
 # Columns: path, kind, what is expected, why.
 # fmt: off
+ENGINE = (
+    *seams("engine", "vLLM calls plugins once an engine has its scheduler", "v1.engine.core",
+        ("EngineCore._initialize_effective_attention_block_size", "call", "self, no other", "wrapped: the first that a spawned process calls when there is a scheduler, and the workers have captured their graphs"),
+    ),
+)
+
 METRICS = (
     *seams("metrics", _STATS, "v1.worker",
         ("gpu.async_utils.AsyncOutput", "has", "get_output, model_runner_output", "a step's result carries the worker's report"),
@@ -66,7 +71,7 @@ METRICS = (
         ("gpu_model_runner.AsyncGPUPoolingModelRunnerOutput", "has", "_model_runner_output, get_output", "likewise"),
     ),
     *seams("metrics", _STATS, "v1.engine",
-        ("core.EngineCore", "has", "_initialize_effective_attention_block_size(self, no other), collective_rpc, log_stats, model_executor, scheduler, vllm_config", "_initialize_effective_attention_block_size: wrapped: the first that a spawned process calls when there is a scheduler; whether anybody reads statistics; asks the workers which parts run; the harness finds an engine's runner"),
+        ("core.EngineCore", "has", "collective_rpc, log_stats, model_executor, scheduler, vllm_config", "whether anybody reads statistics; asks the workers which parts run; the harness finds an engine's runner"),
         ("core.EngineCoreProc", "has", "output_queue", "the parts' states go to the frontend before the first step"),
         ("EngineCoreOutputs", "has", "scheduler_stats", "a step's statistics, which our message goes with"),
     ),

@@ -3,7 +3,7 @@
 import pkgutil
 
 from vllm_graft.seams.ledger.cache_seams import CACHE
-from vllm_graft.seams.ledger.core_seams import CORE, METRICS
+from vllm_graft.seams.ledger.core_seams import CORE, ENGINE, METRICS
 from vllm_graft.seams.ledger.drafter_seams import BLOCK, GEMMA4, MTP, NGRAM
 from vllm_graft.seams.ledger.entry import Seam
 from vllm_graft.seams.ledger.graph_seams import DRAFT, VISION
@@ -19,7 +19,7 @@ ROOMS = (
 notation, so that no part is imported with it."""
 
 LEDGER: tuple[Seam, ...] = (
-    *CORE, *TREE, *HISTORY, *MTP, *GEMMA4, *NGRAM, *BLOCK,
+    *CORE, *ENGINE, *TREE, *HISTORY, *MTP, *GEMMA4, *NGRAM, *BLOCK,
     *(seam for room in ROOMS for seam in pkgutil.resolve_name(room)),
     *DRAFT, *VISION, *TOOL, *CACHE, *METRICS, *PLAN, *LEARN,
 )  # fmt: skip

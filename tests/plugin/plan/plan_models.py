@@ -1,8 +1,8 @@
 """What `plan` says of the models of `models.json`, beside what vLLM's frontend decides of them.
 
 Run as a program, because a process keeps the platform that vLLM has chosen in it:
-``python -P -m tests.plugin.plan.plan_models cpu|gpu FOLDER`` prints a line of JSON, in which a GPU
-has the plans of `stranger_models` beside these.
+``python -P -m tests.plugin.plan.plan_models cpu|gpu FOLDER [MODEL ...]`` prints a line of JSON, in
+which a GPU has the plans of `stranger_models` beside these.
 """
 
 import gc
@@ -90,7 +90,7 @@ def cases(platform: str) -> dict[str, tuple[Any, bool]]:
 def main() -> None:
     # Little of what is imported becomes garbage, and looking for it is a sixth of the time.
     gc.set_threshold(100_000, 50, 50)
-    platform, folder = sys.argv[1], Path(sys.argv[2])
+    platform, folder, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or [*MODELS]
     os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1"}
     from vllm_graft.plan.gpu import Gpu, pretend
     from vllm_graft.plan.request import inspecting
@@ -103,9 +103,9 @@ def main() -> None:
         install.install()
     found = {}
     with inspecting():
-        for name, config in MODELS.items():
+        for name in names:
             for case, (graft, drafts) in cases(platform).items():
-                if case == "vision" and "vision_config" not in config:
+                if case == "vision" and "vision_config" not in MODELS[name]:
                     continue
                 one = (folder, name, graft)
                 both = planned(*one, drafts=drafts), decided(*one, drafts=drafts)

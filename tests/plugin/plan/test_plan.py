@@ -31,6 +31,13 @@ Told = dict[str, Any]
 Both = tuple[Told, Told]
 Plans = dict[str, list[Told]]
 
+DAILY = (
+    "llama-3", "qwen3-moe", "qwen3-next", "kimi-linear", "qwen3.5", "gpt-oss", "gemma-3", "gemma-4",
+    "deepseek-v3", "nemotron-h", "falcon-h1", "mimo", "bloom", "llama-4-text", "qwen3-vl", "llava",
+    "internvl-3.5", "whisper",
+)  # fmt: skip
+"""A model of each kind of layers, experts, towers and refusals; the nightly job has all."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,11 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def said(platform: str, folder: Path) -> tuple[dict[str, Both], Plans]:
+def said(platform: str, folder: Path, *models: str) -> tuple[dict[str, Both], Plans]:
     """What the program says on a platform: plan and decision of each case, and strangers' plans."""
     own = {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(folder / "cache")}
     own["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = (sys.executable, "-P", "-m", plan_models.__name__, platform, folder)
+    command = (sys.executable, "-P", "-m", plan_models.__name__, platform, folder, *models)
     printed = finished(*command, env={**os.environ, **own}, timeout=500)
     found, plans = json.loads(printed.splitlines()[-1])
     return found, plans
@@ -51,14 +58,17 @@ def said(platform: str, folder: Path) -> tuple[dict[str, Both], Plans]:
 
 @pytest.fixture(scope="module")
 def on_gpu(folder: Path) -> tuple[dict[str, Both], Plans]:
-    return said("gpu", folder)
+    return said("gpu", folder, *DAILY)
 
 
-@pytest.fixture(scope="module", params=["gpu", pytest.param("cpu", marks=pytest.mark.nightly)])
+NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in ("gpu", "cpu")]
+
+
+@pytest.fixture(scope="module", params=["daily", *NIGHTLY])
 def found(request: pytest.FixtureRequest, folder: Path) -> dict[str, Both]:
-    if request.param == "gpu":
+    if request.param == "daily":
         return dict(request.getfixturevalue("on_gpu")[0])
-    return said("cpu", folder)[0]
+    return said(request.param, folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +100,7 @@ def disagreement(plan: Told, decision: Told) -> str:
 def test_no_disagreement(found: dict[str, Both]) -> None:
     wrong = {case: disagreement(plan, decision) for case, (plan, decision) in found.items()}
     assert {case: text for case, text in wrong.items() if text} == {}
-    assert len({case.split()[0] for case in found}) > 30
+    assert {case.split()[0] for case in found} in ({*DAILY}, {*plan_models.MODELS})
 
 
 def test_a_wrong_plan_would_be_noticed(found: dict[str, Both]) -> None:

@@ -112,12 +112,10 @@ def test_it_passes_as_things_are(arms: Arms, asked: list[Round], expected: Any) 
     assert len({str(each[0].logprobs) for each in expected}) == len(asked)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault",
-    [
-        pytest.param(each, id=each.name, marks=[] if "pixels" in each.name else pytest.mark.nightly)
-        for each in SIGHT_FAULTS
-    ],
+    [pytest.param(each, id=each.name) for each in SIGHT_FAULTS],
 )
 def test_it_fails_for_a_planted_fault(
     arms: Arms, asked: list[Round], expected: Any, fault: Fault, monkeypatch: pytest.MonkeyPatch

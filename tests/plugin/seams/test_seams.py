@@ -136,7 +136,7 @@ def test_a_source_hash_ignores_comments_and_indentation() -> None:
 def test_the_ledger_lists_each_symbol_once_and_says_why() -> None:
     rows = [(seam.part, seam.path, seam.kind) for seam in seams.LEDGER]
     assert len(set(rows)) == len(rows)
-    parts = "core tree mtp gemma4 ngram block recurrent draft vit fused pixtral kimi hicache"
+    parts = "core engine tree mtp gemma4 ngram block recurrent draft vit fused pixtral kimi hicache"
     parts += " native metrics plan bench testing train learn"
     assert {seam.part for seam in seams.LEDGER} == {*parts.split()}
     assert all(seam.why and seam.until and seam.expected for seam in seams.LEDGER)

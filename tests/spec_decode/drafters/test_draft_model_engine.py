@@ -103,6 +103,7 @@ def test_answers_are_the_target_s(
     assert counted["level_bytes"] > 0
 
 
+@pytest.mark.nightly
 def test_a_preset_chooses_the_nodes_of_its_trees(erring: Pair, alone: list[Answer]) -> None:
     preset = {"graft": "auto"}
     with erring.engine(chain=4, max_num_seqs=4, additional_config=preset, **OWN) as llm:

@@ -283,6 +283,7 @@ def test_a_norm_and_a_head_in_fp8(glm: Pair) -> None:
     assert info["counters"]["tree"]["draft_replays"] > 0
 
 
+@pytest.mark.nightly
 def test_one_flag_turns_trees_on(perfect: Pair, alone: list[Answer]) -> None:
     """Its depth is the number of tokens that one would give to vLLM's chain."""
     with perfect.engine(method="mtp", chain=3, additional_config={"graft": "auto"}) as llm:

@@ -143,6 +143,7 @@ def test_answers_are_the_target_s(
     assert counted["steps"] == DEPTH
 
 
+@pytest.mark.nightly
 def test_without_depths_tokens_differ(
     pair: Pair, greedy: list[Request], right: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

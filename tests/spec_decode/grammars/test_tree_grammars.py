@@ -79,6 +79,7 @@ def test_tokens_hold_when_crowded(pair: Pair, asked: list[Request], alone: list[
     assert seen.chunks_beside_drafts > 0
 
 
+@pytest.mark.nightly
 def test_with_the_mask_of_the_row_before_tokens_differ(
     pair: Pair, asked: list[Request], alone: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

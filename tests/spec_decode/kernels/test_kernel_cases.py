@@ -16,6 +16,7 @@ from tests.support.launches import (
     check_launches,
     recurrent_calls,
     tree_calls,
+    varied,
 )
 from tests.support.launches.attention_calls import PLANS, RARE_PLANS, Planned
 from tests.support.launches.one_branch import one_branch_kernel
@@ -32,14 +33,26 @@ from vllm_graft.spec_decode.kernels.kernel_launch import (
 from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
-_OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in (80, 100)]
+_IN_ALL_SIZES = [pytest.param(each, True, marks=pytest.mark.nightly) for each in (80, 90, 100)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, *_OTHERS])
-def test_every_kernel_compiles(capability: int) -> None:
+@pytest.mark.parametrize(("capability", "sizes"), [(90, False), *_IN_ALL_SIZES])
+def test_every_kernel_compiles(capability: int, sizes: bool) -> None:
     calls = [*tree_calls.calls(), *attention_calls.calls(), *recurrent_calls.calls()]
-    check_kernels(spec_decode, calls, capability)
+    check_kernels(spec_decode, calls, capability, sizes=sizes)
+
+
+def test_what_is_compiled_each_day_has_all_branches() -> None:
+    def launch(kernel: str, *values: object) -> Launch:
+        return Launch(kernel, tuple(zip("abc", values)), ())
+
+    half, whole = Pointer("bfloat16", True), Pointer("float32", True)
+    plain, small = launch("f", half, None, 64), launch("f", half, None, 16)
+    flagged, other = launch("f", whole, True, 64), launch("g", half, None, 64)
+    assert varied([plain, small, flagged, other]) == [small, other, flagged]
+    # Control: of three that differ in sizes alone one is left, and it is the smallest.
+    assert varied([plain, small, launch("f", half, None, 32)]) == [small]
 
 
 @pytest.mark.slow

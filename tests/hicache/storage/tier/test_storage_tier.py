@@ -51,7 +51,7 @@ class _Rig:
             self.pool,
             self.index,
             self.geometry,
-            PrefetchConfig(policy="wait_complete"),
+            PrefetchConfig(base_seconds=20),
         )
 
     def keep(self, number: int) -> Page:

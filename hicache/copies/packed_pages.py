@@ -16,8 +16,6 @@ Equal K/V has equal bytes. The largest share of escapes in a page and layer of Q
 0.5 %, and its mean 0.04 %. A table of the 15 most frequent exponents of a page (SplitZip, arXiv
 2605.01708) would have 2.0 % and 0.14 %, because K and V of all heads share it."""
 
-import ctypes
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -91,5 +89,6 @@ def unfit(runs: Copies) -> npt.NDArray[np.bool_]:
     """Whether runs on the host do not fit, bool ``[n]``. Their store has to have ended."""
     marks = runs.host + runs.sizes - 1
     first = int(marks.min())
-    memory = (ctypes.c_char * (int(marks.max()) - first + 1)).from_address(first)
-    return np.frombuffer(memory, np.uint8)[marks - first] != 0
+    memory = elements_at(first, int(marks.max()) - first + 1, torch.uint8).numpy()
+    found: npt.NDArray[np.bool_] = memory[marks - first] != 0
+    return found

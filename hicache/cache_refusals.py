@@ -21,6 +21,7 @@ from vllm_graft.hicache.config.connector_options import flags_below
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.machine_memory import filesystem_bytes, machine_bytes
 from vllm_graft.hicache.host.region import SHM
+from vllm_graft.hicache.pages.host_form import PACKED
 from vllm_graft.hicache.pages.pool_shape import least_page_bytes
 from vllm_graft.hicache.storage.backend import StorageBackend
 from vllm_graft.hooks import manager
@@ -282,19 +283,23 @@ def _launcher(asked: Asked, vllm_config: Any) -> Iterator[str]:
 
 
 @REFUSALS.row(
-    "`host_dtype: fp8` for K/V that is not in 16 or 32 bits",
-    "Only K/V of plain attention is converted.",
+    "`host_dtype: fp8` for K/V that is not in 16 or 32 bits, or `packed` if it is not bfloat16",
+    "Other K/V is not converted.",
     "drop `host_dtype`",
 )
 @_of_each
 def _host_dtype(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
     if config.host_dtype is None:
         return
-    model, cache = target_of(vllm_config), vllm_config.cache_config
-    reason = ""
-    if str(cache.cache_dtype).startswith("fp8"):
-        reason = f"the device's K/V is {cache.cache_dtype} already (--kv-cache-dtype)"
-    elif model is not None and model.use_mla:
+    model, cache_dtype = target_of(vllm_config), str(vllm_config.cache_config.cache_dtype)
+    packed, reason = config.host_dtype == PACKED.name, ""
+    if cache_dtype == "auto" and model is not None:
+        cache_dtype = str(model.dtype).removeprefix("torch.")
+    if cache_dtype.startswith("fp8"):
+        reason = f"the device's K/V is {cache_dtype} already (--kv-cache-dtype)"
+    elif packed and cache_dtype not in ("auto", "bfloat16"):
+        reason = f"the device's K/V is {cache_dtype} (--kv-cache-dtype, --dtype)"
+    elif not packed and model is not None and model.use_mla:
         reason = "the model uses MLA attention"
     elif model is not None and model.is_hybrid:
         reason = "the model has recurrent states"

@@ -74,9 +74,9 @@ class HiCacheConfig(Section):
     """Layout of the device's KV cache that vLLM is asked for. None leaves the choice to vLLM.
     ``BLHNC`` keeps the layers of a block together, so that copies are few and large."""
 
-    host_dtype: Literal["fp8"] | None = None
-    """Dtype of K/V on the host and in storage. ``fp8`` is e4m3, which loses accuracy. None keeps
-    the device's dtype."""
+    host_dtype: Literal["fp8", "packed"] | None = None
+    """Form of K/V on the host and in storage. ``packed`` is bfloat16 in 12.4 bits, without loss.
+    ``fp8`` is e4m3, which loses accuracy. None keeps the device's bytes."""
 
     staging_bytes: Bytes = Field(default=ByteSize(STAGING_BYTES), ge=0)
     """Bytes of device memory for staged loads: loads from consecutive host slots to blocks that are

@@ -5,9 +5,11 @@ import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_graft.base.errors import GraftError
@@ -30,6 +32,9 @@ Pools = Mapping[int, Sequence[LayerPages]]
 Convert = Callable[[Copies, Direction], RangeCopy]
 """``(runs, direction)``: returns a function that copies and converts a range of the runs."""
 
+Unfit = Callable[[Copies], npt.NDArray[np.bool_]]
+"""``(runs)``: whether runs that were stored did not fit into the host's form, bool ``[n]``."""
+
 
 @dataclass
 class CopyResult:
@@ -42,6 +47,8 @@ class CopyResult:
     seconds: float = 0.0
     """Duration of the copies on their stream; 0 if unknown."""
     failed: bool = False
+    unfit: list[int] = field(default_factory=list)
+    """Slots of a store whose pages are not there, as they do not fit into the host's form."""
 
 
 def raise_incomplete() -> NoReturn:
@@ -56,12 +63,19 @@ def raise_incomplete() -> NoReturn:
 
 class CopyEngine(ABC):
     """Executes operations. A copy that fails raises nothing: its result says that it failed.
-    ``convert`` makes all copies, if the host keeps pages in another dtype."""
+    ``convert`` makes all copies, if the host keeps pages in another form. Pages that are `unfit`
+    for it may be in any store."""
 
-    def __init__(self, pools: Pools, shard: HostShard, convert: Convert | None = None) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        shard: HostShard,
+        convert: Convert | None = None,
+        unfit: Unfit | None = None,
+    ) -> None:
         self.second_tries = 0
         self._incomplete: list[CacheOperation] = []
-        self._pools, self._shard, self._convert = pools, shard, convert
+        self._pools, self._shard, self._convert, self._unfit = pools, shard, convert, unfit
 
     @abstractmethod
     def begin_step(self, number: int = 0) -> None:
@@ -158,6 +172,13 @@ class CopyEngine(ABC):
             self._shard.address,
         )
 
+    def _unfit_slots(self, operation: CacheOperation, runs: Copies) -> list[int]:
+        """The slots of an operation that has ended whose pages do not fit."""
+        if self._unfit is None or operation.direction is Direction.LOAD:
+            return []
+        places = runs.host[self._unfit(runs)] - self._shard.address
+        return sorted(set((places // self._shard.slot_bytes).tolist()))
+
     def _layers(self, operation: CacheOperation, first: Collection[str]) -> list[str]:
         names = {
             layer.name for transfer in operation.transfers for layer in self._pools[transfer.group]
@@ -228,6 +249,7 @@ class MemoryCopyEngine(CopyEngine):
             batch = self._copies(operation)
             (self._convert or _move)(batch, operation.direction)(0, len(batch))
             result.num_bytes = batch.num_bytes
+            result.unfit = self._unfit_slots(operation, batch)
         except Exception:
             # The worker goes on. vLLM recomputes or ends the request, as its policy says.
             logger.exception("host KV cache: a copy failed")
@@ -262,8 +284,8 @@ def fp8_copy(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCop
     def copy(begin: int, end: int) -> None:
         columns = (column[begin:end].tolist() for column in (runs.device, runs.host, runs.sizes))
         for device, host, count in zip(*columns):
-            there = _elements(device, count, dtype)
-            here = _elements(host, count, torch.float8_e4m3fn)
+            there = elements_at(device, count, dtype)
+            here = elements_at(host, count, torch.float8_e4m3fn)
             if direction is Direction.STORE:
                 # Torch's own cast saturates only in some versions.
                 here.copy_(there.clamp(-E4M3_LARGEST, E4M3_LARGEST))
@@ -273,6 +295,7 @@ def fp8_copy(dtype: torch.dtype, runs: Copies, direction: Direction) -> RangeCop
     return copy
 
 
-def _elements(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def elements_at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """The ``count`` elements of the CPU's memory from ``address`` on."""
     size = count * dtype.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)

@@ -20,7 +20,8 @@ There are four methods of copying:
 - a kernel, for the other loads within a step (``page_kernel``);
 - copy engines with one copy per run of bytes, for everything else.
 
-If the host keeps pages in another dtype, one kernel makes all copies (``fp8_kernel``)."""
+If the host keeps pages in another form, one kernel makes all copies (``fp8_kernel``,
+``packed_kernel``)."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from vllm_graft.base.log import logger
-from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResult, Pools
+from vllm_graft.hicache.copies.copy_engine import Convert, CopyEngine, CopyResult, Pools, Unfit
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver
 from vllm_graft.hicache.copies.page_kernel import fits, load_runs
 from vllm_graft.hicache.copies.row_copies import PlannedCopy, RowCopies, StagingRing
@@ -111,9 +112,10 @@ class StreamCopyEngine(CopyEngine):
     def __init__(
         self, pools: Pools, shard: HostShard, batch_copy: BatchCopy = driver_copy,
         run_copy: Callable[[Copies], RangeCopy] = load_runs, convert: Convert | None = None,
+        unfit: Unfit | None = None,
         strided: CudaDriver | None = None, ring: StagingRing | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(pools, shard, convert)
+        super().__init__(pools, shard, convert, unfit)
         self._rows = None
         if strided is not None and convert is None:
             self._rows = RowCopies(pools, shard, strided, ring, run_copy)
@@ -212,7 +214,10 @@ class StreamCopyEngine(CopyEngine):
         results, self._failed = self._failed, []
         for queue in self._in_flight.values():
             while queue and queue[0].end.query():
-                results.append(queue.popleft().result())
+                results.append(result := queue[0].result())
+                for copy in queue.popleft().copied:
+                    if isinstance(copy.copied, Copies):
+                        result.unfit += self._unfit_slots(result.operation, copy.copied)
         return results
 
     def drain(self) -> None:

@@ -2,7 +2,7 @@
 ranks only execute, so they never have to agree on anything. A job is done when every rank has
 reported it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_graft.hicache.host.index import HostIndex, Page
@@ -38,6 +38,8 @@ class Finished:
     stored: list[Page] = field(default_factory=list)
     failed_loads: int = 0
     failed_stores: int = 0
+    unfit: int = 0
+    """Pages that a rank could not bring into the host's form, and that are forgotten."""
     failed_requests: list[str] = field(default_factory=list)
     """Requests whose load failed, so that their blocks are invalid."""
 
@@ -106,8 +108,11 @@ class HybridCacheController:
             if job.operation.direction is Direction.STORE:
                 job.failed = True
 
-    def report(self, done: Mapping[int, int], failed: Mapping[int, int]) -> Finished:
-        """Take in how many ranks have done each job, and how many of these have failed."""
+    def report(
+        self, done: Mapping[int, int], failed: Mapping[int, int], unfit: Collection[int] = ()
+    ) -> Finished:
+        """Take in how many ranks have done each job, how many of these have failed, and which slots
+        of their stores have no page, as it does not fit into the host's form."""
         finished = Finished()
         for number, count in done.items():
             job = self.jobs.get(number)
@@ -115,6 +120,10 @@ class HybridCacheController:
                 continue
             job.waiting -= count
             job.failed |= failed.get(number, 0) > 0
+            if unfit and job.operation.direction is Direction.STORE:
+                lost = [page for page in job.pages if page.indexed and page.slot in unfit]
+                self.index.forget(lost)
+                finished.unfit += len(lost)
             if job.waiting <= 0:
                 self._complete(self._remove(number), finished)
         return finished

@@ -29,6 +29,7 @@ METRICS = PartMetrics(
         _counter("declined_stores", help="Stores that were given up for want of host memory."),
         _counter("failed_loads", help="Loads that failed."),
         _counter("failed_stores", help="Stores that failed."),
+        _counter("unfit_pages", help="Pages that did not fit into `packed`."),
         _counter("unwaited_layers", help="Layers that were waited for after the forward pass."),
         _counter("prefetched_pages", help="Pages read from storage."),
         _counter("prefetch_timeouts", help="Prefetches that were cut by their deadline."),

@@ -61,10 +61,11 @@ class Transferred:
 @dataclass
 class HiCacheReport(KVConnectorWorkerMetadata):
     """What ranks have finished. For each job it has how many ranks have ``done`` it, and how many
-    of these have ``failed``."""
+    of these have ``failed``. Of stores that are done, ``unfit`` has slots without their page."""
 
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
+    unfit: set[int] = field(default_factory=set)
     loads: Transferred = field(default_factory=Transferred)
     stores: Transferred = field(default_factory=Transferred)
     unwaited_layers: int = 0
@@ -77,6 +78,7 @@ class HiCacheReport(KVConnectorWorkerMetadata):
             raise TypeError(f"cannot add a {type(other).__name__} to a HiCacheReport")
         self.done.update(other.done)
         self.failed.update(other.failed)
+        self.unfit |= other.unfit
         self.loads.merge(other.loads)
         self.stores.merge(other.stores)
         self.unwaited_layers += other.unwaited_layers

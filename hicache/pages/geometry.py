@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -28,6 +29,7 @@ from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.config.connector_options import CONNECTOR
 from vllm_graft.hicache.config.nonce import REGION_PREFIX, nonce_of
 from vllm_graft.hicache.pages.groups import Group, HitPolicy
+from vllm_graft.hicache.pages.host_form import FORMS, FP8, PACKED, HostForm
 from vllm_graft.hicache.pages.layout import layer_order
 from vllm_graft.hicache.pages.pool_shape import PoolShape, Sharing
 
@@ -37,11 +39,17 @@ if TYPE_CHECKING:
 SHARED_FORMAT = 1
 """Version of how engines use a region that they share; others get another region."""
 
-_CONVERTED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Kinds of K/V that can be kept as fp8."""
+_PLAIN = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
-_FP8_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of the device's K/V that can be kept as fp8."""
+_SERVED = {
+    FP8: (
+        _PLAIN,
+        (torch.bfloat16, torch.float16, torch.float32),
+        "K/V of full, sliding-window and chunked attention in bfloat16, float16 or float32",
+    ),
+    PACKED: ((*_PLAIN, MLAAttentionSpec), (torch.bfloat16,), "K/V and MLA's latents in bfloat16"),
+}
+"""Kinds of K/V that a form can keep, their types on the device, and both in words."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ class Geometry:
             a shard, of which each writes a part.
         zeroes_blocks: whether vLLM zeroes blocks that it reuses.
         handed_off: pools whose pages vLLM hands over one by one (recurrent states).
-        convert_from: dtype of the device's K/V if the host keeps it as fp8, else None.
+        form: form of K/V on the host; None if it is the device's.
+        convert_from: dtype of the device's K/V if there is a form.
         sharing: set if other engines use the same region.
         fails_blocks: whether vLLM can end just the requests that have read invalid blocks. With
             several groups it cannot tell which request a block belongs to. Nor can it recompute:
@@ -70,6 +79,7 @@ class Geometry:
     zeroes_blocks: bool
     handed_off: frozenset[int]
     fails_blocks: bool = False
+    form: HostForm | None = None
     convert_from: torch.dtype | None = None
     sharing: Sharing | None = None
 
@@ -88,12 +98,13 @@ class Geometry:
         """Derive the geometry from an engine's configuration; a ConfigError for other models."""
         parallel = vllm_config.parallel_config
         groups = cached_groups(kv_cache_config)
-        convert_from = None
+        form, convert_from = None, None
         if config.host_dtype is not None:
-            convert_from = _only_dtype(groups, kv_cache_config)
+            form = FORMS[config.host_dtype]
+            convert_from = _only_dtype(form, groups, kv_cache_config)
             groups = tuple(
-                replace(group, page_bytes=group.page_bytes // convert_from.itemsize)
-                for group in groups
+                replace(g, page_bytes=form.num_bytes(g.page_bytes // convert_from.itemsize))
+                for g in groups
             )
         replicas = max(1, kv_cache_config.kv_tp_replicas)
         shards = parallel.world_size // replicas
@@ -116,7 +127,7 @@ class Geometry:
             replicas=replicas, zeroes_blocks=kv_cache_config.needs_kv_cache_zeroing,
             handed_off=frozenset(handed_off),
             fails_blocks=len(specs) == 1 and transfer.kv_load_failure_policy == "fail",
-            convert_from=convert_from, sharing=sharing,
+            form=form, convert_from=convert_from, sharing=sharing,
         )  # fmt: skip
 
 
@@ -180,25 +191,26 @@ def _group(index: int, group: KVCacheGroupSpec, unit: int) -> Group:
     )
 
 
-def _only_dtype(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> torch.dtype:
-    found: set[torch.dtype] = set()
+def _only_dtype(
+    form: HostForm, groups: Sequence[Group], kv_cache_config: KVCacheConfig
+) -> torch.dtype:
+    kinds, dtypes, words = _SERVED[form]
+    key, found = f"{flag('host_dtype')}={form.name}", set[torch.dtype]()
     for group in groups:
         whole: Any = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
         by_layer = getattr(whole, "kv_cache_specs", {})
         for spec in (by_layer.get(name, whole) for name in group.layers):
             dtype, mode = getattr(spec, "dtype", None), getattr(spec, "kv_quant_mode", 0)
             # The exact type counts: a subclass may keep scales, latents or hidden states.
-            if type(spec) not in _CONVERTED or dtype not in _FP8_DTYPES or mode:
+            if type(spec) not in kinds or dtype not in dtypes or mode:
                 raise ConfigError(
-                    f"{flag('host_dtype')}=fp8: pool {group.name} is a {type(spec).__name__} of "
-                    f"{dtype}, but only K/V of full, sliding-window and chunked attention in "
-                    "bfloat16, float16 or float32 can be kept as fp8: remove host_dtype."
+                    f"{key}: pool {group.name} is a {type(spec).__name__} of {dtype}, but only "
+                    f"{words} can be kept so: remove host_dtype."
                 )
             found.add(dtype)
     if len(found) > 1:
         raise ConfigError(
-            f"{flag('host_dtype')}=fp8: K/V has several types, {sorted(map(str, found))}: remove "
-            "host_dtype."
+            f"{key}: K/V has several types, {sorted(map(str, found))}: remove host_dtype."
         )
     return found.pop()
 

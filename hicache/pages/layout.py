@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_graft.base.errors import GraftError
+from vllm_graft.hicache.pages.host_form import HostForm
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -28,7 +29,7 @@ class LayerPages:
     """One layer's part of its group's pages. `address`: address of block 0 on the device.
     `block_stride`: bytes from one block to the next. `runs`: ``(device offset, host offset,
     bytes)`` of each contiguous run of a page, from the start of the block and of the slot. Bytes
-    are the host's, which may keep another dtype."""
+    are the host's, which may keep another form."""
 
     name: str
     address: int
@@ -78,14 +79,14 @@ def group_layers(
     layers: Sequence[str],
     caches: Mapping[str, Any],
     num_blocks: int,
-    host_itemsize: int | None = None,
+    form: HostForm | None = None,
 ) -> tuple[LayerPages, ...]:
     """Describe the pages of one group, by layer in the order in which layers run.
 
     A layer that shares the bytes of another one is left out. The first dimension of a layer's
     tensor counts blocks, or the parts into which the attention kernel divides blocks.
-    ``host_itemsize`` is bytes per element on the host; None if it is the device's. Raises
-    `GraftError` if a tensor's first dimension is no multiple of ``num_blocks``."""
+    ``form`` is K/V's on the host; None if it is the device's. Raises `GraftError` if a tensor's
+    first dimension is no multiple of ``num_blocks``, or a run of the form's unit."""
     described: list[LayerPages] = []
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     host_offset = 0
@@ -104,7 +105,7 @@ def group_layers(
         seen.add(identity)
         runs, item = [], cache.element_size()
         for offset, size in page_runs(cache.shape, cache.stride(), item):
-            size = size // item * (host_itemsize or item)
+            size = size if form is None else form.num_bytes(size // item)
             runs.append((offset, host_offset, size))
             host_offset += size
         stride = cache.stride(0) * item

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_graft.base.errors import ConfigError
 from vllm_graft.base.options import target_of
 from vllm_graft.hicache.config.cache_config import flag
+from vllm_graft.hicache.pages.host_form import FORMS
 
 PAGE = mmap.PAGESIZE
 """Bytes of a page of the operating system's memory, not of a page of KV."""
@@ -92,12 +93,15 @@ def least_page_bytes(vllm_config: Any, host_dtype: str | None) -> int:
     if model is None or not _is_even(model):
         return 0
     cache = vllm_config.cache_config
-    itemsize = 1 if host_dtype == "fp8" else _itemsize(str(cache.cache_dtype), model)
     block = cache.block_size
     if not cache.user_specified_block_size:
         block = min(block or _SMALLEST_BLOCK, _SMALLEST_BLOCK)
     numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
-    return int(model.get_total_num_hidden_layers() * block * numbers * itemsize)
+    numbers *= model.get_total_num_hidden_layers() * block
+    if host_dtype is not None:
+        form = FORMS[host_dtype]
+        return int(numbers // form.unit * form.unit_bytes)
+    return int(numbers * _itemsize(str(cache.cache_dtype), model))
 
 
 def _is_even(model: Any) -> bool:

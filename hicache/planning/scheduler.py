@@ -10,7 +10,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_graft.hicache.config.cache_config import HiCacheConfig
+from vllm_graft.base.log import warning_once
+from vllm_graft.hicache.config.cache_config import HiCacheConfig, flag
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.host.index import HostIndex
 from vllm_graft.hicache.messages.cache_stats import HiCacheStats
@@ -227,7 +228,14 @@ class HiCacheScheduler:
             for group in self.geometry.groups:
                 page_cost = self.cost.seconds_to_compute(group.block_tokens)
                 self.index.page_cost[group.index] = page_cost
-        finished = self.controller.report(report.done, report.failed)
+        finished = self.controller.report(report.done, report.failed, report.unfit)
+        if finished.unfit:
+            self.stats.add("unfit_pages", finished.unfit)
+            warning_once(
+                "host KV cache: a page does not fit into its form on the host, and is computed "
+                "again when it is needed. If the metric unfit_pages shows many, remove "
+                f"{flag('host_dtype')}."
+            )
         self._recency.poll()
         for direction, moved in (("load", report.loads), ("store", report.stores)):
             self.stats.add(f"{direction}_bytes", moved.bytes)

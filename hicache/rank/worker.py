@@ -25,6 +25,7 @@ from vllm_graft.hicache.copies.copy_engine import (
     raise_incomplete,
 )
 from vllm_graft.hicache.copies.cuda_driver import CudaDriver, CudaDriverError
+from vllm_graft.hicache.copies.packed_pages import packed_copy, unfit
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.host.pool import HostPool, node_of_gpu
 from vllm_graft.hicache.messages.operation import (
@@ -36,11 +37,18 @@ from vllm_graft.hicache.messages.operation import (
 from vllm_graft.hicache.messages.step_metadata import HiCacheMetadata, HiCacheReport
 from vllm_graft.hicache.pages.geometry import Geometry
 from vllm_graft.hicache.pages.groups import HitPolicy
+from vllm_graft.hicache.pages.host_form import FP8, PACKED, HostForm
 from vllm_graft.hicache.pages.layout import LayerPages, group_layers, pages_bytes
 from vllm_graft.seams.wrap import wrap
 
 if TYPE_CHECKING:
     from vllm_graft.hicache.copies.row_copies import StagingRing
+
+_FORM_WORDS: dict[HostForm | None, str] = {
+    None: "",
+    FP8: ", K/V kept as fp8 (e4m3), which is lossy",
+    PACKED: ", K/V packed without loss",
+}
 
 
 class HiCacheWorker:
@@ -76,8 +84,7 @@ class HiCacheWorker:
         geometry = self._geometry
         pools: dict[int, tuple[LayerPages, ...]] = {}
         for group in geometry.groups:
-            item = None if geometry.convert_from is None else 1
-            layers = group_layers(group.layers, caches, self._num_blocks, item)
+            layers = group_layers(group.layers, caches, self._num_blocks, geometry.form)
             if (found := pages_bytes(layers)) > geometry.shape.slot_bytes:
                 raise GraftError(
                     f"pool {group.name}: pages take {found} bytes, the slots have "
@@ -103,30 +110,32 @@ class HiCacheWorker:
             self._pool.pin(self._shard)
             self._engine = self._stream_engine(pools, shard)
         else:
-            convert = _converting(fp8_copy, geometry.convert_from)
-            self._engine = MemoryCopyEngine(pools, shard, convert)
+            options = _conversion(geometry, fp8_copy, packed_copy)
+            self._engine = MemoryCopyEngine(pools, shard, **options)
         info.publish("hicache", info.weakly(self.counters))
         info_once(
             f"host KV cache: {geometry.shape.num_slots} pages of {geometry.shape.slot_bytes} "
             f"bytes, {len(pools)} pool(s), {type(self._engine).__name__}"
             + (f", once for each {geometry.replicas} ranks" if geometry.replicas > 1 else "")
-            + (", K/V kept as fp8 (e4m3), which is lossy" if geometry.convert_from else "")
+            + _FORM_WORDS[geometry.form]
         )
 
     def _stream_engine(self, pools: Pools, shard: HostShard) -> CopyEngine:
-        from vllm_graft.hicache.copies import fp8_kernel, page_kernel
+        from vllm_graft.hicache.copies import fp8_kernel, packed_kernel, page_kernel
         from vllm_graft.hicache.copies.streams import StreamCopyEngine
 
-        dtype = self._geometry.convert_from
-        if dtype is None:
+        form, dtype = self._geometry.form, self._geometry.convert_from
+        if form is None or dtype is None:
             page_kernel.warm_up()
-        else:
+        elif form is FP8:
             fp8_kernel.warm_up(dtype)
-        strided = _strided_driver() if dtype is None else None
+        else:
+            packed_kernel.warm_up()
+        strided = _strided_driver() if form is None else None
         return StreamCopyEngine(
             pools,
             shard,
-            convert=_converting(fp8_kernel.convert_runs, dtype),
+            **_conversion(self._geometry, fp8_kernel.convert_runs, packed_kernel.convert_runs),
             strided=strided,
             ring=None if strided is None else _staging_ring(self._staging_bytes),
         )
@@ -219,6 +228,7 @@ class HiCacheWorker:
         for result in self.engine.finished():
             operation = result.operation
             self._report.mark(operation.ids, result.failed)
+            self._report.unfit.update(result.unfit)
             load = operation.direction is Direction.LOAD
             if not result.failed:
                 totals = self._report.loads if load else self._report.stores
@@ -322,8 +332,13 @@ def _then_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather_batch_req_state
 
 
-def _converting(copy: Callable[..., Any], dtype: torch.dtype | None) -> Convert | None:
-    return None if dtype is None else partial(copy, dtype)
+def _conversion(geometry: Geometry, fp8: Callable[..., Any], packed: Convert) -> dict[str, Any]:
+    """The options of a copy engine that say how K/V gets the host's form."""
+    if geometry.form is None:
+        return {}
+    if geometry.form is FP8:
+        return {"convert": partial(fp8, geometry.convert_from)}
+    return {"convert": packed, "unfit": unfit}
 
 
 def _strided_driver() -> CudaDriver | None:

@@ -730,6 +730,28 @@ def test_fp8_on_the_host_needs_plain_k_and_v() -> None:
             _accepted(config)
 
 
+def test_packed_pages_need_bfloat16() -> None:
+    extra = {"host_bytes": GIB, "host_dtype": "packed"}
+    for dtype, cache_dtype, hybrid, words in (
+        (torch.float16, "auto", False, "the device's K/V is float16 "),
+        (torch.bfloat16, "fp8_e5m2", False, "the device's K/V is fp8_e5m2 already"),
+        (torch.bfloat16, "auto", True, "the model has recurrent states"),
+        (torch.bfloat16, "auto", False, ""),
+        (torch.float16, "bfloat16", False, ""),
+    ):
+        config = _engine(extra)
+        config.model_config.dtype, config.model_config.is_hybrid = dtype, hybrid
+        config.model_config.use_mla = not hybrid
+        config.cache_config.cache_dtype = cache_dtype
+        if words:
+            with pytest.raises(ConfigError, match=rf"host_dtype is packed, but {words}.*: drop "):
+                _accepted(config)
+        else:
+            assert _accepted(config)
+    # A page of 8B has 99 bytes for 64 numbers.
+    assert least_page_bytes(_engine({}), "packed") * 128 == PAGE_OF_8B * 99
+
+
 def test_parsing_alone_looks_at_nothing_else() -> None:
     """Parsing runs before vLLM has completed its configuration."""
     config = _engine({"host_bytes": 1, "eviction": "fifo"})

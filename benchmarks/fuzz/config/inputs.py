@@ -138,7 +138,7 @@ class Inputs(Mutations):
             eviction=["lru", "arc", "fifo", ""],
             load=["auto", "async", "layerwise", "recompute", "lazy"],
             kv_layout=[None, "LBHNC", "BLHNC", "NHD"],
-            host_dtype=[None, "fp8", "fp4"],
+            host_dtype=[None, "fp8", "packed", "fp4"],
             staging_bytes=[0, "48MiB", -1, "many"],
             storage=[self._storage],
             prefetch=[self._prefetch],

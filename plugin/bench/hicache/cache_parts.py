@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float]
 
-COUNTED = ("loads_layerwise", "loads_async", "recomputed", "load_bytes")
+COUNTED = (
+    *("loads_layerwise", "loads_async", "recomputed", "unfit_pages"),
+    *("load_bytes", "load_seconds", "store_bytes", "store_seconds"),
+)
+SLOTS = ("pages", "free_pages")
 
 
 def _size(default: float, text: str) -> Any:
@@ -124,13 +128,14 @@ class Parts:
         """Time a prompt whose first `prefix` tokens the host alone has."""
         sizes, driver = self._sizes, self._driver
         known = self._prompt(f"prefix{prefix}-{number}", prefix)
+        before = self._counted()
         driver.run([known + self._prompt(f"a{number}", sizes.suffix)], 1)
         driver.settle()
         driver.forget_device()
-        before = self._counted()
         (answer,) = driver.run([known + self._prompt(f"b{number}", sizes.suffix)], 1)
         driver.settle(0.02)
         found = {"first_token_ms": 1e3 * answer.ttft, "cached": float(answer.cached)}
+        found["slots"] = sum(self._counted(SLOTS).values())
         return found | self._since(before)
 
     def decode(self, number: int, requests: int) -> Figures:
@@ -199,13 +204,13 @@ class Parts:
             length = length_between(sizes.history, sizes.history_max, seed)
         return self._prompt(seed, length)
 
-    def _counted(self) -> Figures:
-        """Our connector's counters; empty for the other arms."""
+    def _counted(self, names: Sequence[str] = COUNTED) -> Figures:
+        """Our connector's metrics of these names; empty for the other arms."""
         prefix = "vllm:graft_hicache_"
         return {
             name: float(getattr(metric, "value", 0))
             for metric in self._llm.get_metrics()
-            if (name := metric.name.removeprefix(prefix)) in COUNTED
+            if (name := metric.name.removeprefix(prefix)) in names
         }
 
     def _since(self, before: Figures) -> Figures:

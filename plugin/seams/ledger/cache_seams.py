@@ -39,6 +39,7 @@ CACHE = (
         ("kv_cache_interface.ChunkedLocalAttentionSpec", "has", "attention_chunk_size", "pages that a prefix needs"),
         ("kv_cache_interface.FullAttentionSpec", "has", "block_size", "likewise"),
         ("kv_cache_interface.MambaSpec", "has", "mamba_cache_mode, page_size_bytes, page_size_padded", "likewise"),
+        ("kv_cache_interface.MLAAttentionSpec", "has", "dtype", "latents, which the host can pack"),
         ("kv_cache_interface.RSWASpec", "has", "block_size", "refused"),
         ("kv_cache_interface.SlidingWindowSpec", "has", "extra_retained_tokens, sliding_window", "pages that a prefix needs"),
         ("kv_cache_interface.UniformTypeKVCacheSpecs", "has", "kv_cache_specs", "layers of a group"),

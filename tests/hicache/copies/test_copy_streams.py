@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.host_cache.simulated_copies import LAYERS, Rig, run_copy
+from tests.support.host_cache.simulated_copies import LAYERS, Rig, bytes_at, run_copy
 from tests.support.host_cache.third_stores import raising
 from tests.support.simulated_streams import simulated
 from vllm_graft.hicache.copies import streams as stream_engine
+from vllm_graft.hicache.copies.packed_pages import unfit
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
 
 HOST_DTYPES = [torch.float32, torch.float8_e4m3fn]
@@ -172,6 +173,33 @@ def test_a_copy_that_raises_has_failed(rig: Rig) -> None:
     assert rig.engine.take_incomplete() == [load]
     assert [result.failed for result in rig.engine.finished()] == [True]
     assert rig.engine.wait_all_layers() == 0, "nothing is waited for that nobody runs"
+
+
+@pytest.mark.parametrize("marked", [[], [3], [0, 2, 5]])
+def test_a_store_that_has_ended_tells_which_pages_do_not_fit(marked: list[int]) -> None:
+    """Runs go layer by layer, two pages each; the last byte of a run is its mark."""
+
+    def convert(runs: Any, direction: Direction) -> Any:
+        def copy(begin: int, end: int) -> None:
+            for run in range(begin, end):
+                mark = torch.tensor([run in marked], dtype=torch.uint8)
+                bytes_at(int(runs.host[run] + runs.sizes[run]) - 1, 1).copy_(mark)
+
+        return copy
+
+    with simulated():
+        rig = Rig(True, torch.float8_e4m3fn)
+        rig.engine._convert, rig.engine._unfit = convert, unfit
+        for way in Direction:
+            rig.engine.begin_step()
+            work = rig.pages(way, [3, 4], [1, 5])
+            (rig.engine.store if way is Direction.STORE else rig.engine.load)(work)
+            assert rig.engine.finished() == []
+            rig.engine.drain()
+            (result,) = rig.engine.finished()
+            assert not result.failed
+            slots = sorted({(1, 5)[run % 2] for run in marked})
+            assert result.unfit == (slots if way is Direction.STORE else [])
 
 
 @pytest.mark.parametrize("host_dtype", HOST_DTYPES)

@@ -11,6 +11,7 @@ from tests.support.host_cache.gpu_copies import BLOCKS, DELAY, LAYERS, SLOTS, Gp
 from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
 from tests.support.samples.fp8_numbers import DTYPES, back, numbers, rounded, same
 from vllm_graft.hicache.messages.operation import Direction
+from vllm_graft.hicache.pages.host_form import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -145,7 +146,7 @@ def test_an_async_load_runs_beside_the_step(late: GpuRig) -> None:
 @pytest.mark.parametrize("way", LOAD_WAYS)
 def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
     """Pages equal torch's cast, on the host and back; other blocks stay as they are."""
-    rig = GpuRig(order, dtype=dtype, fp8=True)
+    rig = GpuRig(order, dtype=dtype, form=FP8)
     values = numbers(dtype)
     for cache in rig.caches.values():
         picked = torch.randint(len(values), cache.shape)
@@ -183,7 +184,7 @@ def test_fp8_runs_that_are_not_aligned() -> None:
     """Runs have 12 elements; the kernel copies them as well, because no copy engine converts."""
     whole = torch.randn(4, BLOCKS, 3, 20, device="cuda", dtype=torch.bfloat16)
     caches = {f"layers.{n}.attn": whole[n, :, :, 1:13] for n in range(4)}
-    rig = GpuRig.of(caches, fp8=True)
+    rig = GpuRig.of(caches, FP8)
     before = whole.cpu()
     rig.engine.store(rig.operation(Direction.STORE, [0, 5], [9, 2]))
     rig.engine.fence([0])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,16 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.support.launches import check_kernels
 from tests.support.samples.fp8_numbers import DTYPES, back, numbers, rounded, same, same_codes
-from vllm_graft.base.errors import ConfigError
+from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache import copies as copies_room
 from vllm_graft.hicache import setup
 from vllm_graft.hicache.config.cache_config import HiCacheConfig
-from vllm_graft.hicache.copies import fp8_kernel
+from vllm_graft.hicache.copies import fp8_kernel, packed_kernel
 from vllm_graft.hicache.copies.copy_engine import fp8_copy
 from vllm_graft.hicache.copies.page_kernel import fits, launch
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages import geometry
+from vllm_graft.hicache.pages.host_form import FP8, PACKED, HostForm
 from vllm_graft.hicache.pages.layout import (
     Copies,
     LayerPages,
@@ -113,17 +115,17 @@ def test_runs_of_a_range_arrive_and_nothing_else_changes(copy: Any, direction: D
     assert torch.equal(host, other)
 
 
-def test_fp8_pages_have_a_namespace_of_their_own() -> None:
+def test_each_form_has_a_namespace_of_its_own() -> None:
     sizes: Any = SimpleNamespace(groups=(), shape=SimpleNamespace(num_shards=1))
     [read] = [each.read for each in INPUTS if each.name == "options"]
     found = []
-    for host_dtype in (None, "fp8"):
+    for host_dtype in (None, "fp8", "packed"):
         config = HiCacheConfig.parse({"host_bytes": 1, "host_dtype": host_dtype})
         nothing: Any = None
         engine = setup.engine_of(config, sizes, nothing, nothing, None)
         assert engine.layout == {"pools": {}, "shards": 1}
         found.append(read(engine))
-    assert [each["host_dtype"] for each in found] == [None, "fp8"]
+    assert [each["host_dtype"] for each in found] == [None, "fp8", "packed"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,7 +133,7 @@ def test_a_page_takes_a_byte_an_element(dtype: torch.dtype) -> None:
     cache = torch.zeros(2, 6, 2, 4, 8, dtype=dtype).permute(1, 0, 2, 3, 4)[:, :, :, :3]
     names = ["layers.0", "layers.1"]
     caches = {name: cache[:, number] for number, name in enumerate(names)}
-    plain, small = (group_layers(names, caches, 6, item) for item in (None, 1))
+    plain, small = (group_layers(names, caches, 6, form) for form in (None, FP8))
     assert pages_bytes(small) == 2 * 2 * 3 * 8
     assert pages_bytes(plain) == dtype.itemsize * pages_bytes(small)
     for one, other in zip(plain, small):
@@ -146,10 +148,10 @@ STATE = MambaSpec(16, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mod
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 
 
-def _only_dtype(*specs: Any) -> torch.dtype:
+def _only_dtype(*specs: Any, form: HostForm = FP8) -> torch.dtype:
     groups = [KVCacheGroupSpec([f"layers.{n}.attn"], spec) for n, spec in enumerate(specs)]
     config = KVCacheConfig(8, [], groups)
-    return geometry._only_dtype(geometry.cached_groups(config), config)
+    return geometry._only_dtype(form, geometry.cached_groups(config), config)
 
 
 def test_attention_of_several_kinds_is_kept() -> None:
@@ -173,6 +175,18 @@ def test_other_bytes_are_refused(specs: list[Any], words: str) -> None:
     with pytest.raises(ConfigError, match=r"extra_config\.host_dtype=fp8: .*remove") as caught:
         _only_dtype(*specs)
     assert words in str(caught.value)
+
+
+def test_latents_in_bfloat16_are_packed_and_other_types_are_not() -> None:
+    kept = LATENT, FULL(dtype=torch.bfloat16), WINDOW(dtype=torch.bfloat16)
+    assert _only_dtype(*kept, form=PACKED) is torch.bfloat16
+    for other in (FULL(dtype=torch.float16), replace(LATENT, dtype=torch.uint8), STATE):
+        words = rf"host_dtype=packed: pool 1:\w+ is a {type(other).__name__} of .*: remove"
+        with pytest.raises(ConfigError, match=words):
+            _only_dtype(FULL(dtype=torch.bfloat16), other, form=PACKED)
+    assert PACKED.num_bytes(128) == 198
+    with pytest.raises(GraftError, match="runs of 130 numbers, which is no multiple of 64"):
+        PACKED.num_bytes(130)
 
 
 def test_another_type_is_unknown() -> None:
@@ -238,4 +252,6 @@ def test_every_kernel_compiles(capability: int) -> None:
     table = torch.empty(3, 1, dtype=torch.int64, device="meta")
     converted = itertools.product(fp8_kernel.TYPES, Direction, (True, False))
     calls = [partial(fp8_kernel.launch, table, 0, 1, *each) for each in converted]
+    packed = itertools.product(Direction, (True, False))
+    calls += [partial(packed_kernel.launch, table, 0, 1, *each) for each in packed]
     check_kernels(copies_room, [partial(launch, table, 0, 1), *calls], capability)

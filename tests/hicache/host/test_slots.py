@@ -191,6 +191,27 @@ def test_failed_pages_are_forgotten(direction: Direction, shared: bool) -> None:
     assert finished.stored == []
 
 
+@both_pools
+def test_a_page_that_does_not_fit_is_forgotten_alone(shared: bool) -> None:
+    """One of two ranks could not bring it into the host's form; the other reports it as done."""
+    controller = _controller(slots=3, workers=2, shared=shared)
+    operation = controller.store([(_key(number), 10 + number) for number in range(3)])
+    assert operation is not None
+    (number,), (transfer,) = operation.ids, operation.transfers
+    reports = [
+        controller.report({number: 1}, {}, unfit) for unfit in ({transfer.host_indices[1]}, set())
+    ]
+    assert [report.unfit for report in reports] == [1, 0]
+    assert [controller.index.has(_key(each)) for each in range(3)] == [True, False, True]
+    assert controller.index.num_free == 1
+    assert [page.indexed for page in reports[1].stored] == [True, False, True]
+    # A slot that is loaded belongs to no store.
+    load = controller.load([(_key(0), 20)], "r")
+    assert load is not None
+    controller.report({load.ids[0]: 2}, {}, set(load.transfers[0].host_indices))
+    assert controller.index.has(_key(0))
+
+
 def test_a_reset_outlives_what_was_in_flight() -> None:
     controller = _controller(slots=2)
     _done(controller, controller.store([(_key(0), 10)]))

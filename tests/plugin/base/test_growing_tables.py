@@ -118,6 +118,7 @@ BOUNDED = {
         hicache/messages/step_metadata.py:HiCacheReport.done
         hicache/messages/step_metadata.py:HiCacheReport.failed
         hicache/messages/step_metadata.py:HiCacheReport.steps
+        hicache/messages/step_metadata.py:HiCacheReport.unfit
         hicache/planning/load_planner.py:LoadPlanner._queued
         hicache/planning/request_state.py:RequestState.keys
         hicache/planning/request_state.py:RequestState.sources

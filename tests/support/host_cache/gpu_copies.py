@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from tests.support.host_cache.submitted_loads import delay_loads
+from vllm_graft.hicache.copies.packed_pages import unfit
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.host_form import FP8, PACKED, HostForm
 from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
 from vllm_graft.hicache.pages.pool_shape import PAGE, PoolShape
 
@@ -27,7 +29,7 @@ class GpuRig:
         order: str,
         delay: int = 0,
         dtype: torch.dtype = torch.float32,
-        fp8: bool = False,
+        form: HostForm | None = None,
         driver: Any = None,
         ring: Any = None,
     ) -> None:
@@ -36,29 +38,40 @@ class GpuRig:
         shape = [sizes[axis] for axis in order]
         whole = torch.zeros(shape, device="cuda", dtype=dtype)
         views = whole.permute([order.index(axis) for axis in "LBHNC"])
-        self._start({f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, fp8, driver, ring)
+        self._start(
+            {f"layers.{n}.attn": views[n] for n in range(LAYERS)}, delay, form, driver, ring
+        )
 
     @classmethod
-    def of(cls, caches: dict[str, torch.Tensor], fp8: bool) -> GpuRig:
+    def of(cls, caches: dict[str, torch.Tensor], form: HostForm | None) -> GpuRig:
         rig = cls.__new__(cls)
-        rig._start(caches, 0, fp8, None)
+        rig._start(caches, 0, form, None)
         return rig
 
     def _start(
-        self, caches: dict[str, torch.Tensor], delay: int, fp8: bool, driver: Any, ring: Any = None
+        self,
+        caches: dict[str, torch.Tensor],
+        delay: int,
+        form: HostForm | None,
+        driver: Any,
+        ring: Any = None,
     ) -> None:
-        from vllm_graft.hicache.copies.fp8_kernel import convert_runs
+        from vllm_graft.hicache.copies import fp8_kernel, packed_kernel
         from vllm_graft.hicache.copies.streams import StreamCopyEngine
 
         self.caches = caches
         dtype = next(iter(caches.values())).dtype
-        pools = {0: group_layers(list(caches), caches, BLOCKS, 1 if fp8 else None)}
+        pools = {0: group_layers(list(caches), caches, BLOCKS, form)}
         self.page = pages_bytes(pools[0])
         self.pool = HostPool(PoolShape.fit(SLOTS * max(PAGE, self.page), self.page, 1))
         self.pool.pin(0)
         shard = HostShard.of(self.pool, 0)
-        convert = partial(convert_runs, dtype) if fp8 else None
-        self.engine = StreamCopyEngine(pools, shard, convert=convert, strided=driver, ring=ring)
+        options: dict[str, Any] = {"strided": driver, "ring": ring}
+        if form is FP8:
+            options["convert"] = partial(fp8_kernel.convert_runs, dtype)
+        elif form is PACKED:
+            options |= {"convert": packed_kernel.convert_runs, "unfit": unfit}
+        self.engine = StreamCopyEngine(pools, shard, **options)
         if delay:
             delay_loads(self.engine, delay)
 

@@ -9,6 +9,7 @@ import torch
 from vllm_graft.hicache.copies.copy_engine import MemoryCopyEngine, fp8_copy
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.messages.operation import CacheOperation, Direction, PoolTransfer
+from vllm_graft.hicache.pages.host_form import FP8
 from vllm_graft.hicache.pages.layout import group_layers, pages_bytes
 
 BLOCKS, SLOTS, LAYERS = 16, 8, 3
@@ -51,10 +52,10 @@ class Rig:
     ) -> None:
         self.caches = {f"layers.{n}.attn": torch.zeros(BLOCKS, 2, 16) for n in range(LAYERS)}
         self.dtype = host_dtype
-        item, convert = None, None
+        form, convert = None, None
         if host_dtype is not torch.float32:
-            item, convert = host_dtype.itemsize, partial(fp8_copy, torch.float32)
-        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS, item)}
+            form, convert = FP8, partial(fp8_copy, torch.float32)
+        pools = {0: group_layers(list(self.caches), self.caches, BLOCKS, form)}
         self.slot_bytes = pages_bytes(pools[0])
         self.host = torch.zeros(SLOTS, self.slot_bytes, dtype=torch.uint8)
         self.shard = HostShard(self.host.data_ptr(), self.slot_bytes, SLOTS)

@@ -82,6 +82,16 @@ def _block_drafters() -> list[entries.Drafter]:
             block=True,
         ),
         entries.Drafter(
+            "xpress",
+            f"{_DRAFTERS}.block.xpress:XPressTrees",
+            "drafts a tree from one pass and a bias by all tokens before, from vLLM 0.33 on",
+            methods=("dflash",),
+            speculator=f"{_SPECULATORS}.xpress.speculator:XPressSpeculator",
+            architectures=("Qwen3XPressModel", "DFlashQwen3XPressModel"),
+            block=True,
+            unmeasured=True,
+        ),
+        entries.Drafter(
             "dspark",
             f"{_DRAFTERS}.block.dspark:DSparkTrees",
             "drafts a tree from one pass and a bias by the token before",

@@ -1,6 +1,7 @@
 """The drafter that an engine takes, and facts that configurations tell of its draft."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_graft.base.errors import ConfigError
@@ -104,6 +105,12 @@ CANDIDATE_KEYS = ("selector_top_k", "lilicorr_candidate_topk")
 _ASSISTANTS = ("gemma4_mtp",)
 """Model types of drafts whose layers read the target's K/V and have none of their own."""
 
+_REFINED = "xpress"
+"""The drafter whose drafts have a refiner."""
+
+_DEPTH, _CANDIDATES, _RANK, _INNER = 15, 512, 256, 512
+"""Depth, candidates, rank and inner width that vLLM takes where an XPress draft is silent."""
+
 
 def is_assistant(draft: Any) -> bool:
     """Whether vLLM's model config of a draft, or None, is that of an assistant."""
@@ -128,10 +135,49 @@ def num_candidates_of(speculative: Any) -> int | None:
     return next((int(count) for count in counts if isinstance(count, int)), None)
 
 
+@dataclass(frozen=True)
+class RefinerSizes:
+    """Sizes of the refiner of an XPress draft, which vLLM knows since 0.33.
+
+    Attributes:
+        rows: rows of a block, that of the last token included.
+        candidates: tokens of a position that get a bias; None for the whole vocabulary.
+        rank: of the rows that are mixed.
+        inner: width of the MLP.
+    """
+
+    rows: int
+    candidates: int | None
+    rank: int
+    inner: int
+
+
+def is_refined(speculative: Any) -> bool:
+    """Whether the draft of vLLM's speculative config is an XPress, by its architecture."""
+    draft = getattr(speculative, "draft_model_config", None)
+    architectures = set(getattr(draft, "architectures", None) or ())
+    offers = manager.manager().offers(HOOK)
+    known = [name for each in offers if each.entry.name == _REFINED for name in _only(each)]
+    return not architectures.isdisjoint(known)
+
+
+def refiner_sizes(draft: Any) -> RefinerSizes:
+    """Sizes of the refiner of an XPress draft with this ``hf_config``."""
+    rows = getattr(draft, "xpress_block_size", None)
+    return RefinerSizes(
+        rows=rows or getattr(draft, "num_speculative_steps", _DEPTH) + 1,
+        candidates=getattr(draft, "xpress_topc", _CANDIDATES) or None,
+        rank=getattr(draft, "xpress_rank", _RANK),
+        inner=getattr(draft, "xpress_mlp_hidden", _INNER),
+    )
+
+
 def trained_depth(speculative: Any) -> int | None:
     """Positions that predict a token in the blocks that a DFlash or DSpark draft was trained with;
     None if the draft's configuration does not say."""
     draft = getattr(speculative.draft_model_config, "hf_config", None)
+    if is_refined(speculative):
+        return refiner_sizes(draft).rows - 1
     nested = getattr(draft, "dflash_config", None)
     nested = nested if isinstance(nested, Mapping) else {}
     size = (
@@ -151,10 +197,12 @@ def from_anchor(speculative: Any) -> bool:
 
 
 def block_positions(tree: TreeConfig, speculative: Any) -> int:
-    """Positions that predict a token in the longest block of an engine. No block has more than a
-    tree has nodes, as vLLM keeps slots of the K/V cache for so many."""
+    """Positions that predict a token in the longest block of an engine. The refiner of an XPress
+    reads whole blocks. No block has more positions than a tree has nodes, as vLLM keeps slots of
+    the K/V cache for so many."""
     nodes: int = tree.nodes or speculative.num_speculative_tokens
-    return min(tree.steps, nodes)
+    whole = trained_depth(speculative) if is_refined(speculative) else None
+    return min(tree.steps if whole is None else whole, nodes)
 
 
 def block_rows(tree: TreeConfig, speculative: Any) -> int:

@@ -15,8 +15,10 @@ from vllm_graft.spec_decode.models.drafts import (
     has_model,
     is_assistant,
     is_block,
+    is_refined,
     methods,
     num_candidates_of,
+    refiner_sizes,
     trained_depth,
 )
 from vllm_graft.spec_decode.refusals.engine_refusals import BUFFERS, too_many_rows
@@ -53,17 +55,6 @@ def either(names: Sequence[str]) -> str:
     """Quoted names, the last after "or"."""
     *others, last = map(repr, names)
     return f"{', '.join(others)} or {last}" if others else last
-
-
-@DRAFTS.row(
-    "XPress drafts (vLLM 0.33)",
-    "Their blocks are refined as one chain.",
-    _CHAIN,
-)
-def _refined(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    names = [each for each in getattr(draft, "architectures", None) or () if "XPress" in each]
-    yield from map("The draft's architecture is {}".format, names)
 
 
 @DRAFTS.row(
@@ -270,13 +261,16 @@ def _depth(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
 
 
 @DRAFTS.row(
-    "`topk` above the candidates of a DFlash 2 or LiLiCorr draft",
+    "`topk` above the candidates of a DFlash 2, LiLiCorr or XPress draft",
     "A position has no more tokens to choose from.",
     f"lower `{flag('tree', 'topk')}`",
 )
 def _candidates(tree: TreeConfig, vllm_config: Any) -> Iterator[Found]:
     speculative = vllm_config.speculative_config
     count, keys = num_candidates_of(speculative), " or ".join(CANDIDATE_KEYS)
+    if is_refined(speculative):
+        draft = getattr(speculative.draft_model_config, "hf_config", None)
+        count, keys = refiner_sizes(draft).candidates, "xpress_topc"
     if count is not None and tree.topk > count and is_block(tree, speculative):
         key = flag("tree", "topk")
         yield Found(
@@ -297,13 +291,17 @@ def _learned_tokens(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
 
 
 @DRAFTS.row(
-    "`hot_tokens` as a file with DFlash 2, LiLiCorr and DSpark",
+    "`hot_tokens` as a file with DFlash 2, LiLiCorr, XPress and DSpark",
     "These drafts score candidates by themselves.",
     f"drop `{flag('tree', 'hot_tokens')}`",
 )
 def _hot_file(tree: TreeConfig, vllm_config: Any) -> Iterator[str]:
     speculative, hot = vllm_config.speculative_config, tree.hot_tokens
-    scores_itself = speculative.method == "dspark" or num_candidates_of(speculative) is not None
+    scores_itself = (
+        speculative.method == "dspark"
+        or is_refined(speculative)
+        or num_candidates_of(speculative) is not None
+    )
     if isinstance(hot, str) and scores_itself and is_block(tree, speculative):
         method = speculative.method
         yield f"{flag('tree', 'hot_tokens')} is {hot!r}, for a draft of method {method!r}"

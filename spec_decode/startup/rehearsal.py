@@ -160,15 +160,15 @@ class _Stage:
 
     def _draft_blocks(self) -> None:
         twin = self.twin
-        twin.model = block_model(twin.head)
+        twin.model = block_model(twin.head, twin.draft_model_config)
         twin.draft_tokens = empty(twin.max_num_reqs, twin.trees.num_nodes, dtype=torch.int64)
         for plan in twin.trees.plans.values():
             with twin.drafting(plan):
                 for num_reqs in twin.graph_counts_of(plan) or [1]:
                     rows = num_reqs * twin.num_query_per_req
                     states = empty(rows, twin.hidden_size, dtype=twin.dtype)
-                    predicting = states[twin.sample_indices[: num_reqs * twin.positions]]
-                    twin.lattice = twin.make_lattice(num_reqs, predicting)
+                    states = twin.read_states(num_reqs, states)
+                    twin.lattice = twin.make_lattice(num_reqs, states)
                     twin.grow_and_choose(plan, num_reqs, None)
 
     def _grow(self, plan: Any, num_reqs: int, longest: int) -> None:

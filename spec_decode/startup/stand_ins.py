@@ -15,6 +15,7 @@ from vllm_graft.spec_decode.heads.hot_tokens import load_hot_tokens
 from vllm_graft.spec_decode.kernels.attention.e4m3 import native
 from vllm_graft.spec_decode.kernels.attention.own_rows import attend_own_rows
 from vllm_graft.spec_decode.kernels.kernel_launch import cdiv
+from vllm_graft.spec_decode.models.drafts import RefinerSizes, refiner_sizes
 from vllm_graft.spec_decode.targets.dense.layer import TRITON, TreeAttentionMixin
 from vllm_graft.spec_decode.targets.dense.window import DraftWindow
 from vllm_graft.spec_decode.trees.batch import TreeBatch
@@ -190,14 +191,32 @@ def head(config: TreeConfig, model: ModelConfig, topk: int, target_vocab: int) -
     return made
 
 
-def block_model(head: DraftHead) -> Any:
+def block_model(head: DraftHead, model: ModelConfig) -> Any:
     """A draft model of blocks whose logits are those of `head`, and whose biases look alike."""
+    sizes = refiner_sizes(model.hf_config)
     return SimpleNamespace(
         compute_draft_logits=head.logits,
         markov_embed=lambda tokens: empty(len(tokens), 1),
         markov_bias=head.logits,
         apply_markov_bias_gathered=lambda embedded, logits, values, ids: logits,
+        model=SimpleNamespace(xpress_head=_refiner(sizes, model.get_vocab_size(), model.dtype)),
     )
+
+
+def _refiner(sizes: RefinerSizes, vocab: int, dtype: torch.dtype) -> Any:
+    rank = sizes.rank
+
+    def linear(inputs: int, outputs: int) -> torch.nn.Linear:
+        return torch.nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+
+    return SimpleNamespace(
+        rank=rank, topc=sizes.candidates or 0,
+        hidden_cache=lambda blocks: empty(*blocks.shape[:2], 2 * rank, dtype=dtype),
+        w1=torch.nn.Embedding(vocab, rank, device=META, dtype=dtype),
+        in_proj=linear(3 * rank, rank), mix_L=empty(rank, sizes.rows, sizes.rows, dtype=dtype),
+        mlp_gate=linear(rank, sizes.inner), mlp_up=linear(rank, sizes.inner),
+        mlp_down=linear(sizes.inner, rank), w2=linear(rank, vocab),
+    )  # fmt: skip
 
 
 class _Processor:

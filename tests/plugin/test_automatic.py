@@ -311,16 +311,16 @@ def test_n_grams_that_are_taken_off_leave_what_stock_vllm_derives(config: Any) -
     assert config.speculative_config is None
 
 
-def test_trees_of_an_assistant_are_left_to_who_names_them(config: Any) -> None:
+def test_trees_of_a_refiner_are_left_to_who_names_them(config: Any) -> None:
     """Other drafts of its method were measured."""
     speculative = config.speculative_config
-    speculative.method = "mtp"
+    speculative.method, speculative.parallel_drafting = "dflash", True
     speculative.draft_model_config.hf_config = SimpleNamespace()
-    speculative.draft_model_config.architectures = ["Gemma4MTPModel"]
+    speculative.draft_model_config.architectures = ["DFlashQwen3XPressModel"]
     decided = start(config)
     assert decided.on == {}
     says = decided.off["tree"]
-    assert says.startswith("The drafter for this draft is gemma4. Nobody measured yet how fast")
+    assert says.startswith("The drafter for this draft is xpress. Nobody measured yet how fast")
     assert says.endswith("ask for --additional-config.graft.tree by name.")
     assert speculative.num_speculative_tokens == 7
 

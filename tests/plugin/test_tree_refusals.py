@@ -477,23 +477,33 @@ def _block(config: Any, nodes: int, method: str = "dflash", **draft: Any) -> Non
     speculative.draft_model_config.hf_config = SimpleNamespace(**size, **draft)
 
 
+def _xpress(config: Any, nodes: int, **draft: Any) -> None:
+    _block(config, nodes, architectures=["DFlashQwen3XPressModel"], **draft)
+    config.scheduler_config.max_num_seqs = 64
+
+
 _DFLASH2 = {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_top_k": 16}}
 
 
+# The block is XPress's refiner's, whatever ``block_size`` says of its backbone.
 @pytest.mark.parametrize(
-    ("nodes", "draft", "tree"),
+    ("make", "nodes", "draft", "tree"),
     [
-        (31, {}, {}),
-        (31, {}, {"steps": 7, "head_dtype": "auto"}),
-        (7, {}, {"nodes": 63, "hot_tokens": None}),
-        (31, _DFLASH2, {"topk": 16}),
-        (31, {"method": "dspark"}, {"steps": 7}),
+        (_block, 31, {}, {}),
+        (_block, 31, {}, {"steps": 7, "head_dtype": "auto"}),
+        (_block, 7, {}, {"nodes": 63, "hot_tokens": None}),
+        (_block, 31, _DFLASH2, {"topk": 16}),
+        (_block, 31, {"method": "dspark"}, {"steps": 7}),
+        (_xpress, 31, {}, {"steps": 15}),
+        (_xpress, 31, {}, {"steps": 7, "head_dtype": "fp8"}),
+        (_xpress, 31, {"xpress_topc": 0, "xpress_block_size": 8}, {"topk": 16, "steps": 7}),
+        (_xpress, 31, {"xpress_topc": 16, "num_speculative_steps": 7}, {"topk": 16, "steps": 7}),
     ],
-)
+)  # fmt: skip
 def test_block_drafters_are_fine(
-    config: Any, nodes: int, draft: dict[str, Any], tree: Tree
+    config: Any, make: Callable[..., None], nodes: int, draft: dict[str, Any], tree: Tree
 ) -> None:
-    _block(config, nodes, **draft)
+    make(config, nodes, **draft)
     _serve(config, **tree)
 
 
@@ -511,8 +521,6 @@ def test_block_drafters_are_fine(
          "is 'a.txt'|by themselves: drop --additional"),
         ({}, {"graph_runner": "eager"},
          "graft.tree.graph_runner is 'eager'|drop --additional-config"),
-        ({"architectures": ["DFlashQwen3XPressModel"]}, {},
-         "architecture is DFlashQwen3XPressModel|refined as one chain: drop|vLLM's own chain"),
     ],
 )  # fmt: skip
 def test_what_block_drafters_lack_is_refused(
@@ -532,6 +540,27 @@ def test_more_rows_of_a_block_than_a_batch_has_are_refused(
     scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2047, seqs
     words = f"The pass of the draft has|set --max-num-seqs to {most} or less"
     _refusal(config, words, steps=7)
+
+
+@pytest.mark.parametrize(
+    ("draft", "tree", "words"),
+    [
+        ({}, {"steps": 16}, "graft.tree.steps is 16, but a block of the draft predicts 15 tokens"),
+        ({"xpress_block_size": 6}, {"steps": 6}, "is 6, but a block of the draft predicts 5"),
+        ({"num_speculative_steps": 4}, {"steps": 6}, "is 6, but a block of the draft predicts 4"),
+        ({"xpress_topc": 6}, {"topk": 7}, "draft has 6 candidates per position (xpress_topc)"),
+        ({}, {"hot_tokens": "a.txt"}, "is 'a.txt'|by themselves: drop --additional"),
+        # Its passes are over whole blocks, however deep the trees are.
+        ({}, {"steps": 3}, "The pass of the draft has 2048 rows (--max-num-seqs 128 times 16"),
+    ],
+)
+def test_what_xpress_drafts_lack_is_refused(
+    config: Any, draft: dict[str, Any], tree: Tree, words: str
+) -> None:
+    _xpress(config, 31, **draft)
+    scheduler = config.scheduler_config
+    scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2047, 128
+    _refusal(config, words, **tree)
 
 
 def _latents(config: Any, **more: Any) -> None:

@@ -4,6 +4,7 @@ from vllm_graft.seams.ledger.entry import seams
 
 _EDGES = "its pairs of candidates, scored, are what a tree is grown from"
 _BIAS = "the bias by the token before, for each node of a level"
+_PATH = "the bias by the tokens of a path, for each node of a level"
 _HEAD = (
     "finds rows and norm by what is passed to the logits processor, and computes other logits there"
 )
@@ -25,6 +26,12 @@ BLOCK = (
         ("dflash2.speculator.DFlash2Speculator", "has", "(DFlashSpeculator), _score_candidates(self, candidate_ids, unary_logits, hidden_states), _generate_draft(self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode=, no other)", _EDGES),
         ("lilicorr.speculator.LiLiCorrSpeculator", "has", "(DFlash2Speculator), prepare_context_anchor", "its __new__ builds our subclass; reads the last accepted row, which we have moved: another would cost acceptance alone"),
         ("dspark.speculator.DSparkSpeculator", "has", "_draft_topk, _sample_sequential(self, num_reqs, head_hidden), _generate_draft(self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode=, no other)", "how many logits get a bias; overridden: a tree for its chain. Drafts by another bias would cost acceptance alone"),
+    ),
+    *seams("block", "a speculator registry (vLLM RFC #36219)", "",
+        ("v1.worker.gpu.spec_decode.xpress.speculator.XPressSpeculator", "has", {"0.33": "(DFlashSpeculator), _jacobi_refine(self, num_reqs, head_hidden), _generate_draft(self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode=, no other)"}, _PATH),
+        ("model_executor.models.qwen3_xpress.XPressRefinerHead", "has", {"0.33": "hidden_cache, in_proj, mix_L, mlp_down, mlp_gate, mlp_up, rank, topc, w1, w2, _refine_latent(self, prev_ids, hcache), jacobi_refine_greedy(self, base_logits_full, h_full, anchor_ids, tok_am1_ids, num_passes)"}, "_refine_latent: the bias by the tokens of a path, for each node of a level; jacobi_refine_greedy: which tokens get a bias, and which token stands before the last one"),
+        ("model_executor.models.qwen3_xpress.Qwen3XPressModel.__init__", "order", {"0.33": "xpress_block_size, num_speculative_steps, 15, xpress_rank, 256, xpress_mlp_hidden, 512, xpress_topc, 512"}, "the sizes of a refiner whose checkpoint doesn't say them"),
+        ("model_executor.models.qwen3_xpress.Qwen3XPressForCausalLM", "has", {"0.33": "compute_draft_logits, lm_head, logits_processor"}, "the logits before the bias"),
     ),
     *seams("block", "vLLM's heads offer their best k tokens", "model_executor.models",
         ("qwen3_dflash.DFlashQwen3ForCausalLM", "has", "combine_hidden_states, compute_logits, draft_id_to_target_id, lm_head, logits_processor", "top k of all positions at once"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from vllm_graft.spec_decode.drafters.draft_trees import TreePlan
 from vllm_graft.spec_decode.drafters.levels import growths_by_levels
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
 from vllm_graft.spec_decode.models.drafts import block_positions
 from vllm_graft.spec_decode.trees.tree import CandidateTable, TreeShape
 from vllm_graft.spec_decode.tuning.scheduling import graph_counts, plan_shapes, tree_policy
@@ -321,14 +321,18 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         rows = num_reqs * self.positions
         slots = self.sample_idx_mapping[: rows : self.positions]
         self.idx_mapping[:num_reqs].copy_(torch.where(self._live, slots, -1))
-        self.lattice = self.make_lattice(num_reqs, states[self.sample_indices[:rows]])
+        self.lattice = self.make_lattice(num_reqs, self.read_states(num_reqs, states))
         try:
             self.grow_and_choose(self.plan, num_reqs, None, num_tokens_across_dp)
         finally:
             self.lattice = None
 
+    def read_states(self, num_reqs: int, states: torch.Tensor) -> torch.Tensor:
+        """The rows of a pass that `make_lattice` reads: those that predict. Capturable."""
+        return states[self.sample_indices[: num_reqs * self.positions]]
+
     def make_lattice(self, num_reqs: int, states: torch.Tensor) -> Lattice:
-        """What the block says of every depth, from the rows of a pass that predict. Capturable."""
+        """What the block says of every depth, from what `read_states` returns. Capturable."""
         raise NotImplementedError
 
     def draft_tree(self, plan: TreePlan, *args: Any, **kwargs: Any) -> None:
@@ -338,6 +342,32 @@ class BlockTrees(TreeDrafting, DFlashSpeculator):
         """Positions by which the target's draws are keyed, int64 ``[num_reqs, positions]``."""
         positions = self.sample_pos[: num_reqs * self.positions]
         return positions.view(num_reqs, self.positions) - 1
+
+    def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
+        """The noise of the target's draws of all levels, None to rank without. Capturable. The
+        function takes the level, and nodes per request above it: 1 at the first, ``topk`` below."""
+        # Of all levels at once; those of a level are contiguous, as kernels read them.
+        draws = self.draws(num_reqs).t().contiguous()
+        below = draws.repeat_interleave(self.topk, 1)
+
+        def noise(level: int, nodes: int) -> Noise | None:
+            positions = (below if level else draws)[level]
+            return self.noise(num_reqs, positions, rows=nodes, offset=0)
+
+        return noise
+
+    def own_head_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of the model's own head, or of its copy in FP8, over rows of states. Capturable.
+        The draft has ``compute_draft_logits``, as those have whose logits get biases."""
+        if self.head.fp8 is not None:
+            return self.head.logits(states)
+        logits: torch.Tensor = self.model.compute_draft_logits(states)
+        return logits
+
+    def block_roots(self, num_reqs: int) -> torch.Tensor:
+        """The last token of each request, the target's, int ``[num_reqs]``."""
+        width = self.num_query_per_req
+        return self.input_buffers.input_ids[: num_reqs * width : width]
 
     def report(self) -> dict[str, Any]:
         plans = [self._describe(plan) for _, plan in sorted(self.trees.plans.items())]

@@ -1,6 +1,5 @@
 """Trees from DSpark drafts, whose tokens depend on the token before by a bias of low rank."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm_graft.spec_decode.drafters.base import Children
 from vllm_graft.spec_decode.drafters.block.block_trees import BlockTrees
 from vllm_graft.spec_decode.heads.head import SHARPNESS
-from vllm_graft.spec_decode.kernels.topk import Noise, topk_logprobs
+from vllm_graft.spec_decode.kernels.topk import topk_logprobs
 from vllm_graft.spec_decode.trees.tree import CandidateTable
 
 
@@ -19,7 +18,7 @@ class Biased:
     vLLM's chain does it, and the other tokens are left out. `logits` are ``[R, positions, draft
     vocabulary]``, `roots` int ``[R]``, tokens of the target's vocabulary."""
 
-    def __init__(self, drafter: "DSparkTrees", logits: torch.Tensor, roots: torch.Tensor) -> None:
+    def __init__(self, drafter: BlockTrees, logits: torch.Tensor, roots: torch.Tensor) -> None:
         self._drafter, self._logits, self._roots = drafter, logits, roots
         self._noise = drafter.level_noise(len(roots))
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -72,29 +71,3 @@ class DSparkTrees(BlockTrees, DSparkSpeculator):
         """The logits of all positions, to which the biases come level by level."""
         logits = self.own_head_logits(states).unflatten(0, (num_reqs, self.positions))
         return Biased(self, logits, self.block_roots(num_reqs))
-
-    def level_noise(self, num_reqs: int) -> Callable[[int, int], Noise | None]:
-        """The noise of the target's draws of all levels, None to rank without. Capturable. The
-        function takes the level, and nodes per request above it: 1 at the first, ``topk`` below."""
-        # Of all levels at once; those of a level are contiguous, as kernels read them.
-        draws = self.draws(num_reqs).t().contiguous()
-        below = draws.repeat_interleave(self.topk, 1)
-
-        def noise(level: int, nodes: int) -> Noise | None:
-            positions = (below if level else draws)[level]
-            return self.noise(num_reqs, positions, rows=nodes, offset=0)
-
-        return noise
-
-    def own_head_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits without biases of the own head, or of its copy in FP8, over rows of states.
-        Capturable."""
-        if self.head.fp8 is not None:
-            return self.head.logits(states)
-        logits: torch.Tensor = self.model.compute_draft_logits(states)
-        return logits
-
-    def block_roots(self, num_reqs: int) -> torch.Tensor:
-        """The last token of each request, the target's, int ``[num_reqs]``."""
-        width = self.num_query_per_req
-        return self.input_buffers.input_ids[: num_reqs * width : width]

@@ -84,6 +84,7 @@ def test_ours_go_through_the_same_hooks() -> None:
         ("dflash", "DFlashLagunaForCausalLM", "dflash"),
         ("dflash", "DFlash2DraftModel", "dflash2"),
         ("dflash", "LiLiCorrDraftModel", "lilicorr"),
+        ("dflash", "DFlashQwen3XPressModel", "xpress"),
         ("dspark", "Qwen3DSparkModel", "dspark"),
     ],
 )

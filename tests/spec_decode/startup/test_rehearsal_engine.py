@@ -15,8 +15,10 @@ from tests.support.models.block_drafts import (
     write_block_target,
     write_dflash,
     write_dspark,
+    write_xpress,
 )
 from tests.support.models.mtp_targets import write_mimo
+from tests.support.worlds.xpress_world import xpress_world
 from vllm_graft.spec_decode.drafters.tree_drafting import TreeDrafting
 from vllm_graft.spec_decode.kernels import topk
 from vllm_graft.spec_decode.kernels.kernel_launch import Launch, listing
@@ -167,18 +169,25 @@ def test_other_drafters(tmp_path: Path, watched: Watched, method: str) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["dspark", pytest.param("dflash", marks=pytest.mark.nightly)],
+    [
+        "dspark",
+        pytest.param("dflash", marks=pytest.mark.nightly),
+        pytest.param("xpress", marks=pytest.mark.nightly),
+    ],
 )
 def test_drafts_of_blocks(tmp_path: Path, watched: Watched, method: str) -> None:
     """Each number of nodes has a block of its own, and so kernels of its own."""
     write_block_target(tmp_path / "target", from_last=0.4)
     if method == "dspark":
         write_dspark(tmp_path / "draft", from_last=0.4, causal=True)
+    elif method == "xpress":
+        write_xpress(tmp_path / "draft", from_last=0.4, causal=True, topc=40)
     else:
         write_dflash(tmp_path / "draft", causal=True)
     pair = Pair(str(tmp_path / "target"), str(tmp_path / "draft"), TEXTS)
     tree = {"shape": "auto", "ngram": True}
-    with pair.engine(method=method, nodes=3, steps=3, tree=tree, **GRAPHS) as llm:
+    name = "dflash" if method == "xpress" else method
+    with xpress_world(), pair.engine(method=name, nodes=3, steps=3, tree=tree, **GRAPHS) as llm:
         answer_all(llm, REQUESTS)
         assert len(model_runner(llm).speculator.trees.plans) > 1
     check(watched, {*DRAFTING, *VERIFYING, "_merge_kernel", "_follow_kernel", "_match_kernel"})

@@ -174,6 +174,49 @@ def write_dspark(
     return folder
 
 
+def write_xpress(
+    folder: Path,
+    *,
+    from_last: float = 0.0,
+    error: float = 0.0,
+    causal: bool = False,
+    topc: int = 0,
+    passes: int = DEPTH,
+) -> Path:
+    """Write an XPress draft, whose refiner knows how the last token counts. VLLM 0.33 serves it.
+
+    With an error the refiner's bias depends on all tokens of a path and on the block's states.
+    ``topc``: candidates of a position, 0 for all; ``passes``: those of vLLM's chain.
+    """
+    torch, randn = random_weights(4, SHAPE)
+    embedding, rows = _tables(from_last)
+    weights = _draft(error, extra_distance=1)
+    hidden, inner, width = SHAPE.hidden_size, 2 * _RANK, DEPTH + 1
+    head = {
+        "w1.weight": embedding[:, :_RANK].clone(),
+        "down_h.weight": randn(_RANK, hidden) * error,
+        "down_g.weight": randn(_RANK, hidden) * error,
+        "in_proj.weight": torch.cat([randn(_RANK, 2 * _RANK), torch.eye(_RANK)], 1),
+        "mix.L": randn(_RANK, width, width) * error,
+        "mlp.gate_proj.weight": randn(inner, _RANK),
+        "mlp.up_proj.weight": randn(inner, _RANK),
+        "mlp.down_proj.weight": randn(_RANK, inner) * error,
+        "w2.weight": rows[:, :_RANK].clone(),
+    }
+    weights |= {"lm_head.weight": _blind(rows)}
+    weights |= {f"xpress_head.{name}": each for name, each in head.items()}
+    more = {
+        "xpress_block_size": width,
+        "xpress_rank": _RANK,
+        "xpress_mlp_hidden": inner,
+        "xpress_num_passes": passes,
+        "xpress_topc": topc,
+        "xpress_compile_head": False,
+    }
+    _write_draft(folder, weights, "Qwen3XPressModel", causal, top_level=more)
+    return folder
+
+
 def _tables(from_last: float) -> tuple[Any, Any]:
     """Embeddings and output head; all embeddings have the same length, so that norms don't vary."""
     import torch

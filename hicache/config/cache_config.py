@@ -34,15 +34,18 @@ _VLLM_KEYS = frozenset({"kv_load_failure_policy"})
 class PrefetchConfig(Section):
     """Options for reading from storage when a request arrives, before it is scheduled."""
 
+    policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    """How long a request waits for its prefetch once it could be scheduled: not at all, until all
+    pages are read, or at most ``base_seconds + seconds_per_1k_tokens * tokens / 1000``."""
+
     base_seconds: Number = Field(default=1.0, ge=0, le=600)
-    """Most seconds that a request waits for its prefetch once it could be scheduled, whatever the
-    prompt's length. 0, and 0 for each token: it does not wait."""
+    """Seconds that ``timeout`` waits at least, whatever the prompt's length."""
 
     seconds_per_1k_tokens: Number = Field(default=0.25, ge=0, le=600)
-    """Seconds that a request may wait besides, per 1000 tokens that are read."""
+    """Seconds that the deadline of ``timeout`` grows by per 1000 tokens."""
 
     max_seconds: Number = Field(default=20.0, ge=0, le=600)
-    """Most seconds that a request waits in all, as storage may hang."""
+    """Most seconds that a request waits with any policy, as storage may hang."""
 
     max_share: Number = Field(default=0.5, gt=0, le=1)
     """Fraction of the host pool that prefetches in flight may hold."""
@@ -62,6 +65,15 @@ class HiCacheConfig(Section):
     """Whether host memory is shared with every server of this user on this machine that serves the
     same model in the same form and sets this too, and by all replicas of data parallelism. All give
     the same ``host_bytes``, which is taken once."""
+
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
+        "write_through"
+    )
+    """When a full block is copied to the host: as soon as it is computed, once ``write_after``
+    requests had its prefix, or when its request has finished."""
+
+    write_after: Count = Field(default=2, ge=1, le=1000)
+    """Number of requests with a prefix from which ``write_through_selective`` stores it."""
 
     eviction: EntryName = "lru"
     """Name of a ``graft_eviction_policies`` entry: ``lru``, ``arc``, or a plugin's."""

@@ -54,7 +54,7 @@ class HiCacheScheduler:
         # K/V of adapters is this engine's alone, as another one's may have other weights.
         self._salt, self._adapter_salt = b"", os.urandom(SALT_BYTES)
         self._loads = LoadPlanner(geometry, index, self.controller, self.stats)
-        self._stores = StorePlanner(geometry, self.controller, speculative)
+        self._stores = StorePlanner(config, geometry, self.controller, speculative)
         self._align = alignment(geometry.groups)
         self._early_stores: list[CacheOperation] = []
         self._recency = Recency(geometry.groups, index)
@@ -67,6 +67,7 @@ class HiCacheScheduler:
         if state is None:
             state = RequestState(request, self.geometry.groups, self._salt_of(request))
             self._states[request.request_id] = state
+            self._stores.arrived(state)
         return state
 
     def arrived(self, request: Request) -> None:
@@ -283,6 +284,7 @@ class HiCacheScheduler:
             self.controller.cancel(operation)
         self._early_stores = []
         self.controller.reset()
+        self._stores.reset()
         for state in self._states.values():
             state.outdated = True
 

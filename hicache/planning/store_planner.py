@@ -1,10 +1,12 @@
 """Plans stores: which blocks of which requests are copied to the host, and when."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_graft.hicache.config.cache_config import HiCacheConfig
 from vllm_graft.hicache.host.controller import HybridCacheController
 from vllm_graft.hicache.messages.operation import CacheOperation
 from vllm_graft.hicache.pages.geometry import Geometry
@@ -15,15 +17,49 @@ NULL_BLOCK = 0
 """Id of vLLM's null block, which stands for a block that is not kept."""
 
 
+class TouchCounter:
+    """Counts requests for each page; beyond ``capacity`` keys the longest unused are forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._counts: OrderedDict[PageKey, int] = OrderedDict()
+
+    def add(self, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            self._counts[key] = self._counts.get(key, 0) + 1
+            self._counts.move_to_end(key)
+        while len(self._counts) > self._capacity:
+            self._counts.popitem(last=False)
+
+    def count(self, key: PageKey) -> int:
+        return self._counts.get(key, 0)
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+
 class StorePlanner:
-    """Plans the store of each full block as soon as it is computed. If drafts are verified
-    (``speculative``), the KV of the last known token may change."""
+    """Plans stores as the option ``write_policy`` says. If drafts are verified (``speculative``),
+    the KV of the last known token may change."""
 
     def __init__(
-        self, geometry: Geometry, controller: HybridCacheController, speculative: bool
+        self,
+        config: HiCacheConfig,
+        geometry: Geometry,
+        controller: HybridCacheController,
+        speculative: bool,
     ) -> None:
-        self._geometry, self._controller = geometry, controller
+        self._config, self._geometry, self._controller = config, geometry, controller
         self._unstable_tokens = 1 if speculative else 0
+        self._touches = TouchCounter(16 * geometry.shape.num_slots)
+
+    def arrived(self, state: RequestState) -> None:
+        if self._config.write_policy == "write_through_selective":
+            for keys in state.keys.values():
+                self._touches.add(keys)
+
+    def reset(self) -> None:
+        self._touches.clear()
 
     def step(
         self, output: SchedulerOutput, states: Mapping[str, RequestState]
@@ -32,9 +68,10 @@ class StorePlanner:
         tables = output.kv_connector_block_state
         if tables is None:
             return
+        write_back = self._config.write_policy == "write_back"
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = states.get(request_id)
-            if state is None or state.outdated:
+            if state is None or state.outdated or write_back:
                 continue
             request = state.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
@@ -69,8 +106,11 @@ class StorePlanner:
             keys, blocks = state.keys[group.index], block_ids[group.index]
             end = min(tokens // group.block_tokens, len(keys), len(blocks))
             new = slice(state.stored[group.index], end)
-            pairs = zip(keys[new], blocks[new])
-            source += [(key, block) for key, block in pairs if block != NULL_BLOCK]
+            source += [
+                (key, block)
+                for key, block in zip(keys[new], blocks[new])
+                if block != NULL_BLOCK and self._admits(key)
+            ]
             state.stored[group.index] = max(state.stored[group.index], end)
         return self._controller.store(source, 1 if flush else 0, state.volatile)
 
@@ -84,9 +124,14 @@ class StorePlanner:
         for group_index, block, boundary in entries:
             group = self._controller.groups.get(group_index)
             key = state.key_at(group, boundary) if group is not None else None
-            if key is not None and block != NULL_BLOCK:
+            if key is not None and block != NULL_BLOCK and self._admits(key):
                 source.append((key, block))
         return self._controller.store(source, volatile=state.volatile)
+
+    def _admits(self, key: PageKey) -> bool:
+        if self._config.write_policy != "write_through_selective":
+            return True
+        return self._touches.count(key) >= self._config.write_after
 
 
 def handed_out(output: SchedulerOutput) -> Iterator[int]:

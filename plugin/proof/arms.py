@@ -185,7 +185,7 @@ def _transfer(
         given["load"] = "async"
     if given.get("storage"):
         given["storage"] = {**given["storage"], "path": str(folder / "storage")}
-        given["prefetch"] = {"base_seconds": 20.0}
+        given["prefetch"] = {"policy": "wait_complete"}
         wanted[f"{prefix}hit_tokens_storage"] = "tokens from storage"
     return {
         "kv_connector": CONNECTOR,

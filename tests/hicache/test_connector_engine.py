@@ -217,7 +217,7 @@ def test_eviction_and_preemption(llama: Path) -> None:
     batch = prompts(3, 100, 90, 95, 64)
     with cpu_engine(llama) as llm:
         tokens = generate(llm, batch, 60)[0]
-    options = transfer(load="async", host_bytes=6 * 32768)
+    options = transfer(load="async", host_bytes=6 * 32768, write_policy="write_through")
     with cpu_engine(llama, kv_transfer_config=options, num_gpu_blocks_override=12) as llm:
         for _ in range(3):
             assert generate(llm, batch, 60)[0] == tokens
@@ -262,6 +262,21 @@ def test_hybrid_restart(kind: str, tmp_path: Path, request: pytest.FixtureReques
         assert metrics(llm)["hit_tokens_storage"] == 480
         assert llm.reset_prefix_cache(reset_connector=True)
         assert generate(llm, HYBRID_PROMPTS) == (tokens, [0, 0, 0])
+
+
+def test_write_policies(llama: Path, expected: list[list[int]]) -> None:
+    """Selective keeps pages from the second request on, write-back when requests have ended."""
+    options = transfer(load="async", write_policy="write_through_selective")
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        for cached in (NONE, NONE, HITS):
+            assert generate(llm, PROMPTS) == (expected, cached)
+            assert llm.reset_prefix_cache()
+    options = transfer(load="async", write_policy="write_back")
+    with cpu_engine(llama, kv_transfer_config=options) as llm:
+        assert generate(llm, PROMPTS[:2]) == (expected[:2], [0, 0])
+        llm.llm_engine.engine_core.engine_core.step_fn()
+        assert llm.reset_prefix_cache()
+        assert generate(llm, PROMPTS[:2]) == (expected[:2], [192, 96])
 
 
 def test_failed_loads_end_requests_where_vllm_is_told_so(

@@ -135,6 +135,8 @@ class Inputs(Mutations):
 
     def _extra(self) -> Any:
         extra = self._some(
+            write_policy=["write_through", "write_back", "write_through_selective", "never"],
+            write_after=[1, 2, 0, "3"],
             eviction=["lru", "arc", "fifo", ""],
             load=["auto", "async", "layerwise", "recompute", "lazy"],
             kv_layout=[None, "LBHNC", "BLHNC", "NHD"],
@@ -177,6 +179,7 @@ class Inputs(Mutations):
     def _prefetch(self) -> Any:
         return self._spoilt(
             self._some(
+                policy=["best_effort", "wait_complete", "timeout", "soon"],
                 base_seconds=[0, 1, 601, "1"],
                 seconds_per_1k_tokens=[0, 0.25, -1],
                 max_seconds=[0, 20, True],

@@ -95,8 +95,13 @@ class StorageTier:
         """Begin to read pages, in the order in which they are useful, into host memory. The
         deadline grows with the number of their tokens."""
         options = self._options
-        seconds = options.base_seconds + options.seconds_per_1k_tokens * tokens / 1000
-        return self._prefetcher.start(request_id, keys, min(seconds, options.max_seconds) or None)
+        if options.policy == "best_effort":
+            return self._prefetcher.start(request_id, keys)
+        # Storage may hang. So even "wait_complete" has a deadline.
+        seconds = options.max_seconds
+        if options.policy == "timeout":
+            seconds = options.base_seconds + options.seconds_per_1k_tokens * tokens / 1000
+        return self._prefetcher.start(request_id, keys, min(seconds, options.max_seconds))
 
     def store(self, pages: Iterable[Page]) -> None:
         wanted = [page.key for page in pages if page.indexed and not page.volatile]

@@ -21,7 +21,7 @@ FLAG = "--kv-transfer-config.kv_connector_extra_config"
 def test_sizes_and_defaults() -> None:
     config = HiCacheConfig.parse({"host_bytes": "64GiB"})
     assert config.host_bytes == 64 << 30
-    assert (config.load, config.eviction) == ("auto", "lru")
+    assert (config.load, config.eviction, config.write_policy) == ("auto", "lru", "write_through")
     assert HiCacheConfig.parse({"host_bytes": 4096}).host_bytes == 4096
     assert config.staging_bytes == 48 << 20
     for given, found in (("96MiB", 96 << 20), (0, 0)):

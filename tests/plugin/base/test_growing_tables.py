@@ -136,6 +136,7 @@ BOUNDED = {
         hicache/host/eviction.py:ArcPolicy._gone_once
         hicache/host/eviction.py:ArcPolicy._often hicache/host/eviction.py:ArcPolicy._once
         hicache/host/eviction.py:LruPolicy._order
+        hicache/planning/store_planner.py:TouchCounter._counts
         hicache/host/shared_index.py:SharedIndex._key_of
         hicache/host/shared_index.py:SharedIndex._offered
         hicache/host/shared_index.py:SharedIndex._ours

@@ -18,7 +18,7 @@ def stored(path: Path, max_bytes: str = "1GiB") -> dict[str, Any]:
     return {
         "load": "async",
         "storage": {"backend": "segments", "path": str(path), "max_bytes": max_bytes},
-        "prefetch": {"base_seconds": 20.0},
+        "prefetch": {"policy": "wait_complete"},
     }
 
 

@@ -51,7 +51,7 @@ class _Rig:
             self.pool,
             self.index,
             self.geometry,
-            PrefetchConfig(base_seconds=20),
+            PrefetchConfig(policy="wait_complete"),
         )
 
     def keep(self, number: int) -> Page:

@@ -99,7 +99,8 @@ def _packing_kernel(
                 place = first + tl.arange(0, NUMBERS // 8)
                 empty = (place >= taken) & (place < room)
                 tl.store(host + count // 64 * 97 + place, tl.zeros_like(place).to(tl.uint8), empty)
-            tl.store(host + count // 64 * 99 - 1, (taken > room).to(tl.uint8))
+            # Without numbers, as in a warm-up, there is no byte of a mark.
+            tl.store(host + count // 64 * 99 - 1, (taken > room).to(tl.uint8), count > 0)
 
 
 def warm_up() -> None:

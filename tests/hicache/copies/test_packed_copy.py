@@ -98,6 +98,15 @@ def test_special_values_come_back(copy: Any, value: int) -> None:
     assert torch.equal(found, same) is fit
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_warm_up_writes_nothing(aligned: bool) -> None:
+    """It launches a run of no numbers, in front of which there may be nobody's memory."""
+    host = torch.full((64,), 0xEE, dtype=torch.uint8)
+    table = torch.tensor([[host.data_ptr() + 16], [host.data_ptr() + 32], [0]])
+    packed_kernel.launch(table, 0, 1, Direction.STORE, aligned)
+    assert (host == 0xEE).all()
+
+
 @COPIES
 def test_bytes_are_those_of_the_format(copy: Any) -> None:
     """All copies write equal bytes, whatever was in the slot, so that pages and ranks agree."""

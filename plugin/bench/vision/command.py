@@ -109,14 +109,15 @@ class Looking:
         return found
 
     def _ask(self, image: Any, params: Any) -> Any:
-        from vllm.renderers.chat_utils import ChatTemplateResolutionError
-
         if self._prompt is None:
             said = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": QUESTION}]
             chat = [{"role": "user", "content": said}]
             try:
                 return self._llm.chat(chat, params, use_tqdm=False)
-            except ChatTemplateResolutionError:
+            except Exception as error:
+                # Each version of vLLM has it in another module.
+                if type(error).__name__ != "ChatTemplateResolutionError":
+                    raise
                 inputs = self._llm.renderer.get_mm_processor().dummy_inputs
                 self._prompt = inputs.get_dummy_text({"image": 1}) + QUESTION
                 print(f"There is no chat template: {self._prompt!r} is asked.", flush=True)

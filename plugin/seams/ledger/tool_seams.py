@@ -67,7 +67,6 @@ TOOL = (
         ("benchmarks.datasets", "has", "ShareGPTDataset, add_dataset_parser, get_samples(args, tokenizer, multimodal_backends=)", "what is asked of a model; ShareGPTDataset: conversations of a file"),
         ("entrypoints.llm.UsageContext", "name", "present", "replaced where an engine starts: a server's defaults"),
         ("tokenizers.get_tokenizer", "name", "present", "prompts for a server that runs already"),
-        ("renderers.chat_utils.ChatTemplateResolutionError", "name", "present", "a model without a chat template is asked about images otherwise"),
     ),
     *seams("train", "vLLM hands out hidden states on any device, to whoever asks", "",
         ("distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", "has", "ExampleHiddenStatesConnector, extract_from_kv_cache(kv_cache, slot_mapping, num_tokens)", "states of finished requests"),

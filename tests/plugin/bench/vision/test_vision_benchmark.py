@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from vllm.renderers.chat_utils import ChatTemplateResolutionError
+from vllm.renderers.hf import ChatTemplateResolutionError
 
 from tests.support.vision import standins, vision_models
 from vllm_graft.bench.common.answers import Answer

@@ -74,8 +74,9 @@ def cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
     whole = text["num_hidden_layers"]
     short = {**text, "num_hidden_layers": layers}
     for name, value in text.items():
-        # What each layer has, in a list or as letters.
-        if isinstance(value, (list, str)) and len(value) == whole:
+        # What each layer has, in a list, where layers of a draft may follow, or as letters.
+        lists = isinstance(value, list) and len(value) >= whole
+        if lists or (isinstance(value, str) and len(value) == whole):
             short[name] = value[:layers]
     return {**config, "text_config": short} if text is not config else short
 

@@ -9,7 +9,6 @@ from vllm.config import CUDAGraphMode
 from vllm_graft.spec_decode.chunking.graph_fit import LEAST_ROWS, ROWS, cut_trees
 from vllm_graft.spec_decode.tuning import scheduling
 from vllm_graft.spec_decode.tuning.copied_texts import EVERY
-from vllm_graft.spec_decode.tuning.drops import KEEP_ALL, PRICE
 from vllm_graft.spec_decode.tuning.rank_agreement import Heard
 from vllm_graft.spec_decode.tuning.scheduling import StepWatch, TunedLookup, tune
 from vllm_graft.spec_decode.tuning.tuner import NodeTuner
@@ -25,7 +24,6 @@ class Told:
         self.temperatures: list[float] = []
         self.contexts: list[int] = []
         self.verified: list[int] = []
-        self.dropped: list[bool] = []
         self.copied = 0
         self.heard: list[int] = []
 
@@ -47,9 +45,7 @@ class Told:
         same: bool,
         temperature: float,
         context: int,
-        dropped: bool,
     ) -> None:
-        self.dropped.append(dropped)
         self.contexts.append(context)
         self.verified.append(verified)
         self.same.append(same)
@@ -112,15 +108,6 @@ def test_only_steps_alike_are_timed(watch: Any) -> None:
         (3, [1, 1], 0.25),
     ]
     assert watch.tuner.besides == [(2, 0)] * 5
-
-
-def test_a_step_verifies_what_the_price_of_the_step_before_has_left(watch: Any) -> None:
-    for price in (KEEP_ALL, (0.5, -0.1), (0.5, -0.1), KEEP_ALL):
-        output = step({"a": 7}, 7)
-        setattr(output, PRICE, price)
-        watch.ended(output, {"a": [1]}, 1.0)
-    watch.ended(step({"a": 7}, 7), {"a": [1]}, 1.0)
-    assert watch.tuner.dropped == [False, False, True, True, False]
 
 
 def test_prompts_beside_decodes_are_told(watch: Any) -> None:

@@ -36,7 +36,7 @@ from vllm_graft.hicache.pages.pool_shape import PoolShape, Sharing
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SHARED_FORMAT = 1
+SHARED_FORMAT = 2
 """Version of how engines use a region that they share; others get another region."""
 
 _PLAIN = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)

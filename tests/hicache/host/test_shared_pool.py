@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.host_cache import pool_sharers
@@ -15,7 +16,8 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.hicache.host import region
 from vllm_graft.hicache.host.pool import HostPool
 from vllm_graft.hicache.host.shared_index import SharedIndex
-from vllm_graft.hicache.host.shared_slots import control_bytes
+from vllm_graft.hicache.host.shared_slots import HEAD_BYTES, USES, _arrays, control_bytes
+from vllm_graft.hicache.pages.geometry import SHARED_FORMAT
 from vllm_graft.hicache.pages.pool_shape import PoolShape, Sharing
 
 BYTES = SHAPE.num_bytes
@@ -39,6 +41,23 @@ def real_name() -> Iterator[str]:
 
 def _pool(engine: int, name: str = NAME, shape: PoolShape = SHAPE, size: int = BYTES) -> HostPool:
     return HostPool(shape, name, sharing=Sharing(engine.to_bytes(16, "big"), size))
+
+
+def test_another_layout_has_another_format() -> None:
+    """Servers of two versions must not meet in one region: who changes it raises the format."""
+    layout = [(name, np.dtype(kind).name, of) for name, kind, of in _arrays(3)]
+    assert (SHARED_FORMAT, HEAD_BYTES, USES, layout) == (
+        *(2, 64, 2),
+        [
+            ("used", "int64", (3,)),
+            ("log", "int64", (3,)),
+            ("engines", "uint8", (32, 16)),
+            ("records", "uint8", (3, 84)),
+            ("owner", "uint8", (3,)),
+            ("state", "uint8", (3,)),
+            ("pins", "uint8", (32, 3)),
+        ],
+    )
 
 
 ENGINE = """

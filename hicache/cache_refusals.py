@@ -303,6 +303,8 @@ def _host_dtype(config: HiCacheConfig, vllm_config: Any) -> Iterator[Found]:
         reason = "the model uses MLA attention"
     elif model is not None and model.is_hybrid:
         reason = "the model has recurrent states"
+    elif model is not None and hasattr(model.hf_text_config, "index_topk"):
+        reason = "the model has an indexer"
     if reason:
         key = flag("host_dtype")
         yield Found(f"{key} is {config.host_dtype}, but {reason}", f"drop {key}")

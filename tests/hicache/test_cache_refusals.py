@@ -748,6 +748,10 @@ def test_packed_pages_need_bfloat16() -> None:
                 _accepted(config)
         else:
             assert _accepted(config)
+    config = _engine(extra)
+    config.model_config.use_mla, config.model_config.hf_text_config.index_topk = True, 2048
+    with pytest.raises(ConfigError, match="host_dtype is packed, but the model has an indexer"):
+        _accepted(config)
     # A page of 8B has 99 bytes for 64 numbers.
     assert least_page_bytes(_engine({}), "packed") * 128 == PAGE_OF_8B * 99
 

@@ -150,7 +150,10 @@ class Follower:
     def _may_follow(self, new: Publication) -> bool:
         """Whether a head is a new one, and enough is known to compare it with the one that is
         there."""
-        return new.id not in self._done and self._recent.sum.trees * PARTS >= self._size
+        serving = self._serving
+        if new.id in self._done or (serving is not None and _is_older(new, serving)):
+            return False
+        return self._recent.sum.trees * PARTS >= self._size
 
     def _try(self, new: Publication) -> None:
         problem = self._problem(new.id)
@@ -285,6 +288,11 @@ def _number(head: Publication | None) -> int:
 
 def _id(head: Publication | None) -> str:
     return BASE if head is None else head.id
+
+
+def _is_older(one: Publication, other: Publication) -> bool:
+    """Whether a head came first. Numbers begin again in an emptied folder, times in a copy."""
+    return one.number < other.number and one.written <= other.written
 
 
 def _told(head: Publication) -> str:

@@ -50,14 +50,18 @@ _FACTS = TypeAdapter(Facts)
 @dataclass(frozen=True)
 class Publication:
     """A head of the folder; number 0 is the base. `verdict` is empty until a server gave one. A
-    number comes again where the folder was emptied, so `id`, with the time in it, tells heads
-    apart."""
+    number comes again where the folder was emptied, so `id` has the time of writing in it, in
+    nanoseconds."""
 
     number: int
     folder: Path
     facts: Facts
     verdict: str
-    id: str
+    written: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.number}@{self.written}"
 
     @property
     def weights(self) -> Path:
@@ -94,7 +98,7 @@ class Publications:
             shutil.rmtree(part, ignore_errors=True)
             raise
         _sync(self._heads)
-        return Publication(number, folder, facts, "", _id(folder))
+        return Publication(number, folder, facts, "", _written(folder))
 
     def judge(self, head: Publication, verdict: str) -> None:
         """Note what became of a head, if it is still there."""
@@ -122,17 +126,17 @@ class Publications:
         """A head; None if it is being removed, or is none."""
         try:
             facts = _FACTS.validate_json((folder / FACTS).read_bytes())
-            told = _id(folder)
+            written = _written(folder)
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         verdict = ""
         with contextlib.suppress(FileNotFoundError):
             verdict = (folder / VERDICT).read_text()
-        return Publication(int(folder.name), folder, facts, verdict, told)
+        return Publication(int(folder.name), folder, facts, verdict, written)
 
 
-def _id(folder: Path) -> str:
-    return f"{int(folder.name)}@{(folder / FACTS).stat().st_mtime_ns}"
+def _written(folder: Path) -> int:
+    return (folder / FACTS).stat().st_mtime_ns
 
 
 def digest(head: Path) -> str:

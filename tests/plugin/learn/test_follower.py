@@ -218,6 +218,24 @@ def test_heads_of_an_emptied_folder_are_new_ones(served: Served, tokens: int) ->
     assert len(served.workers.heads) == 4
 
 
+def test_no_older_head_is_followed_when_another_server_refuses_the_one_that_drafts(
+    tmp_path: Path,
+) -> None:
+    first = Served(tmp_path)
+    for _ in range(2):
+        first.publish()
+    head = first.shelf.each("base")[1]
+    first.shelf.judge(head, KEPT)
+    second = Served(tmp_path)
+    second.made.begin("base")
+    first.shelf.judge(head, REFUSED)
+    second.serve(2, 40)
+    assert second.workers.swaps == [2]
+    second.publish()
+    second.serve(2, 12)
+    assert second.workers.swaps == [2, 3]
+
+
 def test_a_server_begins_with_the_newest_head_that_was_kept(tmp_path: Path) -> None:
     first = Served(tmp_path)
     for verdict in (KEPT, KEPT, REFUSED, ""):

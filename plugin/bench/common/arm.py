@@ -148,9 +148,9 @@ def _ratio(rows: Sequence[Row]) -> str:
     others = [row.main[1] for row in rows if not is_ours(row.arm)]
     if not ours or not others:
         return "-"
-    if name.endswith("_ms"):
-        return f"{min(others) / min(ours):.2f}"
-    return f"{max(ours) / max(others):.2f}"
+    best, least = (min(others), min(ours)) if name.endswith("_ms") else (max(ours), max(others))
+    # In a short time an arm may end no turn at all.
+    return f"{best / least:.2f}" if least else "-"
 
 
 def _text(value: Any) -> str:

@@ -39,6 +39,10 @@ def test_of_times_the_shorter_one_is_better_and_of_rates_the_higher_one() -> Non
     assert lines[1] == ["load", "2", "-", "3", "-", "1.50"]
     assert cells(table(rows[:2], lambda row: "x"))[1] == ["first", "x", "x", "-"]
     assert table([], lambda row: "x") == ""
+    # A short time ended before a turn did.
+    for name in ("turns_per_second", "first_token_ms"):
+        none = [row(arm, "load", name, 0.0) for arm in ("none", "ours")]
+        assert cells(table(none, lambda row: "x"))[1] == ["load", "x", "x", "-"]
 
 
 def test_a_diagram_for_each_figure_and_each_other_part_of_the_case() -> None:

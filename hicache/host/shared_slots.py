@@ -305,6 +305,8 @@ class SharedSlots:
             slots = np.flatnonzero((self.state >= READY) & ~pinned)
             if len(slots) < count:
                 return None
+            # An engine that was stopped amid a use has set it back.
+            self.head[USES] = max(int(self.head[USES]), int(self.used.max()))
             # More than this call needs are found at once, as the search looks at all pages.
             most = min(len(slots), max(count, self.num_slots // 32))
             slots = slots[np.argpartition(self.used[slots], most - 1)[:most]]

@@ -16,7 +16,7 @@ from vllm_graft.base.errors import ConfigError, GraftError
 from vllm_graft.base.locks import ByteLocks
 from vllm_graft.hicache.host import shared_slots
 from vllm_graft.hicache.host.shared_index import SharedIndex
-from vllm_graft.hicache.host.shared_slots import FILLING, READY, SharedSlots, _ranges
+from vllm_graft.hicache.host.shared_slots import FILLING, READY, USES, SharedSlots, _ranges
 from vllm_graft.hicache.pages.page_key import PageKey
 
 SLOTS = 6
@@ -472,6 +472,22 @@ def test_what_was_forgotten_without_the_lock_is_not_offered(pair: tuple[Engine, 
     one.offered(KEYS[:3])
     one.machine.check()
     assert len(one.loading) == 2
+
+
+def test_an_engine_that_was_stopped_amid_a_use_turns_no_order_round(machine: Machine) -> None:
+    one, two = machine.start(), machine.start()
+    one.store(KEYS[:SLOTS])
+    one.stored()
+    read = int(one.slots.head[USES])
+    two.index.look()
+    for _ in range(9):
+        two.use(KEYS[:SLOTS])
+    one.slots.head[USES] = read + 1
+    for key in KEYS[SLOTS : SLOTS + 2]:
+        two.store([key])
+        two.stored()
+    two.index.look()
+    assert list(map(two.index.has, KEYS[: SLOTS + 2])) == [False] * 2 + [True] * SLOTS
 
 
 def test_traced_arrays_are_written_as_others() -> None:

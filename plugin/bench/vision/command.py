@@ -257,7 +257,9 @@ def compare(
         arm_processes.stop(pipes)
     comparisons = []
     for images, by_arm in answers.items():
-        compared = compare_answers(by_arm)
+        # Of engines that ran one after another, some may have had no time for as many rounds.
+        least = min(map(len, by_arm.values()))
+        compared = compare_answers({arm: found[:least] for arm, found in by_arm.items()})
         comparisons += compared
         what = f"{images} px" if isinstance(images, int) else f"{len(images)} images"
         print(*(f"{what}, {line}" for line in compared), sep="\n", flush=True)

@@ -127,6 +127,16 @@ def test_warm_ups_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all([look.seed for look in each.asked] == [0, 1, 2, 3, 4] for each in pipes.values())
 
 
+def test_answers_of_as_many_rounds_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    arms, rounds = [Arm("off", OPTIONS), Arm("ours", OPTIONS)], iter((5, 3))
+    monkeypatch.setattr(command, "groups", lambda *_: [[arm] for arm in arms])
+    started = iter([{arm: Engine(1.0, [1, 2])} for arm in arms])
+    monkeypatch.setattr(command.arm_processes, "start", lambda *_: next(started))
+    monkeypatch.setattr(command.TimeLimit, "rounds", lambda *_, **__: range(next(rounds)))
+    _, compared = command.compare(arms, "model", given("--sizes", "224", "--warm", "2"), Looking)
+    assert [str(each) for each in compared] == ["ours: 1 of 1 greedy answers are those of off"]
+
+
 @pytest.mark.parametrize(("tokens", "status"), [([1, 9], 0), ([9, 2], 1)])
 def test_a_difference_beyond_a_near_tie_fails(
     monkeypatch: pytest.MonkeyPatch, tokens: list[int], status: int

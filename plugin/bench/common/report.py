@@ -118,7 +118,7 @@ class TimeLimit:
         least, self._least = self._least, 0
         for number, case in enumerate(cases):
             start = time.perf_counter()
-            if number >= least and self._share is not None and start + longest > self._share:
+            if number >= least and self._is_late(start + longest):
                 _say(f"no time left for {len(cases) - number} of {len(cases)} measurements")
                 return
             yield case
@@ -133,12 +133,16 @@ class TimeLimit:
         would end in the engine's share."""
         start, longest = time.perf_counter(), 0.0
         for number in range(count):
-            if number >= least and self._share is not None and start + longest > self._share:
+            if number >= least and self._is_late(start + longest):
                 _say(f"no time left for {count - number} of {count} rounds")
                 return
             yield number
             now = time.perf_counter()
             start, longest = now, max(longest, now - start)
+
+    def _is_late(self, end: float) -> bool:
+        """Whether what ends then is beyond the engine's share."""
+        return self._share is not None and end > self._share
 
 
 def _clock(seconds: float) -> str:

@@ -157,12 +157,7 @@ def test_fp8_there_and_back(order: str, dtype: torch.dtype, way: str) -> None:
     rig.engine.fence([0])
     for cache in rig.caches.values():
         cache[blocks] = -1.0
-    rig.engine.begin_step()
-    submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, blocks))
-    if way == "layers":
-        assert rig.engine.wait_all_layers() == LAYERS
-    rig.engine.drain()
-    torch.cuda.synchronize()
+    rig.load(way, slots, blocks)
     results = rig.engine.finished()
     assert [result.failed for result in results] == [False, False]
     assert rig.page == LAYERS * 4 * 16 * 64
@@ -280,10 +275,7 @@ def _expected(rig: GpuRig, slots: list[int], blocks: list[int]) -> dict[str, tor
     other = GpuRig(rig.order)
     for slot in slots:
         other.slot(slot)[:] = rig.slot(slot)
-    other.engine.begin_step()
-    other.engine.load(other.operation(Direction.LOAD, slots, blocks))
-    other.engine.drain()
-    torch.cuda.synchronize()
+    other.load("async", slots, blocks)
     assert [result.staged_bytes for result in other.engine.finished()] == [0]
     found = {name: cache.clone() for name, cache in other.caches.items()}
     other.close()

@@ -109,7 +109,7 @@ def test_a_warm_up_writes_nothing(aligned: bool) -> None:
 
 @COPIES
 def test_bytes_are_those_of_the_format(copy: Any) -> None:
-    """All copies write equal bytes, whatever was in the slot, so that pages and ranks agree."""
+    """Every copy writes the same bytes, whatever was in the slot, so that pages and ranks agree."""
     for numbers in (usual(6144), usual(1024) // 7, spread(1024), SPECIAL.repeat(1024)[:1024]):
         numbers = numbers.to(torch.int16)
         expected, fit = packed(numbers)

@@ -9,7 +9,7 @@ import torch
 from tests.support.engines.cache_engines import generate, metrics, prompts, stored, transfer
 from tests.support.engines.shipped_pair import SHIPPED
 from tests.support.host_cache.gpu_copies import LAYERS, GpuRig
-from tests.support.host_cache.submitted_loads import LOAD_WAYS, submit_load
+from tests.support.host_cache.submitted_loads import LOAD_WAYS
 from tests.support.samples.packed_numbers import computed, every_number, spread, usual
 from vllm_graft.hicache.messages.operation import Direction
 from vllm_graft.hicache.pages.host_form import PACKED
@@ -83,12 +83,7 @@ def test_pages_come_back_by_every_way(order: str, way: str) -> None:
     assert result.num_bytes == len(blocks) * rig.page
     assert rig.page == LAYERS * 4 * 16 * 99
     slots, blocks = [7, 8, 9, 30], [3, 4, 5, 17]
-    rig.engine.begin_step()
-    submit_load(rig.engine, way, rig.operation(Direction.LOAD, slots, blocks))
-    if way == "layers":
-        assert rig.engine.wait_all_layers() == LAYERS
-    rig.engine.drain()
-    torch.cuda.synchronize()
+    rig.load(way, slots, blocks)
     assert [each.failed for each in rig.engine.finished()] == [False]
     for name, cache in bits.items():
         expected = before[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.host_cache.submitted_loads import delay_loads
+from tests.support.host_cache.submitted_loads import delay_loads, submit_load
 from vllm_graft.hicache.copies.packed_pages import unfit
 from vllm_graft.hicache.copies.strided import HostShard
 from vllm_graft.hicache.host.pool import HostPool
@@ -81,6 +81,15 @@ class GpuRig:
 
     def operation(self, way: Direction, slots: list[int], blocks: list[int]) -> CacheOperation:
         return CacheOperation([0], way, [PoolTransfer(0, slots, blocks)])
+
+    def load(self, way: str, slots: list[int], blocks: list[int]) -> None:
+        """Load pages in a step of their own, one way of `LOAD_WAYS`, and wait for them."""
+        self.engine.begin_step()
+        submit_load(self.engine, way, self.operation(Direction.LOAD, slots, blocks))
+        if way == "layers":
+            assert self.engine.wait_all_layers() == LAYERS
+        self.engine.drain()
+        torch.cuda.synchronize()
 
     def close(self) -> None:
         self.engine.drain()

@@ -12,7 +12,7 @@ TOKENS = 1024
 
 
 def every_number(seed: int = 0) -> torch.Tensor:
-    """All 65,536 bit patterns, int16, in an order in which neighbours have near exponents."""
+    """Return all 65,536 bit patterns, int16, so that neighbours have near exponents."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
     generator = torch.Generator().manual_seed(seed)
     place = (bits >> 7 & 0xFF) + 15.2 * torch.rand(len(bits), generator=generator)
